@@ -1,0 +1,198 @@
+"""Everything that can go wrong for a caller, as one tree.
+
+Each class names its gRPC code and its reason; `lineclear.status` carries it over the wire and back. What goes wrong
+inside (a bug) is an assertion, not an entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+DOMAIN = "lineclear"
+
+
+class Violation(NamedTuple):
+    """A field of the request that is wrong. `field` is its path, as in `sampling.top_p`; never the value."""
+
+    field: str
+    description: str
+
+
+class LineclearError(Exception):
+    """Any failure of a call. `str()` is the sentence the server wrote.
+
+    `retry_after_seconds` is None where trying the same again cannot help. `metadata` holds the figures behind the
+    sentence, as strings. Never holds prompt, completion or token ids.
+    """
+
+    code: str = "UNKNOWN"
+    reason: str = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        self.metadata = dict(metadata or {})
+        self.violations = tuple(violations)
+
+
+class InvalidRequest(LineclearError):
+    """The request is wrong and will stay wrong; `violations` says where."""
+
+    code = "INVALID_ARGUMENT"
+    reason = "INVALID_REQUEST"
+
+
+class PromptTooLong(InvalidRequest):
+    """Prompt, or prompt and max_tokens together, exceed the context or the byte limit. Never truncated."""
+
+    reason = "PROMPT_TOO_LONG"
+
+
+class TokenOutOfVocabulary(InvalidRequest):
+    """A token id is not in [0, vocabulary)."""
+
+    reason = "TOKEN_OUT_OF_VOCABULARY"
+
+
+class Malformed(InvalidRequest):
+    """The message is not what the schema says (for instance a string that is not UTF-8)."""
+
+    reason = "MALFORMED"
+
+
+class DuplicateRequest(LineclearError):
+    """A live request has this request_id."""
+
+    code = "ALREADY_EXISTS"
+    reason = "DUPLICATE_REQUEST"
+
+
+class CannotFit(LineclearError):
+    """The request alone needs more KV blocks than the pool has."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "EXCEEDS_KV_CAPACITY"
+
+
+class NoChatTemplate(LineclearError):
+    """A conversation was sent to a model without a chat template."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "NO_CHAT_TEMPLATE"
+
+
+class QueueFull(LineclearError):
+    """The queue is at its limit in requests or in tokens."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUEUE_FULL"
+
+
+class SlowConsumer(LineclearError):
+    """The caller did not read its stream for too long."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "SLOW_CONSUMER"
+
+
+class DeviceOutOfMemory(LineclearError):
+    """The request alone needs more device memory than there is."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "DEVICE_OUT_OF_MEMORY"
+
+
+class Starting(LineclearError):
+    """No worker has joined yet."""
+
+    code = "UNAVAILABLE"
+    reason = "STARTING"
+
+
+class Draining(LineclearError):
+    """The server is leaving and takes no new requests."""
+
+    code = "UNAVAILABLE"
+    reason = "DRAINING"
+
+
+class Drained(LineclearError):
+    """The server left before the answer was complete."""
+
+    code = "UNAVAILABLE"
+    reason = "DRAINED"
+
+
+class WorkerUnavailable(LineclearError):
+    """Workers died too often; the server gave up."""
+
+    code = "UNAVAILABLE"
+    reason = "WORKER_UNAVAILABLE"
+
+
+class Unreachable(LineclearError):
+    """No answer from a server. Made by the client library, never sent."""
+
+    code = "UNAVAILABLE"
+    reason = "UNREACHABLE"
+
+
+class DeadlineExceeded(LineclearError):
+    """The deadline of the call passed, in the queue or while running."""
+
+    code = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(LineclearError):
+    """The caller hung up."""
+
+    code = "CANCELLED"
+    reason = "CANCELLED"
+
+
+class NonFiniteLogits(LineclearError):
+    """The model produced NaN or infinity for this request."""
+
+    code = "INTERNAL"
+    reason = "NON_FINITE_LOGITS"
+
+
+class InternalError(LineclearError):
+    """A bug of ours. `metadata["incident_id"]` is in the server's log."""
+
+    code = "INTERNAL"
+    reason = "INTERNAL"
+
+
+class DataLoss(LineclearError):
+    """The stream skipped or repeated a token index. Found by the client library."""
+
+    code = "DATA_LOSS"
+    reason = "INDEX_GAP"
+
+
+class Unsupported(LineclearError):
+    """The server does not have, or has switched off, what was asked for."""
+
+    code = "UNIMPLEMENTED"
+    reason = "UNSUPPORTED"
+
+
+class Foreign(LineclearError):
+    """A status with no reason of ours and no class that fits it: `code` and `reason` are the instance's own."""
+
+
+def tree(root: type[LineclearError] = LineclearError) -> Iterator[type[LineclearError]]:
+    """Every class of the tree, parents before children."""
+    yield root
+    for child in root.__subclasses__():
+        yield from tree(child)

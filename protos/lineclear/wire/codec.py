@@ -1,0 +1,269 @@
+"""Messages to bytes and back. Any bytes give a Message or a DecodeError, never anything else, and never run code.
+
+A frame is a fixed header (magic, protocol, kind, epoch, step, CRC-32 of the payload) and a protobuf payload whose bulk
+is columns of little-endian integers.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError as ProtobufDecodeError
+from google.protobuf.message import Message as ProtobufMessage
+
+from lineclear.wire.types import (
+    PROTOCOL,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Rejoin,
+    Row,
+    Sampling,
+    SlotInit,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+from lineclear.wire.v1 import step_pb2 as pb
+
+_HEADER = struct.Struct("<4sHHQQI")  # magic, protocol, kind, epoch, step, crc
+_MAGIC = b"lncl"
+_T = TypeVar("_T")
+
+
+class DecodeError(ValueError):
+    """The bytes are no message of this protocol."""
+
+
+class ProtocolMismatch(DecodeError):
+    """The other end speaks another version of the protocol; `theirs` says which."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(f"the other process speaks plan protocol {theirs}, this one {PROTOCOL}")
+        self.theirs = theirs
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    kind, to_payload, _ = _KINDS[type(message)]
+    payload = to_payload(message).SerializeToString()
+    step = getattr(message, "step", 0)
+    return _HEADER.pack(_MAGIC, PROTOCOL, kind, message.epoch, step, zlib.crc32(payload)) + payload
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame. Raises DecodeError for anything else (ProtocolMismatch for another version)."""
+    if len(frame) < _HEADER.size:
+        raise DecodeError("frame shorter than its header")
+    magic, protocol, kind, epoch, step, crc = _HEADER.unpack_from(frame)
+    if magic != _MAGIC:
+        raise DecodeError("not a lineclear frame")
+    if protocol != PROTOCOL:
+        raise ProtocolMismatch(protocol)
+    payload = frame[_HEADER.size :]
+    if zlib.crc32(payload) != crc:
+        raise DecodeError("checksum does not match")
+    if kind not in _DECODERS:
+        raise DecodeError(f"unknown kind {kind}")
+    try:
+        return _DECODERS[kind](epoch, step, payload)
+    except (ProtobufDecodeError, ValueError, OverflowError) as error:
+        raise DecodeError(f"payload of kind {kind}: {error}") from error
+
+
+# --- columns -------------------------------------------------------------------------------------------------------
+
+
+def _ints(values: Iterable[int]) -> bytes:
+    return _little(array("i", values))
+
+
+def _floats(values: Iterable[float]) -> bytes:
+    return _little(array("f", values))
+
+
+def _little(column: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _read(typecode: str, data: bytes) -> list[Any]:
+    column: array[Any] = array(typecode)
+    column.frombytes(data)  # ValueError when the length is no multiple of four
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tolist()
+
+
+def _read_ints(data: bytes) -> list[int]:
+    return _read("i", data)
+
+
+def _read_floats(data: bytes) -> list[float]:
+    return _read("f", data)
+
+
+def _split(values: Sequence[_T], lengths: Sequence[int]) -> list[tuple[_T, ...]]:
+    """`values` cut into consecutive pieces of `lengths`. Raises ValueError unless they cover it exactly."""
+    if any(n < 0 for n in lengths) or sum(lengths) != len(values):
+        raise ValueError("columns disagree")
+    ends = list(accumulate(lengths))
+    return [tuple(values[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+
+
+# --- plan and result -----------------------------------------------------------------------------------------------
+
+
+def _plan_to(plan: StepPlan) -> pb.Plan:
+    message = pb.Plan(inits=[_init_to(i) for i in plan.inits], zero_blocks=_ints(plan.zero_blocks))
+    if plan.rows:
+        slots, starts, counts, samples, blocks = zip(*plan.rows, strict=True)
+        message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
+        message.samples = bytes(samples)
+        message.new_blocks, message.num_new_blocks = _ints(chain.from_iterable(blocks)), _ints(map(len, blocks))
+    return message
+
+
+def _plan_from(epoch: int, step: int, payload: bytes) -> StepPlan:
+    m = pb.Plan.FromString(payload)
+    blocks = _split(_read_ints(m.new_blocks), _read_ints(m.num_new_blocks))
+    columns = (_read_ints(m.slots), _read_ints(m.starts), _read_ints(m.counts), map(bool, m.samples), blocks)
+    rows = tuple(map(Row, *columns)) if len({len(m.samples), *(len(c) for c in (*columns[:3], blocks))}) == 1 else None
+    if rows is None:
+        raise ValueError("columns disagree")
+    return StepPlan(epoch, step, rows, tuple(map(_init_from, m.inits)), tuple(_read_ints(m.zero_blocks)))
+
+
+def _init_to(init: SlotInit) -> pb.SlotInit:
+    s = init.sampling
+    sampling = pb.Sampling(
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        bias_ids=_ints(i for i, _ in s.logit_bias),
+        bias_values=_floats(b for _, b in s.logit_bias),
+        allowed_ids=_ints(s.allowed_ids),
+        banned_ids=_ints(s.banned_ids),
+        seed=s.seed,
+        min_tokens=s.min_tokens,
+        stop_ids=_ints(s.stop_ids),
+        logprobs=s.logprobs,
+    )
+    return pb.SlotInit(
+        slot=init.slot,
+        tokens=_ints(init.tokens),
+        prompt_len=init.prompt_len,
+        blocks=_ints(init.blocks),
+        sampling=sampling,
+    )
+
+
+def _init_from(m: pb.SlotInit) -> SlotInit:
+    s = m.sampling
+    sampling = Sampling(
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=tuple(zip(_read_ints(s.bias_ids), _read_floats(s.bias_values), strict=True)),
+        allowed_ids=tuple(_read_ints(s.allowed_ids)),
+        banned_ids=tuple(_read_ints(s.banned_ids)),
+        seed=s.seed,
+        min_tokens=s.min_tokens,
+        stop_ids=tuple(_read_ints(s.stop_ids)),
+        logprobs=s.logprobs,
+    )
+    return SlotInit(m.slot, tuple(_read_ints(m.tokens)), m.prompt_len, tuple(_read_ints(m.blocks)), sampling)
+
+
+def _result_to(result: StepResult) -> pb.Result:
+    message = pb.Result(
+        tokens=_ints(result.tokens), bad_rows=_ints(sorted(result.bad_rows)), step_seconds=result.step_seconds
+    )
+    if result.logprobs:
+        # A row that did not ask is marked by -1 top entries.
+        message.logprobs = _floats(0.0 if x is None else x.logprob for x in result.logprobs)
+        message.num_top = _ints(-1 if x is None else len(x.top) for x in result.logprobs)
+        tops = [entry for x in result.logprobs if x is not None for entry in x.top]
+        message.top_ids, message.top_logprobs = _ints(i for i, _ in tops), _floats(v for _, v in tops)
+    return message
+
+
+def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
+    m = pb.Result.FromString(payload)
+    tokens, chosen, num_top = _read_ints(m.tokens), _read_floats(m.logprobs), _read_ints(m.num_top)
+    bad = frozenset(_read_ints(m.bad_rows))
+    if any(not 0 <= i < len(tokens) for i in bad) or len(chosen) != len(num_top) or len(chosen) not in (0, len(tokens)):
+        raise ValueError("columns disagree")
+    tops = list(zip(_read_ints(m.top_ids), _read_floats(m.top_logprobs), strict=True))
+    pieces = _split(tops, [max(n, 0) for n in num_top])
+    logprobs = tuple(None if n < 0 else Logprobs(v, top) for v, n, top in zip(chosen, num_top, pieces, strict=True))
+    return StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds)
+
+
+# --- control -------------------------------------------------------------------------------------------------------
+
+
+def _hello_to(h: Hello) -> pb.Hello:
+    names = [f.name for f in pb.Hello.DESCRIPTOR.fields]
+    return pb.Hello(**{name: getattr(h, name) for name in names})
+
+
+def _hello_from(epoch: int, step: int, payload: bytes) -> Hello:
+    m = pb.Hello.FromString(payload)
+    values = {f.name: getattr(m, f.name) for f in pb.Hello.DESCRIPTOR.fields}
+    hello = Hello(epoch=epoch, **values | {"eos_token_ids": tuple(m.eos_token_ids)})
+    sizes = (hello.num_blocks, hello.block_size, hello.num_slots, hello.max_model_len, hello.vocab_size)
+    if min(*sizes, hello.max_step_tokens) < 1:
+        raise ValueError("a capacity is not positive")
+    return hello
+
+
+def _heartbeat_from(epoch: int, step: int, payload: bytes) -> Heartbeat:
+    m = pb.Heartbeat.FromString(payload)
+    return Heartbeat(epoch, m.step, m.busy_seconds)
+
+
+def _error_from(epoch: int, step: int, payload: bytes) -> StepError:
+    m = pb.StepError.FromString(payload)
+    return StepError(epoch, step, StepErrorKind(m.kind), m.summary)
+
+
+def _rejoin_from(epoch: int, step: int, payload: bytes) -> Rejoin:
+    pb.Rejoin.FromString(payload)
+    return Rejoin(epoch)
+
+
+def _goodbye_from(epoch: int, step: int, payload: bytes) -> Goodbye:
+    return Goodbye(epoch, pb.Goodbye.FromString(payload).reason)
+
+
+_Encoder = Callable[[Any], ProtobufMessage]
+_Decoder = Callable[[int, int, bytes], Message]
+_KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
+    StepPlan: (1, _plan_to, _plan_from),
+    StepResult: (2, _result_to, _result_from),
+    Hello: (3, _hello_to, _hello_from),
+    Heartbeat: (4, lambda h: pb.Heartbeat(step=h.step, busy_seconds=h.busy_seconds), _heartbeat_from),
+    StepError: (5, lambda e: pb.StepError(kind=e.kind.value, summary=e.summary), _error_from),
+    Rejoin: (6, lambda r: pb.Rejoin(), _rejoin_from),
+    Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
+}
+_DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

@@ -1,0 +1,162 @@
+"""What passes between scheduler and worker, as frozen values. `codec` turns them into bytes; nothing here knows how.
+
+Words: a *slot* is a dense integer naming a row of the worker's tables; a *position* is an index into the tokens of a
+sequence (prompt, then output); a *block* is `block_size` positions of keys and values in the worker's pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+PROTOCOL = 1
+"""Version of the plan protocol; both ends must have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved sampling parameters of one sequence. Ranges and meaning: protos/lineclear/v1/sampling.proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    seed: int = 0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    """End-of-sequence and stop tokens: banned by the worker until `min_tokens` outputs are there."""
+    logprobs: int = -1
+    """-1: none. k >= 0: the sampled token's, and those of the k most likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A slot's new owner: all the worker needs to know of it, sent once.
+
+    `tokens` is everything known (prompt and confirmed output); the worker keeps it, appends what it samples, and reads
+    the input of every later row from it. `blocks` are cached prefix blocks; rows append further ones.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    prompt_len: int
+    blocks: tuple[int, ...]
+    sampling: Sampling
+
+
+class Row(NamedTuple):
+    """Compute positions [start, start + count) of the sequence in `slot`; then sample the next token if `sample`."""
+
+    slot: int
+    start: int
+    count: int
+    sample: bool
+    new_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One packed forward pass. Plans of an epoch are numbered 1, 2, 3 ... and run strictly in that order."""
+
+    epoch: int
+    step: int
+    rows: tuple[Row, ...]
+    inits: tuple[SlotInit, ...] = ()
+    zero_blocks: tuple[int, ...] = ()
+    """To be filled with zeros first: they held values that were not finite."""
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms for one sampled token. `top` is (token id, logprob), most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan gave: entry i belongs to the i-th row of the plan that samples."""
+
+    epoch: int
+    step: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...] = ()
+    """Empty when no row of the plan asked, else one entry for each token."""
+    bad_rows: frozenset[int] = frozenset()
+    """Indices into `tokens` whose logits were not finite; the token there means nothing."""
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker joins. `epoch` is a random number of its own choosing, new each time it joins."""
+
+    epoch: int
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_step_tokens: int
+    model_id: str = ""
+    family: str = ""
+    dtype: str = ""
+    device: str = ""
+    attention_backend: str = ""
+    pid: int = 0
+    torch_version: str = ""
+    transformers_version: str = ""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The worker is alive; `step` is the plan it works on, 0 when idle."""
+
+    epoch: int
+    step: int
+    busy_seconds: float = 0.0
+
+
+class StepErrorKind(Enum):
+    """Why a step failed."""
+
+    OUT_OF_MEMORY = 1
+    EXCEPTION = 2
+    PROTOCOL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepError:
+    """The step gave no result. `summary` is a type and a place, never content."""
+
+    epoch: int
+    step: int
+    kind: StepErrorKind
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Scheduler to worker: `epoch` is not known here (any more). Forget everything and say Hello with a new one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The sender is leaving and expects no more messages."""
+
+    epoch: int
+    reason: str = ""
+
+
+Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye
