@@ -52,11 +52,14 @@ class SlotInit:
 
 
 class Row(NamedTuple):
-    """Compute positions [start, start + count) of the sequence in `slot`; then sample the next token if `sample`."""
+    """Compute positions [start, start + num_tokens) of the sequence in `slot`; then sample the next one if `sample`.
+
+    `new_blocks` continue the sequence's block table.
+    """
 
     slot: int
     start: int
-    count: int
+    num_tokens: int
     sample: bool
     new_blocks: tuple[int, ...] = ()
 
