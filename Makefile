@@ -1,0 +1,69 @@
+# What is done with this project, by name: `make help` lists it. Nothing here knows the product; it only starts tools.
+#
+# Every target makes `.venv` first, from `constraints.txt`, and says so. A second call finds it ready. Where packages
+# come from is pip's business: its own configuration and PIP_* variables are honoured.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/ready
+
+# The first of these that runs, is new enough and can make a virtual environment.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+# What pip is asked for as PyTorch: a version, a local version such as torch==2.13.0+cu130, or the path of a wheel.
+TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
+
+# Test processes at a time. Tests of one file stay in one process, in order.
+JOBS ?= 2
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint $(VENV)/constraints.txt
+
+.PHONY: help demo test serve lint format stubs clean
+.DEFAULT_GOAL := help
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes)"
+
+demo: $(STAMP) ## Serve a small model on this machine, talk to it, show what happens
+	@$(BIN)/python demo/run.py
+
+test: $(STAMP) ## Everything that must hold: ruff, mypy, pytest
+	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; \
+	for step in 'ruff check .' 'ruff format --check .' mypy 'pytest -q -n $(JOBS) --dist loadfile'; do \
+		echo "--- $$step"; $(BIN)/python -m $$step || failed="$$failed '$$step'"; \
+	done; \
+	echo "--- $$(( $$(date +%s) - start )) s"; \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
+
+serve: $(STAMP) ## Serve MODEL, a folder: make serve MODEL=path ARGS='--help'
+	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy only
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy
+
+format: $(STAMP) ## Rewrite the sources as ruff likes them
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+stubs: $(STAMP) ## Write the Python stubs from protos/**/*.proto
+	@$(BIN)/python protos/generate.py && git status --short protos
+
+clean: ## Remove what make and the tools made, .venv too
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted set-up is taken up again. The pin of torch leaves the constraints because
+# TORCH says it. hatchling goes first so that the project is built with the pinned one, outside an isolated download.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo "No Python >= 3.11 with the venv module was found. Install one (on Debian or Ubuntu:" \
+		"apt install python3 python3-venv), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PYTHON=$(PYTHON) is not a Python >= 3.11 with the venv module."; exit 1; }
+	@echo "--- set-up: $(VENV) with $$('$(PYTHON)' --version), about 1 GB of packages; once, a few minutes"
+	@$(BIN)/python -c 'import pip' 2>/dev/null || '$(PYTHON)' -m venv --clear $(VENV)
+	@sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
+	@echo "--- set-up: build backend" && $(PIP) hatchling
+	@echo "--- set-up: $(TORCH)" && $(PIP) '$(TORCH)'
+	@echo "--- set-up: lineclear, its dependencies and the development tools"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@ && echo "--- set-up: done"
