@@ -1,0 +1,221 @@
+"""Who may import whom, and what nobody may do: the import rules of the design as a table.
+
+A room is a set of modules with one job. The walk reads every import in the sources, also those inside functions and
+under TYPE_CHECKING. What the wheel carries is tests/test_wheel.py's.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.sources import REPOSITORY, ROOTS, breaches, dotted, imports, module_name
+
+
+class Room(NamedTuple):
+    """`modules` (a name covers its submodules) may import the standard library, each other, and what is listed."""
+
+    modules: tuple[str, ...]
+    may_import: tuple[str, ...] = ()
+
+
+CORE = ("core", "sequence", "blocks", "policy", "stepmodel", "waiting", "events")
+SETTINGS = ("pydantic", "pydantic_settings")
+PROTOBUF = "google.protobuf"
+
+# The most specific entry that names a module is its room.
+ROOMS = {
+    "schema": Room(("lineclear.v1",), ("grpc", PROTOBUF)),
+    "errors": Room(("lineclear.errors",)),
+    "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
+    "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
+    "status": Room(("lineclear.status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
+    "core": Room(
+        tuple(f"lineclear.scheduler.{name}" for name in CORE),
+        ("lineclear.errors", "lineclear.wire.types"),
+    ),
+    "engine": Room(
+        ("lineclear.scheduler.engine", "lineclear.scheduler.supervisor"),
+        ("structlog", "lineclear.scheduler", "lineclear.errors", "lineclear.wire"),
+    ),
+    "scheduler link": Room(
+        ("lineclear.scheduler.link",),
+        ("zmq", "structlog", "lineclear.scheduler", "lineclear.errors", "lineclear.wire"),
+    ),
+    "scheduler shell": Room(
+        ("lineclear.scheduler",),
+        (
+            *("grpc", "grpc_health", "grpc_reflection", PROTOBUF, "uvloop", "structlog", *SETTINGS),
+            *(
+                "tokenizers",
+                "jinja2",
+                "lineclear.scheduler",
+                "lineclear.v1",
+                "lineclear.errors",
+                "lineclear.status",
+                "lineclear.wire",
+            ),
+        ),
+    ),
+    "worker link": Room(
+        ("lineclear.worker.link",),
+        ("zmq", "structlog", "lineclear.worker", "lineclear.wire", "lineclear.errors"),
+    ),
+    # The threads know the runner by its protocol alone, so that they run against a toy one without torch.
+    "worker loop": Room(
+        ("lineclear.worker.loop", "lineclear.worker.protocol"),
+        ("structlog", "lineclear.worker", "lineclear.wire", "lineclear.errors"),
+    ),
+    "worker": Room(
+        ("lineclear.worker",),
+        (
+            *("torch", "triton", "transformers", "safetensors", "numpy", "structlog", *SETTINGS),
+            *("lineclear.worker", "lineclear.wire", "lineclear.errors"),
+        ),
+    ),
+    "client": Room(("lineclear.client",), ("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.status")),
+    "command line": Room(
+        ("lineclear.client.cli",),
+        ("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors", "lineclear.status"),
+    ),
+}
+
+# The core is a function of its calls: no clock, no chance, no I/O, no threads. A new entry here needs a reason why the
+# same calls still give the same plans.
+CORE_STDLIB = frozenset(
+    {
+        *("__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "types", "typing"),
+        *("array", "bisect", "functools", "hashlib", "heapq", "itertools", "math", "operator"),
+    }
+)
+# hash() of a str differs between processes, id() between runs.
+CORE_BANNED_CALLS = frozenset({"hash", "id", "print", "open", "input"})
+
+SOURCES = [(root, path) for root in ROOTS for path in sorted(root.rglob("*.py")) if "lineclear" in path.parts]
+MODULES = {module_name(path, root): path for root, path in SOURCES}
+OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).rglob("*.py"))]
+
+
+def within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module: the longest prefix in the table decides."""
+    entries = [(len(prefix), name) for name, room in ROOMS.items() for prefix in room.modules if within(module, prefix)]
+    return max(entries)[1] if entries else None
+
+
+def is_allowed(module: str, room: Room, names: tuple[str, ...]) -> bool:
+    """May a module of `room` import this? `names` are the readings of one import, see sources.Import."""
+    top = names[0].split(".")[0]
+    if top in sys.stdlib_module_names:
+        return top in CORE_STDLIB if room is ROOMS["core"] else True
+    if top != "lineclear":
+        return any(within(names[0], allowed) for allowed in room.may_import)
+    # The longest reading that is one of our modules is the one that is loaded.
+    target = max((n for n in names if n in MODULES), key=len, default=names[0])
+    if any(within(target, prefix) for prefix in room.may_import):
+        return True
+    return ROOMS.get(room_of(target) or "") is room
+
+
+def test_the_table_covers_every_module() -> None:
+    assert len(MODULES) > 20
+    assert [m for m in MODULES if room_of(m) is None] == []
+
+
+def test_every_core_file_of_the_table_exists() -> None:
+    missing = [m for m in ROOMS["core"].modules if m not in MODULES]
+    assert missing == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_stay_inside_the_room(module: str) -> None:
+    path = MODULES[module]
+    name = room_of(module)
+    assert name is not None
+    found = imports(path.read_text(), module, path.name == "__init__.py")
+    strays = [
+        f"{path}:{i.line}: {name} imports {i.names[0]}" for i in found if not is_allowed(module, ROOMS[name], i.names)
+    ]
+    assert strays == []
+
+
+@pytest.mark.parametrize("path", [p for _, p in SOURCES] + OURS, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_nothing_forbidden_is_done(path: Path) -> None:
+    assert breaches(path.read_text()) == []
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_calls_nothing_that_differs_between_runs(name: str) -> None:
+    path = MODULES[f"lineclear.scheduler.{name}"]
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [f"{path}:{c.lineno}: {dotted(c.func)}()" for c in calls if dotted(c.func) in CORE_BANNED_CALLS] == []
+
+
+def test_the_namespace_has_no_init_file() -> None:
+    """One `lineclear/__init__.py` would hide the other three roots."""
+    found = [p for p in REPOSITORY.rglob("lineclear/__init__.py") if ".venv" not in p.parts]
+    assert found == []
+
+
+# --- the walk itself: rules that never fire are no rules ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("lineclear.v1.inference_pb2", "from lineclear.wire import types"),
+        ("lineclear.wire.types", "import google.protobuf.message"),
+        ("lineclear.wire.codec", "import grpc"),
+        ("lineclear.errors", "import grpc"),
+        ("lineclear.scheduler.core", "import time"),
+        ("lineclear.scheduler.core", "import random"),
+        ("lineclear.scheduler.core", "import structlog"),
+        ("lineclear.scheduler.core", "from lineclear.wire import codec"),
+        ("lineclear.scheduler.policy", "from . import engine"),
+        ("lineclear.scheduler.engine", "import zmq"),
+        ("lineclear.scheduler.engine", "import grpc"),
+        ("lineclear.scheduler.streams", "import torch"),
+        ("lineclear.scheduler.streams", "import zmq"),
+        ("lineclear.scheduler.main", "from lineclear.worker import main"),
+        ("lineclear.scheduler.main", "import lineclear.client"),
+        ("lineclear.worker.loop", "import torch"),
+        ("lineclear.worker.loop", "def f():\n    from torch import nn"),
+        ("lineclear.worker.runner", "import zmq"),
+        ("lineclear.worker.runner", "import grpc.aio"),
+        ("lineclear.worker.main", "import importlib\nimportlib.import_module('lineclear.scheduler.core')"),
+        ("lineclear.client", "import structlog"),
+        ("lineclear.client", "from lineclear.wire.types import Row"),
+        ("lineclear.client", "import typer"),
+        ("lineclear.client", "import google.rpc.status_pb2"),
+    ],
+)
+def test_a_stray_import_is_seen(module: str, line: str) -> None:
+    name = room_of(module)
+    assert name is not None
+    assert not all(is_allowed(module, ROOMS[name], i.names) for i in imports(line, module, is_package=False))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import pickle", "from marshal import loads", "import dill as d", "socket.recv_pyobj()", "s.send_pyobj(x)"),
+        *("torch.load(p)", "from torch import load", "eval('1')", "exec(code)", "time.time()", "from time import time"),
+        *("os.fork()", "from os import fork", "multiprocessing.get_context('fork')", "__import__('x')", "yaml.load(f)"),
+        *("f(trust_remote_code=True)", "run('ls', shell=True)", "class A:\n    def __reduce__(self): ..."),
+    ],
+)
+def test_a_forbidden_thing_is_seen(line: str) -> None:
+    assert breaches(line) != []
+
+
+@pytest.mark.parametrize(
+    "line", ["model.eval()", "time.monotonic()", "f(trust_remote_code=False)", "yaml.safe_load(f)"]
+)
+def test_a_harmless_thing_is_not(line: str) -> None:
+    assert breaches(line) == []

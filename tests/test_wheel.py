@@ -1,0 +1,147 @@
+"""What is shipped: the wheel is built as a packager would, unpacked, and looked at from outside the checkout."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from support.sources import REPOSITORY, ROOTS, breaches
+
+# Runs in a fresh interpreter: the wheel in front of everything, the checkout's own roots out of reach, and third-party
+# modules missing as on a machine where they were never installed: those in `absent`, or all that are not in `present`.
+IMPORT_ALONE = """
+import importlib, sys
+wheel, checkout = sys.argv[1:3]
+modules, present, absent = (argument.split() for argument in sys.argv[3:])
+sys.path[:] = [wheel, *(p for p in sys.path if not p.startswith(checkout) or "site-packages" in p)]
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top in sys.stdlib_module_names or not (name in absent or present and top not in present):
+            return None
+        raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+sys.meta_path.insert(0, Missing())
+for name in modules:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith(wheel), module.__file__
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel of this tree."""
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    (archive,) = out.glob("*.whl")
+    with zipfile.ZipFile(archive) as content:
+        content.extractall(out / "content")
+    return out / "content"
+
+
+def metadata(wheel: Path) -> dict[str, list[str]]:
+    (path,) = wheel.glob("*.dist-info/METADATA")
+    parsed = Parser().parsestr(path.read_text())
+    return {key: parsed.get_all(key, []) for key in ("Name", "Version", "Requires-Dist", "License-Expression")}
+
+
+def import_alone(wheel: Path, modules: str, present: str = "", absent: str = "") -> None:
+    """Import `modules` from the wheel where only `present`, or all but `absent`, is installed; fails if that fails."""
+    command = [sys.executable, "-I", "-c", IMPORT_ALONE, str(wheel), str(REPOSITORY), modules, present, absent]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+
+
+def modules_of(wheel: Path, package: str) -> str:
+    folder = wheel / "lineclear" / package
+    return " ".join(sorted(f"lineclear.{package}.{p.stem}" for p in folder.glob("*.py") if p.stem != "__init__"))
+
+
+def test_every_source_file_is_in_it(wheel: Path) -> None:
+    for root in ROOTS:
+        sources = [
+            p.relative_to(root) for suffix in ("py", "pyi", "proto") for p in root.rglob(f"lineclear/**/*.{suffix}")
+        ]
+        assert len(sources) > 1
+        assert [s for s in sources if not (wheel / s).is_file()] == []
+
+
+def test_nothing_else_is_in_it(wheel: Path) -> None:
+    assert {p.name for p in wheel.iterdir() if not p.name.endswith(".dist-info")} == {"lineclear"}
+    assert not list(wheel.rglob("__pycache__"))
+    assert not (wheel / "lineclear/__init__.py").exists()
+
+
+def test_every_package_says_that_it_is_typed(wheel: Path) -> None:
+    # The namespace itself carries one too, for lineclear.errors and lineclear.status, which lie in no package.
+    packages = [wheel / "lineclear", *(p.parent for p in wheel.rglob("__init__.py"))]
+    assert len(packages) == 7
+    assert [str(p) for p in packages if not (p / "py.typed").is_file()] == []
+
+
+def test_the_shipped_code_does_nothing_forbidden(wheel: Path) -> None:
+    found = {str(p.relative_to(wheel)): breaches(p.read_text()) for p in wheel.rglob("*.py")}
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+def test_the_licence_travels_along(wheel: Path) -> None:
+    (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
+    assert "Apache License" in licence.read_text()
+    assert metadata(wheel)["License-Expression"] == ["Apache-2.0"]
+
+
+def test_a_bare_install_brings_grpc_and_protobuf_only(wheel: Path) -> None:
+    bare = [r for r in metadata(wheel)["Requires-Dist"] if "extra ==" not in r]
+    assert {r.split(">")[0].split("<")[0].split("=")[0].strip() for r in bare} == {"grpcio", "protobuf"}
+
+
+@pytest.mark.parametrize("extra", ["cli", "scheduler"])
+def test_torch_is_for_workers(wheel: Path, extra: str) -> None:
+    wanted = [r for r in metadata(wheel)["Requires-Dist"] if f"extra == '{extra}'" in r]
+    assert wanted
+    assert not [r for r in wanted if r.startswith(("torch", "transformers", "lineclear[worker", "lineclear[all"))]
+
+
+def test_every_command_exists(wheel: Path) -> None:
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"lineclear", "lineclear-scheduler", "lineclear-worker"}
+    for target in scripts.values():
+        module, function = target.split(":")
+        body = ast.parse((wheel / Path(*module.split("."))).with_suffix(".py").read_text()).body
+        assert function in {getattr(statement, "name", None) for statement in body}, target
+
+
+# What `pip install grpcio protobuf` brings, by import name.
+BARE = "lineclear grpc google typing_extensions"
+
+
+def test_the_schema_works_from_the_wheel_alone(wheel: Path) -> None:
+    import_alone(wheel, "lineclear.v1.inference_pb2_grpc", present=BARE)
+
+
+def test_the_client_works_where_only_grpc_and_protobuf_are_installed(wheel: Path) -> None:
+    modules = "lineclear.client lineclear.errors lineclear.status"
+    import_alone(wheel, modules, present=BARE, absent="google.rpc lineclear.scheduler lineclear.worker")
+
+
+def test_the_scheduler_works_where_torch_is_not_installed(wheel: Path) -> None:
+    import_alone(wheel, modules_of(wheel, "scheduler"), absent="torch transformers lineclear.worker lineclear.client")
+
+
+def test_the_worker_threads_work_where_torch_is_not_installed(wheel: Path) -> None:
+    modules = "lineclear.worker.protocol lineclear.worker.loop lineclear.worker.link"
+    import_alone(wheel, modules, absent="torch transformers grpc lineclear.scheduler lineclear.client")
+
+
+def test_a_missing_package_is_missing(wheel: Path) -> None:
+    with pytest.raises(AssertionError, match="grpc is not installed here"):
+        import_alone(wheel, "lineclear.v1.inference_pb2_grpc", absent="grpc")
