@@ -1,0 +1,106 @@
+"""Any message the two processes may exchange, as hypothesis strategies. Values are what the wire can carry exactly."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from lineclear.wire.types import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Rejoin,
+    Row,
+    Sampling,
+    SlotInit,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+
+INT32 = 2**31 - 1
+naturals = st.integers(0, INT32)
+positives = st.integers(1, INT32)
+uint64 = st.integers(0, 2**64 - 1)
+# The wire has single precision for parameters and logprobs.
+floats = st.floats(width=32, allow_nan=False)
+seconds = st.floats(0, 1e9)
+
+
+def tuples(elements: st.SearchStrategy, max_size: int = 8) -> st.SearchStrategy:
+    return st.lists(elements, max_size=max_size).map(tuple)
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=floats,
+    top_k=naturals,
+    top_p=floats,
+    min_p=floats,
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    logit_bias=tuples(st.tuples(naturals, floats)),
+    allowed_ids=tuples(naturals),
+    banned_ids=tuples(naturals),
+    seed=uint64,
+    min_tokens=naturals,
+    stop_ids=tuples(naturals),
+    logprobs=st.integers(-1, 20),
+)
+inits = st.builds(SlotInit, naturals, tuples(naturals, 40), naturals, tuples(naturals), samplings)
+rows = st.builds(Row, naturals, naturals, positives, st.booleans(), tuples(naturals))
+plans = st.builds(StepPlan, uint64, uint64, tuples(rows), tuples(inits, 3), tuples(naturals))
+logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, floats), 4))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> StepResult:
+    tokens = draw(tuples(naturals))
+    size = len(tokens)
+    listed = draw(st.sampled_from([0, size]))
+    return StepResult(
+        epoch=draw(uint64),
+        step=draw(uint64),
+        tokens=tokens,
+        logprobs=tuple(draw(st.lists(logprobs, min_size=listed, max_size=listed))),
+        bad_rows=draw(st.frozensets(st.integers(0, size - 1))) if size else frozenset(),
+        step_seconds=draw(seconds),
+    )
+
+
+hellos = st.builds(
+    Hello,
+    epoch=uint64,
+    num_blocks=positives,
+    block_size=positives,
+    num_slots=positives,
+    max_model_len=positives,
+    vocab_size=positives,
+    eos_token_ids=tuples(naturals),
+    max_step_tokens=positives,
+    model_id=st.text(),
+    family=st.text(),
+    dtype=st.text(),
+    device=st.text(),
+    attention_backend=st.text(),
+    pid=naturals,
+    torch_version=st.text(),
+    transformers_version=st.text(),
+)
+heartbeats = st.builds(Heartbeat, uint64, uint64, seconds)
+errors = st.builds(StepError, uint64, uint64, st.sampled_from(StepErrorKind), st.text())
+rejoins = st.builds(Rejoin, uint64)
+goodbyes = st.builds(Goodbye, uint64, st.text())
+
+BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
+    StepPlan: plans,
+    StepResult: results(),
+    Hello: hellos,
+    Heartbeat: heartbeats,
+    StepError: errors,
+    Rejoin: rejoins,
+    Goodbye: goodbyes,
+}

@@ -1,0 +1,273 @@
+"""Messages survive the wire; anything else is refused, quickly, and by DecodeError only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import random
+import struct
+import time
+import typing
+import zlib
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.messages import BY_TYPE
+
+from lineclear.wire import codec
+from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
+from lineclear.wire.types import (
+    PROTOCOL,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Rejoin,
+    Row,
+    Sampling,
+    SlotInit,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+
+HEADER_BYTES = 28
+CRC_OFFSET = 24
+
+# One of each kind, with every field away from its default, so that mutations have something to hit.
+SAMPLING = Sampling(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, ((3, 1.5),), (1, 2, 3), (4,), 2**63, 2, (7, 8), 5)
+EXAMPLES: tuple[Message, ...] = (
+    StepPlan(
+        epoch=2**63 - 1,
+        step=812,
+        rows=(Row(0, 17, 1, True), Row(5, 0, 300, False, (11, 12, 13))),
+        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
+        zero_blocks=(4,),
+    ),
+    StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
+    Hello(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
+    Heartbeat(3, 812, 1.5),
+    StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
+    Rejoin(3),
+    Goodbye(3, "drained"),
+)
+
+
+def test_there_is_an_example_and_a_strategy_for_every_type() -> None:
+    types = set(typing.get_args(Message))
+    assert {type(example) for example in EXAMPLES} == types
+    assert set(BY_TYPE) == types
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_examples_change_every_default(example: Message) -> None:
+    """Else a field that the codec forgets would go unnoticed."""
+    kept = {"protocol"}  # is in the header
+    for value in (example, *getattr(example, "inits", ()), SAMPLING):
+        for field in dataclasses.fields(value):
+            if field.name not in kept and field.default is not dataclasses.MISSING:
+                assert getattr(value, field.name) != field.default, field.name
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_an_example_survives(example: Message) -> None:
+    single = _to_single(example)
+    assert decode(encode(single)) == single
+
+
+def _to_single(message: Message) -> Message:
+    """The message with its parameters rounded to what the wire carries."""
+    if not isinstance(message, StepPlan):
+        return message
+    rounded = {
+        f.name: struct.unpack("<f", struct.pack("<f", getattr(SAMPLING, f.name)))[0]
+        for f in dataclasses.fields(Sampling)
+        if isinstance(getattr(SAMPLING, f.name), float)
+    }
+    inits = tuple(dataclasses.replace(i, sampling=dataclasses.replace(i.sampling, **rounded)) for i in message.inits)
+    return dataclasses.replace(message, inits=inits)
+
+
+@pytest.mark.parametrize("kind", BY_TYPE, ids=lambda kind: kind.__name__)
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_message_survives(kind: type, data: st.DataObject) -> None:
+    message = data.draw(BY_TYPE[kind])
+    assert decode(encode(message)) == message
+
+
+def test_a_token_that_means_nothing_may_have_a_logprob_that_is_no_number() -> None:
+    result = StepResult(1, 1, (0,), (Logprobs(math.nan),), frozenset({0}))
+    back = decode(encode(result))
+    assert isinstance(back, StepResult)
+    assert back.logprobs[0] is not None
+    assert math.isnan(back.logprobs[0].logprob)
+
+
+def test_encoding_is_deterministic() -> None:
+    for example in EXAMPLES:
+        assert encode(example) == encode(example)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def _frame(example: Message, payload: bytes) -> bytes:
+    """The example's header over another payload, with a checksum that is right."""
+    header = encode(example)[:CRC_OFFSET]
+    return header + struct.pack("<I", zlib.crc32(payload)) + payload
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
+def test_a_frame_shorter_than_its_header_is_refused(size: int) -> None:
+    with pytest.raises(DecodeError, match="shorter"):
+        decode(encode(EXAMPLES[0])[:size])
+
+
+def test_foreign_bytes_are_refused() -> None:
+    with pytest.raises(DecodeError, match="not a lineclear frame"):
+        decode(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_a_flipped_bit_is_refused() -> None:
+    frame = bytearray(encode(EXAMPLES[0]))
+    frame[-1] ^= 1
+    with pytest.raises(DecodeError, match="checksum"):
+        decode(bytes(frame))
+
+
+def test_another_protocol_is_refused_and_named() -> None:
+    frame = bytearray(encode(EXAMPLES[5]))
+    frame[4:6] = struct.pack("<H", PROTOCOL + 1)
+    with pytest.raises(ProtocolMismatch) as caught:
+        decode(bytes(frame))
+    assert caught.value.theirs == PROTOCOL + 1
+    assert str(PROTOCOL + 1) in str(caught.value)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    frame = bytearray(encode(EXAMPLES[5]))
+    frame[6:8] = struct.pack("<H", 99)
+    with pytest.raises(DecodeError, match="unknown kind 99"):
+        decode(bytes(frame))
+
+
+PLAN, RESULT, HELLO, *_ = EXAMPLES
+pb = codec.pb
+INTS = struct.Struct("<2i").pack
+
+
+@pytest.mark.parametrize(
+    ("example", "payload"),
+    [
+        (PLAN, pb.Plan(slots=b"123")),  # no whole number of integers
+        (PLAN, pb.Plan(slots=INTS(1, 2))),  # one column only
+        (PLAN, pb.Plan(slots=INTS(0, 1), starts=INTS(0, 0), counts=INTS(1, 1), samples=b"\1\1")),  # no block counts
+        (PLAN, pb.Plan(num_new_blocks=INTS(1, 0))),  # more blocks promised than sent
+        (PLAN, pb.Plan(num_new_blocks=INTS(2, -2))),  # the sum is right, the parts are not
+        (PLAN, pb.Plan(inits=[pb.SlotInit(sampling=pb.Sampling(bias_ids=INTS(1, 2)))])),  # ids without values
+        (RESULT, pb.Result(tokens=INTS(1, 2), bad_rows=INTS(0, 2))),  # a bad row that is not there
+        (RESULT, pb.Result(tokens=INTS(1, 2), bad_rows=INTS(0, -1))),
+        (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0\0\0\0", num_top=b"\0\0\0\0")),  # one logprob, two tokens
+        (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0" * 8)),  # no counts
+        (HELLO, pb.Hello()),  # no capacity at all
+        (EXAMPLES[4], pb.StepError()),  # no kind
+    ],
+)
+def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any) -> None:
+    with pytest.raises(DecodeError, match="payload of kind"):
+        decode(_frame(example, payload.SerializeToString()))
+
+
+def _mutate(data: bytes, dice: random.Random) -> bytes:
+    """`data` with a few bytes changed, removed, doubled or put in."""
+    mutated = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(mutated) + 1)
+        match dice.randrange(5):
+            case 0 if at < len(mutated):
+                mutated[at] = dice.randrange(256)
+            case 1 if at < len(mutated):
+                mutated[at] ^= 1 << dice.randrange(8)
+            case 2:
+                del mutated[at : at + dice.randint(1, 8)]
+            case 3:
+                mutated[at:at] = dice.randbytes(dice.randint(1, 8))
+            case _:
+                mutated[at:at] = mutated[at : at + dice.randint(1, 16)]
+    return bytes(mutated)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) -> None:
+    """20,000 mutations over all kinds; three of four get a right checksum, or none would reach the payload.
+
+    What decodes must encode again: the decoder never makes a message that the types do not allow. Time is the best of
+    three tries, so that a busy machine does not fail it.
+    """
+    dice = random.Random(repr(example))
+    frame, payload = encode(example), encode(example)[HEADER_BYTES:]
+    refused = 0
+    for i in range(3000):
+        mutated = _frame(example, _mutate(payload, dice)) if i % 4 else _mutate(frame, dice)
+        seconds = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            try:
+                message = decode(mutated)
+            except DecodeError:
+                message = None
+            seconds = min(seconds, time.perf_counter() - start)
+            if seconds < 0.005:
+                break
+        assert seconds < 0.005
+        if message is None:
+            refused += 1
+        else:
+            encode(message)
+    assert refused > 0
+    assert refused < 3000
+
+
+@settings(deadline=None, max_examples=300)
+@given(payload=st.binary(max_size=200), example=st.sampled_from(EXAMPLES))
+def test_any_payload_is_refused_or_read(payload: bytes, example: Message) -> None:
+    with contextlib.suppress(DecodeError):
+        encode(decode(_frame(example, payload)))
+
+
+def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
+    """100,000 groups begin inside each other; protobuf stops at its depth limit."""
+    begin_group = b"\xfb\x01"
+    with pytest.raises(DecodeError):
+        decode(_frame(PLAN, begin_group * 100_000))
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_step_costs_microseconds() -> None:
+    """256 decode rows and a prefill of 2,048 tokens. The bounds are an order above what was measured."""
+    rows = tuple(Row(slot, 500 + slot, 1, True, (slot,) if slot % 16 == 0 else ()) for slot in range(256))
+    prompt = tuple(range(2048))
+    plan = StepPlan(
+        3, 9, (*rows, Row(256, 0, 2048, True, tuple(range(128)))), (SlotInit(256, prompt, 2048, (), Sampling()),)
+    )
+    frame = encode(plan)
+    assert decode(frame) == plan
+    assert len(frame) < 16_000
+    assert _best_seconds(lambda: encode(plan)) < 0.002
+    assert _best_seconds(lambda: decode(frame)) < 0.002
+
+
+def _best_seconds(work: typing.Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(30):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
