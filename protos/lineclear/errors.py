@@ -37,10 +37,15 @@ class LineclearError(Exception):
         metadata: Mapping[str, str] | None = None,
         violations: Sequence[Violation] = (),
     ) -> None:
-        super().__init__(message)
+        super().__init__(_sendable(message))
         self.retry_after_seconds = retry_after_seconds
-        self.metadata = dict(metadata or {})
-        self.violations = tuple(violations)
+        self.metadata = {key: _sendable(value) for key, value in (metadata or {}).items()}
+        self.violations = tuple(Violation(v.field, _sendable(v.description)) for v in violations)
+
+
+def _sendable(text: str) -> str:
+    """`text` as UTF-8 can carry it. A lone surrogate, as in the name of an odd file, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 class InvalidRequest(LineclearError):
