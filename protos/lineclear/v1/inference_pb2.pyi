@@ -138,7 +138,9 @@ class TokenIds(_message.Message):
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order."""
+
     def __init__(
         self,
         *,
@@ -195,6 +197,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant", or what the template knows besides."""
     content: _builtins.str
+    """What was said. Special tokens written in it are plain text."""
     def __init__(
         self,
         *,
@@ -351,6 +354,7 @@ class Started(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The caller's, or the one the server made."""
     prompt_tokens: _builtins.int
     """Prompt tokens, after tokenization."""
     cached_tokens: _builtins.int
@@ -393,14 +397,19 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
+    """Why it ended."""
     matched_stop_string: _builtins.str
     """The stop string that matched."""
     matched_token_id: _builtins.int
     """The end-of-sequence or stop token that matched."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """What it took, in tokens."""
+
     @_builtins.property
-    def timings(self) -> Global___Timings: ...
+    def timings(self) -> Global___Timings:
+        """What it took, in time."""
+
     def __init__(
         self,
         *,
@@ -436,7 +445,9 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Of the prompt, after tokenization."""
     completion_tokens: _builtins.int
+    """Of the answer: every id that was sent."""
     cached_tokens: _builtins.int
     """Of the prompt, found in the prefix cache at first admission."""
     recomputed_tokens: _builtins.int
@@ -522,6 +533,7 @@ class TokenLogprobs(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
+    """Of the token that was sampled."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens, most likely first."""
@@ -549,7 +561,9 @@ class TopLogprob(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    """In [0, vocabulary)."""
     logprob: _builtins.float
+    """Of this token."""
     def __init__(
         self,
         *,
@@ -573,8 +587,11 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """Special tokens written in it are plain text."""
     @_builtins.property
-    def chat(self) -> Global___ChatMessages: ...
+    def chat(self) -> Global___ChatMessages:
+        """Rendered with the model's chat template first."""
+
     def __init__(
         self,
         *,
@@ -599,7 +616,9 @@ class TokenizeResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With the special tokens that Generate would add."""
+
     def __init__(
         self,
         *,
@@ -624,7 +643,9 @@ class DetokenizeRequest(_message.Message):
     keep_special_tokens: _builtins.bool
     """Default false."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each in [0, vocabulary)."""
+
     def __init__(
         self,
         *,
@@ -649,6 +670,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """Without special tokens, unless asked for."""
     def __init__(
         self,
         *,
@@ -703,18 +725,25 @@ class GetModelResponse(_message.Message):
     context_length: _builtins.int
     """The most prompt and output tokens of one request together."""
     vocab_size: _builtins.int
+    """Token ids are in [0, vocab_size)."""
     dtype: _builtins.str
     """Of the weights: "float32", "bfloat16" ..."""
     device: _builtins.str
     """Of the worker: "cpu", "cuda" ..."""
     has_chat_template: _builtins.bool
+    """Whether a conversation may be sent."""
     attention_backend: _builtins.str
     """The attention backend in use."""
     server_version: _builtins.str
+    """The release of lineclear."""
     @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sampling one of these ends an answer."""
+
     @_builtins.property
-    def limits(self) -> Global___Limits: ...
+    def limits(self) -> Global___Limits:
+        """What a request must keep to."""
+
     def __init__(
         self,
         *,
@@ -762,8 +791,11 @@ class Limits(_message.Message):
     max_queue_tokens: _builtins.int
     """The most prompt tokens of waiting requests together."""
     block_size_tokens: _builtins.int
+    """Positions of one block of keys and values."""
     num_blocks: _builtins.int
+    """Blocks of the whole pool."""
     pipeline_depth: _builtins.int
+    """The most steps in flight."""
     default_max_tokens: _builtins.int
     """The most output tokens when the request names none."""
     max_prompt_bytes: _builtins.int
@@ -832,13 +864,21 @@ class GetStatsResponse(_message.Message):
     batching_strategy: _builtins.str
     """Policies in force."""
     order: _builtins.str
+    """Which waiting request is next."""
     server_version: _builtins.str
+    """The release of lineclear."""
     @_builtins.property
-    def uptime(self) -> _duration_pb2.Duration: ...
+    def uptime(self) -> _duration_pb2.Duration:
+        """Since the scheduler started."""
+
     @_builtins.property
-    def totals(self) -> Global___Totals: ...
+    def totals(self) -> Global___Totals:
+        """Since the scheduler started."""
+
     @_builtins.property
-    def gauges(self) -> Global___Gauges: ...
+    def gauges(self) -> Global___Gauges:
+        """Now."""
+
     @_builtins.property
     def queue_seconds(self) -> Global___Quantiles:
         """Seconds in the queue."""
@@ -860,7 +900,9 @@ class GetStatsResponse(_message.Message):
         """Seconds of one step on the worker."""
 
     @_builtins.property
-    def worker(self) -> Global___WorkerStatus: ...
+    def worker(self) -> Global___WorkerStatus:
+        """Who computes."""
+
     def __init__(
         self,
         *,
@@ -909,17 +951,29 @@ class Totals(_message.Message):
     PREFIX_HIT_RATE_FIELD_NUMBER: _builtins.int
     MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
+    """Taken into the queue."""
     requests_rejected: _builtins.int
+    """Refused at the door."""
     requests_finished: _builtins.int
+    """Answered to the end."""
     requests_cancelled: _builtins.int
+    """Given up by their callers."""
     requests_expired: _builtins.int
+    """Ended by their deadlines."""
     requests_failed: _builtins.int
+    """Ended by an error of the server."""
     prompt_tokens: _builtins.int
+    """Of admitted requests."""
     output_tokens: _builtins.int
+    """Sampled and kept."""
     cached_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache."""
     recomputed_tokens: _builtins.int
+    """Positions computed again after a preemption or a worker restart."""
     preemptions: _builtins.int
+    """How often a request gave its blocks to an older one."""
     steps: _builtins.int
+    """Results that came back."""
     rows: _builtins.int
     """Rows of all steps together: the work that was done."""
     wasted_samples: _builtins.int
@@ -927,6 +981,7 @@ class Totals(_message.Message):
     prefix_hit_rate: _builtins.float
     """Of the prompt tokens looked up in the prefix cache, the share found."""
     mean_batch_size: _builtins.float
+    """Rows of a step, on average."""
     def __init__(
         self,
         *,
@@ -972,17 +1027,25 @@ class Gauges(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     requests_waiting: _builtins.int
+    """In the queue."""
     tokens_waiting: _builtins.int
+    """Prompt tokens of the queue."""
     requests_running: _builtins.int
+    """Holding a slot."""
     steps_in_flight: _builtins.int
+    """Sent to the worker, result not yet back."""
     blocks_total: _builtins.int
+    """Blocks of the whole pool."""
     blocks_used: _builtins.int
     """Held by running requests."""
     blocks_cached: _builtins.int
     """Free to take, but still holding a prefix that may be wanted."""
     streams_open: _builtins.int
+    """Calls of Generate that are open."""
     tasks: _builtins.int
+    """Tasks of the server's event loop."""
     draining: _builtins.bool
+    """No new requests are taken."""
     def __init__(
         self,
         *,
@@ -1018,11 +1081,17 @@ class Quantiles(_message.Message):
     MAX_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
+    """The average."""
     p50: _builtins.float
+    """The median."""
     p90: _builtins.float
+    """Nine of ten are not above."""
     p99: _builtins.float
+    """Ninety-nine of a hundred are not above."""
     max: _builtins.float
+    """The largest."""
     count: _builtins.int
+    """How many values the window holds."""
     def __init__(
         self,
         *,
@@ -1059,20 +1128,29 @@ class WorkerStatus(_message.Message):
     STEP_SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_KV_TOKEN_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
+    """Whether a worker is there now."""
     incarnation: _builtins.int
     """How many workers have joined since the scheduler started."""
     pid: _builtins.int
+    """Its process id, in its own namespace."""
     device: _builtins.str
+    """"cpu", "cuda" ..."""
     dtype: _builtins.str
+    """Of the weights."""
     attention_backend: _builtins.str
+    """In use."""
     torch_version: _builtins.str
+    """Of PyTorch."""
     transformers_version: _builtins.str
+    """Of Hugging Face transformers."""
     step_base_seconds: _builtins.float
     """Step-time model fitted online: seconds = base + per_token * tokens +
-    per_kv_token * keys and values read.
+    per_kv_token * keys and values read. This is the base.
     """
     step_seconds_per_token: _builtins.float
+    """For each position that is computed."""
     step_seconds_per_kv_token: _builtins.float
+    """For each cached position that is read."""
     def __init__(
         self,
         *,
