@@ -1,0 +1,226 @@
+"""One step's plan: which positions of which sequences. Decodes, prompts and admissions compete for tokens and blocks.
+
+Running sequences come first, oldest first, so that nobody who has begun is starved by who has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lineclear.scheduler.events import Event, Preempted, Started
+from lineclear.scheduler.ledger import CoreLimits, Counters
+from lineclear.scheduler.policy import Order, Strategy, Victim, View
+from lineclear.scheduler.residents import Residents
+from lineclear.scheduler.sequence import Sequence, State
+from lineclear.scheduler.stepmodel import StepModel
+from lineclear.scheduler.waiting import WaitingQueue
+from lineclear.wire.types import Row, SlotInit
+
+_LOOKAHEAD = 8  # how many that do not fit are passed over in a step before admission gives up
+_SMALLEST_CHUNK = 16  # prompt tokens a step may take whatever the inter-token target says
+
+
+@dataclass(slots=True)
+class World:
+    """What planning reads and moves; the core's own state, under names."""
+
+    limits: CoreLimits
+    strategy: Strategy
+    order: Order
+    victim: Victim
+    fresh: WaitingQueue
+    """Never ran."""
+    resuming: WaitingQueue
+    """Ran, and will run again."""
+    residents: Residents
+    model: StepModel
+    counters: Counters
+    draining: bool = False
+
+    def view(self, now: float) -> View:
+        """What the strategy sees."""
+        oldest = self.fresh.oldest()
+        return View(
+            now=now,
+            num_waiting=len(self.fresh),
+            num_active=len(self.residents.running) + len(self.resuming),
+            num_slots=max(1, self.residents.num_slots),
+            oldest_arrival=None if oldest is None else oldest.arrival,
+            draining=self.draining,
+            kv_tokens=sum(s.planned for s in self.residents.running) if self.strategy.reads_kv_tokens else 0,
+            model=self.model,
+        )
+
+
+class Planning:
+    """The making of one plan. After `run`, `rows`, `inits` and the rest hold it; no rows: nothing can run now."""
+
+    def __init__(self, world: World, step: int, budget: int, now: float) -> None:
+        self._world = world
+        self._residents = world.residents
+        self._step = step
+        self._budget = budget
+        self._now = now
+        self._short_of_blocks = False  # somebody running had to wait or to yield: nobody joins in this step
+        self._prompt_tokens = 0
+        self.rows: list[Row] = []
+        self.owners: list[tuple[Sequence, int, int]] = []  # of each row: sequence, its residence, end position
+        self.samples: list[Sequence] = []
+        self.inits: list[SlotInit] = []
+        self.events: list[Event] = []
+        self.num_tokens = 0
+        self.kv_tokens = 0
+
+    def run(self) -> None:
+        """Fill the step."""
+        if self._world.order.prefill_first:
+            self._prefill()
+            self._admit()
+            self._decode()
+        else:
+            self._decode()
+            self._prefill()
+            self._admit()
+
+    def _decode(self) -> None:
+        """Running sequences that lack one position, oldest first."""
+        size = self._residents.pool.block_size
+        for sequence in list(self._residents.running):
+            if self.num_tokens >= self._budget:
+                break
+            # Preempted by an older one in this very pass, in this step already, or not one position short:
+            if sequence.state is not State.RUNNING or sequence.planned_step == self._step or sequence.todo != 1:
+                continue
+            if sequence.planned < len(sequence.blocks) * size:
+                self._add(sequence, 1, ())
+            elif (block := self._block_for(sequence)) is not None:
+                sequence.blocks.append(block)
+                self._add(sequence, 1, (block,))
+
+    def _block_for(self, sequence: Sequence) -> int | None:
+        """A block, at the cost of a younger sequence if need be; None when nobody who could yield is left.
+
+        Waiting then is safe: either somebody older progresses, or the younger ones are pinned, hold all they can ever
+        need, and will end.
+        """
+        pool = self._residents.pool
+        while pool.num_free == 0:
+            self._short_of_blocks = True
+            younger = [
+                other
+                for other in self._residents.running
+                if other.rank > sequence.rank and not other.pinned and other.planned_step != self._step
+            ]
+            if not younger:
+                return None
+            self._preempt(self._world.victim(younger))
+        return pool.take(1)[0]
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._residents.leave(victim, State.WAITING)
+        victim.preemptions += 1
+        victim.pinned = victim.preemptions >= self._world.limits.max_preemptions
+        self._world.resuming.push(victim)
+        self._world.counters.preemptions += 1
+        self.events.append(Preempted(victim.request.request_id))
+
+    def _prefill(self) -> None:
+        """Prompts begun in earlier steps. Their blocks are theirs since admission."""
+        for sequence in self._residents.running:
+            if sequence.todo > 1 and sequence.planned_step != self._step:
+                count = min(sequence.todo, self._room_for_prompts())
+                if count <= 0:
+                    break
+                self._prompt_tokens += count
+                self._add(sequence, count, ())
+
+    def _room_for_prompts(self) -> int:
+        """Prompt tokens this step can still take without breaking the inter-token target of its decodes."""
+        room = self._budget - self.num_tokens
+        target = self._world.limits.policy.inter_token_target_seconds
+        decodes = self.num_tokens - self._prompt_tokens
+        if decodes and target > 0:
+            fitting = self._world.model.tokens_within(target, self.kv_tokens)
+            if fitting is not None:
+                room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting) - self.num_tokens))
+        return room
+
+    def _admit(self) -> None:
+        """Who waits joins, by rank. One that does not fit is passed over a bounded number of times, then waited for."""
+        world = self._world
+        if self._short_of_blocks or not (world.fresh or world.resuming):
+            return
+        room = world.strategy.room(world.view(self._now)) if world.fresh and self._residents.free_slots else 0
+        passed_over: list[Sequence] = []
+        while self._residents.free_slots and self._room_for_prompts() > 0 and len(passed_over) < _LOOKAHEAD:
+            sequence = self._next(room > 0, passed_over)
+            # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
+            if sequence is None or sequence.in_flight > 0:
+                return
+            if self._fits(sequence):
+                if any(other.bypasses >= world.limits.max_bypasses for other in passed_over):
+                    return
+                for other in passed_over:
+                    other.bypasses += 1
+                if sequence in world.fresh:
+                    room -= 1
+                    world.strategy.joined()
+                self._begin(sequence)
+            else:
+                passed_over.append(sequence)
+
+    def _next(self, with_fresh: bool, passed_over: list[Sequence]) -> Sequence | None:
+        queues = (self._world.resuming, self._world.fresh) if with_fresh else (self._world.resuming,)
+        heads = [s for queue in queues for s in queue.first(len(passed_over) + 1) if s not in passed_over]
+        return min(heads, key=lambda s: s.rank, default=None)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for all that is known of it and one position more (for all it can ever need, if it
+        is pinned), and some are left for those who run: each needs one every `block_size` steps."""
+        pool = self._residents.pool
+        positions = sequence.limit - 1 if sequence.pinned else min(sequence.known + 1, sequence.limit - 1)
+        needed = -(-max(positions, 1) // pool.block_size)
+        available = pool.num_free - -(-len(self._residents.running) // 4)
+        if available >= needed:
+            return True
+        hit = self._residents.cached_prefix(sequence)
+        return available - sum(map(pool.is_free, hit)) >= needed - len(hit)
+
+    def _begin(self, sequence: Sequence) -> None:
+        world = self._world
+        (world.fresh if sequence in world.fresh else world.resuming).remove(sequence)
+        positions = sequence.limit - 1 if sequence.pinned else sequence.known
+        shared, taken = self._residents.enter(sequence, positions)
+        start = sequence.planned
+        recomputed = max(0, sequence.high_water - start)
+        sequence.recomputed_tokens += recomputed
+        world.counters.recomputed_tokens += recomputed
+        world.counters.looked_up_tokens += len(sequence.tokens)
+        world.counters.cached_tokens += start
+        if sequence.started_at is None:
+            sequence.started_at = self._now
+            sequence.cached_tokens = start
+            world.counters.prompt_tokens += sequence.prompt_len
+            self.events.append(Started(sequence.request.request_id, sequence.slot, self._step, start))
+        request = sequence.request
+        self.inits.append(
+            SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
+        )
+        count = min(sequence.todo, self._room_for_prompts())
+        self._prompt_tokens += count
+        self._add(sequence, count, tuple(taken))
+
+    def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        start = sequence.planned
+        end = start + count
+        sample = end == sequence.known
+        self.rows.append(Row(sequence.slot, start, count, sample, new_blocks))
+        self.owners.append((sequence, sequence.residence, end))
+        sequence.planned = end
+        sequence.planned_step = self._step
+        if sample:
+            self.samples.append(sequence)
+            sequence.in_flight += 1
+            sequence.known += 1
+        self.num_tokens += count
+        self.kv_tokens += end

@@ -1,0 +1,48 @@
+"""How long a step takes, learnt from the steps that were: seconds = base + per_token * tokens + per_kv * kv_tokens.
+
+Recursive least squares with forgetting, so that it follows a machine whose speed changes. Three numbers and a 3x3
+matrix; nothing here knows what a step does.
+"""
+
+from __future__ import annotations
+
+_FORGET = 0.995  # an observation weighs half after about 140 steps
+_SCALE = (1.0, 1 / 64, 1 / 4096)  # brings the three inputs to the same order of magnitude
+
+
+class StepModel:
+    """Predicts seconds from (tokens computed, key/value tokens read)."""
+
+    def __init__(self) -> None:
+        self._weights = [0.0, 0.0, 0.0]
+        self._covariance = [[100.0 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self.num_observations = 0
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """(seconds, seconds per token, seconds per kv token), none below zero."""
+        base, token, kv = (max(0.0, w * s) for w, s in zip(self._weights, _SCALE, strict=True))
+        return base, token, kv
+
+    def predict(self, tokens: float, kv_tokens: float) -> float:
+        """Seconds of a step."""
+        base, token, kv = self.coefficients
+        return base + token * tokens + kv * kv_tokens
+
+    def tokens_within(self, seconds: float, kv_tokens: float) -> float | None:
+        """How many tokens a step of `seconds` can compute; None while too little is known to say."""
+        base, token, kv = self.coefficients
+        if self.num_observations < 8 or token <= 0:
+            return None
+        return (seconds - base - kv * kv_tokens) / token
+
+    def observe(self, tokens: float, kv_tokens: float, seconds: float) -> None:
+        """Learn from one step."""
+        x = [_SCALE[0], tokens * _SCALE[1], kv_tokens * _SCALE[2]]
+        p = self._covariance
+        px = [sum(p[i][j] * x[j] for j in range(3)) for i in range(3)]
+        gain = [v / (_FORGET + sum(x[i] * px[i] for i in range(3))) for v in px]
+        error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
+        self._covariance = [[min(1e6, (p[i][j] - gain[i] * px[j]) / _FORGET) for j in range(3)] for i in range(3)]
+        self.num_observations += 1
