@@ -1,0 +1,56 @@
+"""The Python client of lineclear: `Client` for threads, `AsyncClient` for asyncio.
+
+    from lineclear.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        with client.stream("Once upon a time", max_tokens=64) as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+        print(stream.result.usage)
+
+Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
+"""
+
+from .aio import AsyncClient, AsyncStream
+from .requests import ChatMessage, Request, Sampling
+from .results import (
+    Delta,
+    FinishReason,
+    Generation,
+    HealthStatus,
+    Limits,
+    Model,
+    Quantiles,
+    Started,
+    Stats,
+    Timings,
+    TokenLogprobs,
+    TopLogprob,
+    Usage,
+)
+from .retries import RetryPolicy
+from .sync import Client, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "ChatMessage",
+    "Client",
+    "Delta",
+    "FinishReason",
+    "Generation",
+    "HealthStatus",
+    "Limits",
+    "Model",
+    "Quantiles",
+    "Request",
+    "RetryPolicy",
+    "Sampling",
+    "Started",
+    "Stats",
+    "Stream",
+    "Timings",
+    "TokenLogprobs",
+    "TopLogprob",
+    "Usage",
+]

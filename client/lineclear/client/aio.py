@@ -1,0 +1,355 @@
+"""The client for asyncio. The same calls as `sync`, awaited; an AsyncClient belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from lineclear.errors import Cancelled, LineclearError
+from lineclear.v1 import inference_pb2 as pb
+
+from . import methods
+from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .many import Batch, Outcome, checked_concurrency
+from .progress import Progress, display
+from .requests import (
+    UNSET,
+    ChatMessage,
+    Metadata,
+    Params,
+    Prompt,
+    Request,
+    Sampling,
+    Unset,
+    detokenize_request,
+    tokenize_request,
+)
+from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
+from .retries import RetryPolicy
+from .transport import DEFAULT_TARGET, AioTransport, AsyncCall, AsyncTransport, Options
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+
+
+class AsyncStream(Answer):
+    """An answer as it is made: `async with client.stream(...) as stream: async for delta in stream: ...`.
+
+    The call is made on entering the block, and cancelled on leaving it before the answer's end.
+    """
+
+    def __init__(self, transport: AsyncTransport, outgoing: Outgoing) -> None:
+        super().__init__(outgoing)
+        self._transport = transport
+        self._call: AsyncCall[pb.GenerateResponse] | None = None
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        assert self._call is None, "a stream is entered once"
+        self._attempts = self._outgoing.attempts()
+        self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._ended:
+            self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next piece. Raises the LineclearError the call ended with."""
+        if self._call is None:
+            raise RuntimeError("a stream is read inside its `async with` block")
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            message = await self._read()
+            if message is not None:
+                return self._assembly.add(message)
+            self._assembly.close()
+        except BaseException:
+            self.cancel()
+            self._ended = True
+            raise
+        self._ended = True
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """Cancel the request. A loop over the pieces, in whichever task, ends with Cancelled."""
+        self._stop.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _open(self) -> None:
+        outgoing = self._outgoing
+        self._call = self._transport.stream_async(
+            methods.GENERATE,
+            outgoing.message,
+            timeout_seconds=self._attempts.begin(),
+            metadata=outgoing.metadata,
+        )
+        if self._stop.is_set():  # cancelled before it began
+            self._call.cancel()
+
+    async def _read(self) -> pb.GenerateResponse | None:
+        while True:
+            assert self._call is not None
+            try:
+                message = await self._call.__anext__()
+            except StopAsyncIteration:
+                return None
+            except LineclearError as error:
+                if self._heard or self._stop.is_set():
+                    raise
+                await self._pause(self._attempts.pause_after(error))
+                self._open()
+            else:
+                self._heard = True
+                return message
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return
+        raise Cancelled("the call was cancelled")
+
+
+class AsyncClient:
+    """Speaks to one lineclear server from an event loop. The arguments are those of `Client`."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        max_attempts: int | None = None,
+        retry: RetryPolicy | None = None,
+        sampling: Sampling | None = None,
+        options: Options = (),
+        transport: AsyncTransport | None = None,
+    ) -> None:
+        self._settings = settings(timeout_seconds, max_attempts, retry, metadata, sampling)
+        self._transport = transport or AioTransport(target, credentials, options)
+
+    @property
+    def target(self) -> str:
+        return self._transport.target
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what is running and disconnect."""
+        await self._transport.close_async()
+
+    def stream(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> AsyncStream:
+        """The answer piece by piece; see `AsyncStream`. Parameters are those of `Sampling` and of `Request`."""
+        return AsyncStream(self._transport, self._settings.outgoing(prompt, sampling, **params))
+
+    async def generate(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> Generation:
+        """The whole answer. Raises the LineclearError the call ended with."""
+        async with self.stream(prompt, sampling, **params) as stream:
+            async for _ in stream:
+                pass
+        return stream.result
+
+    async def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> AsyncIterator[Outcome]:
+        """Answers in the order of the prompts, each as soon as it and all before it are there.
+
+        As `Client.generate_each`. Where a loop over it may end early, wrap it in `contextlib.aclosing`, so that the
+        rest is cancelled at once.
+        """
+        window = checked_concurrency(concurrency, window)
+        batch = Batch(prompts, window)
+        async for outcome in self._each(batch, concurrency, return_exceptions, progress, sampling, params):
+            yield outcome
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Any]:
+        """All answers, in the order of the prompts, `concurrency` at a time. As `Client.generate_many`."""
+        batch = Batch(prompts, 2**62)  # every answer is kept anyway: no reason to hold back
+        checked_concurrency(concurrency, None)
+        outcomes = self._each(batch, concurrency, return_exceptions, progress, sampling, params)
+        return [outcome async for outcome in outcomes]
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
+        *,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> list[int]:
+        """The token ids `generate` would make of this."""
+        return list((await self._unary(methods.TOKENIZE, tokenize_request(prompt), timeout_seconds)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool | None = None,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        request = detokenize_request(token_ids, keep_special_tokens)
+        return (await self._unary(methods.DETOKENIZE, request, timeout_seconds)).text
+
+    async def model(self, *, timeout_seconds: float | Unset | None = UNSET) -> Model:
+        """What is served, and within which limits."""
+        answer = await self._unary(methods.GET_MODEL, pb.GetModelRequest(), timeout_seconds)
+        return from_proto(Model, answer)
+
+    async def stats(self, *, timeout_seconds: float | Unset | None = UNSET) -> Stats:
+        """What the server is doing and how it has been doing."""
+        answer = await self._unary(methods.GET_STATS, pb.GetStatsRequest(), timeout_seconds)
+        return from_proto(Stats, answer)
+
+    async def health(
+        self, service: str = methods.SERVICE, *, timeout_seconds: float | Unset | None = UNSET
+    ) -> HealthStatus:
+        """What the server says of `service` ("" is the process as a whole). Raises Unreachable if nobody answers."""
+        try:
+            return await self._unary(methods.HEALTH, service, timeout_seconds)
+        except LineclearError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return HealthStatus.SERVICE_UNKNOWN
+
+    async def _unary(
+        self, method: methods.Method[Req, Res], request: Req, timeout_seconds: float | Unset | None
+    ) -> Res:
+        attempts = self._settings.short(timeout_seconds)
+        while True:
+            try:
+                return await self._transport.unary_async(
+                    method, request, timeout_seconds=attempts.begin(), metadata=self._settings.metadata
+                )
+            except LineclearError as error:
+                await asyncio.sleep(attempts.pause_after(error))
+
+    async def _each(
+        self,
+        batch: Batch[Prompt | Request],
+        concurrency: int,
+        return_exceptions: bool,
+        progress: Progress,
+        sampling: Sampling | None,
+        params: Params,
+    ) -> AsyncIterator[Outcome]:
+        async def run(prompt: Prompt | Request) -> Generation:
+            return await self.generate(prompt, sampling, **params)
+
+        crew = _Crew(batch, concurrency, return_exceptions, run)
+        shown = display(progress)
+        try:
+            async for outcome in crew.outcomes(
+                lambda: shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
+            ):
+                yield outcome
+        finally:
+            shown.close()
+            await crew.stop()
+
+
+class _Crew:
+    """The tasks that work on one batch. Only the event loop touches it, so a Condition is used as a bell alone."""
+
+    def __init__(self, batch: Batch[Any], concurrency: int, return_exceptions: bool, run: Any) -> None:
+        self._batch = batch
+        self._return_exceptions = return_exceptions
+        self._run = run
+        self._changed = asyncio.Condition()
+        self._count = concurrency if batch.total is None else min(concurrency, batch.total)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def outcomes(self, report: Callable[[], None]) -> AsyncIterator[Outcome]:
+        """In order. `report` is called here whenever more of the batch is complete."""
+        self._tasks = [asyncio.create_task(self._work()) for _ in range(self._count)]
+        if not self._tasks:
+            self._batch.take()  # nobody else finds out that there is nothing
+        reported = -1
+        while True:
+            async with self._changed:
+                while not self._batch.done and self._batch.completed == reported:
+                    await self._changed.wait()
+                due, done, failure = self._batch.ready(), self._batch.done, self._batch.failure
+                reported = self._batch.completed
+                self._changed.notify_all()  # the window may have moved
+            report()
+            if failure is not None:
+                raise failure
+            for outcome in due:
+                yield outcome
+            if done:
+                return
+
+    async def stop(self) -> None:
+        """Cancel what is running and wait for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while (taken := await self._take()) is not None:
+            index, item = taken
+            try:
+                outcome: Outcome = await self._run(item)
+            except LineclearError as error:
+                outcome = error
+            except Exception as error:  # a bug, or a wrong argument: the reader's to see
+                async with self._changed:
+                    self._batch.fail(error)
+                    self._changed.notify_all()
+                return
+            async with self._changed:
+                if isinstance(outcome, LineclearError) and not self._return_exceptions:
+                    self._batch.fail(outcome)
+                self._batch.put(index, outcome)
+                self._changed.notify_all()
+
+    async def _take(self) -> tuple[int, Any] | None:
+        async with self._changed:
+            while True:
+                taken = self._batch.take()
+                if taken is not None:
+                    return taken
+                if self._batch.exhausted or self._batch.failure is not None:
+                    self._changed.notify_all()  # that there is no more may be what the reader waits for
+                    return None
+                await self._changed.wait()

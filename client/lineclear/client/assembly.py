@@ -1,0 +1,93 @@
+"""One answer put together from the messages of its stream, and the proof that none is missing.
+
+Knows the order in which a server may say things and nothing about how they arrive.
+"""
+
+from __future__ import annotations
+
+from lineclear.errors import DataLoss
+from lineclear.v1 import inference_pb2 as pb
+
+from .results import (
+    Delta,
+    FinishReason,
+    Generation,
+    Started,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    delta_from_proto,
+    from_proto,
+)
+
+
+class Assembly:
+    """The answer so far: `text`, `token_ids` and the rest grow with every `add`."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._times_seconds: list[float] = []
+        self._started = Started()
+        self._finish_reason: FinishReason | None = None
+        self._finished: pb.Finished | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last piece has been added."""
+        return self._finished is not None
+
+    def add(self, message: pb.GenerateResponse) -> Delta:
+        """The next piece. Raises DataLoss if it does not continue where the one before ended."""
+        if self.complete:
+            raise DataLoss("the server sent more after the end of the answer")
+        delta = delta_from_proto(message)
+        count, have = len(delta.token_ids), len(self.token_ids)
+        if count and delta.first_index != have:
+            raise DataLoss(
+                f"the answer continues at token {delta.first_index}, token {have} was expected",
+                metadata={"expected_index": str(have), "received_index": str(delta.first_index)},
+            )
+        for name, entries in (("logprobs", delta.logprobs), ("token times", delta.token_times_seconds)):
+            if entries and len(entries) != count:
+                raise DataLoss(f"a piece of the answer has {count} tokens and {len(entries)} {name}")
+        self.token_ids += delta.token_ids
+        self._texts.append(delta.text)
+        self._logprobs += delta.logprobs
+        self._times_seconds += delta.token_times_seconds
+        self._started = delta.started or self._started
+        if delta.finish_reason is not None:
+            self._finish_reason, self._finished = delta.finish_reason, message.finished
+        return delta
+
+    def close(self) -> None:
+        """The stream ended well. Raises DataLoss if the answer did not."""
+        if not self.complete:
+            raise DataLoss(f"the stream ended after {len(self.token_ids)} tokens without the end of the answer")
+
+    def generation(self) -> Generation:
+        """The whole answer, once it is `complete`."""
+        assert self._finished is not None
+        assert self._finish_reason is not None
+        return Generation(
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self._finish_reason,
+            matched_stop=_matched_stop(self._finished),
+            usage=from_proto(Usage, self._finished.usage),
+            timings=from_proto(Timings, self._finished.timings),
+            started=self._started,
+            logprobs=tuple(self._logprobs),
+            token_times_seconds=tuple(self._times_seconds),
+        )
+
+
+def _matched_stop(finished: pb.Finished) -> str | int | None:
+    if finished.HasField("matched_stop_string"):
+        return finished.matched_stop_string
+    return finished.matched_token_id if finished.HasField("matched_token_id") else None

@@ -1,0 +1,109 @@
+"""What both clients share: the settings of a client, a call about to be made, and the face of a running answer.
+
+Everything here is arithmetic on values; the waiting is in `sync` and `aio`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from lineclear.v1 import inference_pb2 as pb
+
+from .assembly import Assembly
+from .requests import UNSET, Metadata, Params, Prompt, Request, Sampling, Unset, pairs
+from .results import Generation
+from .retries import Attempts, RetryPolicy
+from .transport import Pairs
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+# Of the calls that compute nothing.
+SHORT_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request on its way: the message and what travels beside it."""
+
+    message: pb.GenerateRequest
+    timeout_seconds: float | None
+    metadata: Pairs
+    retry: RetryPolicy
+
+    def attempts(self) -> Attempts:
+        """The attempts of the call, whose time starts to run now."""
+        return Attempts(self.retry, self.timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every call of a client has in common unless it says otherwise."""
+
+    timeout_seconds: float | None
+    retry: RetryPolicy
+    metadata: Pairs
+    sampling: Sampling | None
+
+    def outgoing(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> Outgoing:
+        """Raises InvalidRequest for what no message can hold, TypeError for a keyword that is no parameter."""
+        request = Request.of(prompt, sampling, **params)
+        own = request.timeout_seconds
+        return Outgoing(
+            message=request.to_proto(self.sampling),
+            timeout_seconds=self.timeout_seconds if isinstance(own, Unset) else own,
+            metadata=pairs(self.metadata, request.metadata),
+            retry=self.retry,
+        )
+
+    def short(self, timeout_seconds: float | Unset | None) -> Attempts:
+        """The attempts of a call that computes nothing."""
+        if isinstance(timeout_seconds, Unset):
+            timeout_seconds = min(SHORT_TIMEOUT_SECONDS, self.timeout_seconds or SHORT_TIMEOUT_SECONDS)
+        return Attempts(self.retry, timeout_seconds)
+
+
+class Answer:
+    """The readable side of a running answer: what has come so far, and the result once all has."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+        self._assembly = Assembly()
+        self._heard = False  # a first response came: from here on nothing is tried again
+        self._ended = False
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._assembly.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._assembly.token_ids)
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer. Raises RuntimeError before the loop over the pieces has ended."""
+        if not (self._ended and self._assembly.complete):
+            raise RuntimeError("the answer is not complete: read the stream to its end first")
+        return self._assembly.generation()
+
+
+def settings(
+    timeout_seconds: float | None,
+    max_attempts: int | None,
+    retry: RetryPolicy | None,
+    metadata: Metadata,
+    sampling: Sampling | None,
+) -> Settings:
+    """Of a client's arguments; `max_attempts` alone is a RetryPolicy with the other numbers left as they are."""
+    if max_attempts is not None and retry is not None:
+        raise ValueError("give max_attempts or retry, not both")
+    if max_attempts is not None:
+        retry = RetryPolicy(max_attempts=max_attempts)
+    return Settings(timeout_seconds, retry or RetryPolicy(), pairs(metadata), sampling)
+
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "UNSET", "Answer", "Outgoing", "Settings", "settings"]

@@ -1,0 +1,68 @@
+"""The calls a client makes: path, encoder and decoder of each. The only place that knows their names.
+
+Health is spoken by hand, two one-field messages, so that the client needs no package for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from lineclear.v1 import inference_pb2 as pb
+
+from .results import HealthStatus
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+
+SERVICE: Final = "lineclear.v1.InferenceService"
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Req, Res]):
+    """One call. `decode` raises DecodeError for bytes that are no such message."""
+
+    path: str
+    encode: Callable[[Req], bytes]
+    decode: Callable[[bytes], Res]
+
+
+def encode_health_request(service: str) -> bytes:
+    """grpc.health.v1.HealthCheckRequest: field 1, the name of the service."""
+    name = service.encode()
+    if len(name) > 127:
+        raise ValueError("the name of a service has at most 127 bytes")  # so that its length is one byte here
+    return b"\x0a" + bytes([len(name)]) + name if name else b""
+
+
+def decode_health_response(data: bytes) -> HealthStatus:
+    """grpc.health.v1.HealthCheckResponse: field 1, an enum. A status that is not known yet is UNKNOWN."""
+    if not data:
+        return HealthStatus.UNKNOWN
+    if len(data) != 2 or data[0] != 0x08:
+        raise DecodeError("not a HealthCheckResponse")
+    statuses = list(HealthStatus)
+    return statuses[data[1]] if data[1] < len(statuses) else HealthStatus.UNKNOWN
+
+
+GENERATE: Final[Method[pb.GenerateRequest, pb.GenerateResponse]] = Method(
+    f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+)
+TOKENIZE: Final[Method[pb.TokenizeRequest, pb.TokenizeResponse]] = Method(
+    f"/{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
+)
+DETOKENIZE: Final[Method[pb.DetokenizeRequest, pb.DetokenizeResponse]] = Method(
+    f"/{SERVICE}/Detokenize", pb.DetokenizeRequest.SerializeToString, pb.DetokenizeResponse.FromString
+)
+GET_MODEL: Final[Method[pb.GetModelRequest, pb.GetModelResponse]] = Method(
+    f"/{SERVICE}/GetModel", pb.GetModelRequest.SerializeToString, pb.GetModelResponse.FromString
+)
+GET_STATS: Final[Method[pb.GetStatsRequest, pb.GetStatsResponse]] = Method(
+    f"/{SERVICE}/GetStats", pb.GetStatsRequest.SerializeToString, pb.GetStatsResponse.FromString
+)
+HEALTH: Final[Method[str, HealthStatus]] = Method(
+    "/grpc.health.v1.Health/Check", encode_health_request, decode_health_response
+)

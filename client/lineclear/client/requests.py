@@ -1,0 +1,289 @@
+"""What can be asked of a server, as frozen values, and the protobuf message each becomes.
+
+Every field left at None is left unset in the message, so that the server's default applies; no default of the server
+is repeated here. Bounds are the server's to check: only what a protobuf field cannot hold is refused on this side.
+Nothing here knows about connections or answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
+
+from lineclear.errors import InvalidRequest, Malformed, Violation
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
+
+Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
+
+
+class Unset(Enum):
+    """The value of a field nobody set, where None has a meaning of its own."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation. `role` is "system", "user", "assistant", or what the model's template knows."""
+
+    role: str
+    content: str
+
+
+# A text, token ids, or the turns of a conversation.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to choose tokens and when to stop. Make one, use it for many requests; `replace()` makes variations.
+
+    The meaning, the bounds and the defaults of each field are those of `SamplingParams` and `StopConditions` in
+    `lineclear/v1/sampling.proto`.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_string: bool | None = None
+
+    def replace(self, **changes: Any) -> Sampling:
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class Params(TypedDict, total=False):
+    """Every keyword a call takes besides the prompt: the fields of `Sampling`, then those of `Request`."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int] | None
+    seed: int | None
+    min_tokens: int | None
+    max_tokens: int | None
+    ignore_eos: bool | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_string: bool | None
+    request_id: str | None
+    priority: int | None
+    add_generation_prompt: bool | None
+    omit_text: bool | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    keep_special_tokens: bool | None
+    token_timings: bool | None
+    timeout_seconds: float | None
+    metadata: Metadata
+
+
+SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request for one answer: what `stream` and `generate` make of their arguments, and what they also take.
+
+    `timeout_seconds` left UNSET means the client's; None means no deadline at all.
+    """
+
+    prompt: Prompt
+    sampling: Sampling | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    add_generation_prompt: bool | None = None
+    omit_text: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    keep_special_tokens: bool | None = None
+    token_timings: bool | None = None
+    timeout_seconds: float | Unset | None = UNSET
+    metadata: Metadata = ()
+
+    @classmethod
+    def of(cls, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
+        """`prompt` as a request; whatever else is given overrides what a `Request` already says.
+
+        Raises TypeError for a keyword that is no parameter.
+        """
+        request = prompt if isinstance(prompt, Request) else cls(prompt=prompt)
+        known = SAMPLING_FIELDS | REQUEST_FIELDS
+        if unknown := sorted(params.keys() - known):
+            raise TypeError(f"no such parameter: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        chosen = {name: value for name, value in params.items() if name in SAMPLING_FIELDS}
+        changes: dict[str, Any] = {name: value for name, value in params.items() if name not in SAMPLING_FIELDS}
+        if sampling is not None:
+            changes["sampling"] = sampling
+        if chosen:
+            base = sampling or request.sampling or Sampling()
+            changes["sampling"] = base.replace(**chosen)
+        return dataclasses.replace(request, **changes) if changes else request
+
+    def to_proto(self, default_sampling: Sampling | None = None) -> pb.GenerateRequest:
+        """The message. `default_sampling` fills the sampling fields that are None.
+
+        Raises InvalidRequest for what the message cannot hold. The error never repeats a value.
+        """
+        message = pb.GenerateRequest()
+        _set_prompt(message, self.prompt, self.add_generation_prompt)
+        _set_sampling(message, _merged(self.sampling, default_sampling))
+        _set(message, "request_id", self.request_id)
+        _set(message, "priority", self.priority)
+        for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings"):
+            _set(message.output, name, getattr(self, name), path=f"output.{name}")
+        if self.top_logprobs and self.logprobs is None:
+            message.output.logprobs = True
+        return message
+
+
+REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) - {"prompt", "sampling"}
+
+
+def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str, str]]) -> pb.TokenizeRequest:
+    """Raises InvalidRequest for what the message cannot hold."""
+    message = pb.TokenizeRequest()
+    if isinstance(prompt, str):
+        _set(message, "text", prompt)
+    else:
+        _set_chat(message.chat, prompt)
+    return message
+
+
+def detokenize_request(token_ids: Sequence[int], keep_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    """Raises InvalidRequest for what the message cannot hold."""
+    message = pb.DetokenizeRequest()
+    _extend(message.token_ids, token_ids, "token_ids")
+    _set(message, "keep_special_tokens", keep_special_tokens)
+    return message
+
+
+def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+    """All metadata as gRPC wants it: lower-case keys in order."""
+    entries = (source.items() if isinstance(source, Mapping) else source for source in sources)
+    return tuple((key.lower(), value) for source in entries for key, value in source)
+
+
+def _merged(sampling: Sampling | None, default: Sampling | None) -> Sampling:
+    if sampling is None or default is None:
+        return sampling or default or Sampling()
+    gaps = {name: getattr(default, name) for name in SAMPLING_FIELDS if getattr(sampling, name) is None}
+    return sampling.replace(**gaps)
+
+
+def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None) -> None:
+    if isinstance(prompt, str):
+        _set(message, "text", prompt)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], ChatMessage | Mapping):
+        _set_chat(message.chat, prompt)
+        _set(message.chat, "add_generation_prompt", add_generation_prompt, path="chat.add_generation_prompt")
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        message.token_ids.SetInParent()  # an empty list is the server's to refuse
+        _extend(message.token_ids.ids, prompt, "token_ids.ids")
+    else:
+        raise _wrong("prompt", "must be a text, a list of token ids or a list of chat messages")
+
+
+def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
+    chat.SetInParent()
+    for index, turn in enumerate(turns):
+        path = f"chat.messages[{index}]"
+        if isinstance(turn, ChatMessage):
+            role, content = turn.role, turn.content
+        elif isinstance(turn, Mapping) and turn.keys() == {"role", "content"}:
+            role, content = turn["role"], turn["content"]
+        else:
+            raise _wrong(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
+        message = chat.messages.add()
+        _set(message, "role", role, path=f"{path}.role")
+        _set(message, "content", content, path=f"{path}.content")
+
+
+def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
+    params, stop = message.sampling, message.stop
+    for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+        value = getattr(sampling, name)
+        if value is None:
+            continue
+        path = f"sampling.{name}"
+        if name == "logit_bias":
+            if not isinstance(value, Mapping):
+                raise _wrong(path, "must be a mapping of token ids to numbers")
+            for token_id, bias in value.items():
+                entry = params.logit_bias.add()
+                _set(entry, "token_id", token_id, path=path)
+                _set(entry, "bias", bias, path=path)
+        elif name in ("allowed_token_ids", "banned_token_ids"):
+            _extend(getattr(params, name), value, path)
+        else:
+            _set(params, name, value, path=path)
+    if sampling.stop is not None:
+        strings = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+        _extend(stop.strings, strings, "stop.strings")
+    if sampling.stop_token_ids is not None:
+        _extend(stop.token_ids, sampling.stop_token_ids, "stop.token_ids")
+    _set(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
+
+
+def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
+    if value is None:
+        return
+    path = path or name
+    try:
+        setattr(message, name, value)
+    except UnicodeError:
+        raise _wrong(path, "is not valid Unicode", Malformed) from None
+    except (TypeError, ValueError):
+        raise _wrong(path, f"must be {_KINDS[message.DESCRIPTOR.fields_by_name[name].type]}") from None
+
+
+def _extend(field: Any, values: Any, path: str) -> None:
+    wanted = "a list of texts" if path == "stop.strings" else "a list of whole numbers from 0 to 2**32 - 1"
+    if isinstance(values, str | bytes):
+        raise _wrong(path, f"must be {wanted}")
+    try:
+        field.extend(values)
+    except UnicodeError:
+        raise _wrong(path, "is not valid Unicode", Malformed) from None
+    except (TypeError, ValueError):
+        raise _wrong(path, f"must be {wanted}") from None
+
+
+def _wrong(path: str, description: str, kind: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
+    return kind(f"{path} {description}", violations=[Violation(path, description)])
+
+
+# By the numbers of google.protobuf.FieldDescriptor.TYPE_*.
+_KINDS: dict[int, str] = {
+    2: "a number",
+    4: "a whole number from 0 to 2**64 - 1",
+    8: "true or false",
+    9: "a text",
+    13: "a whole number from 0 to 2**32 - 1",
+}

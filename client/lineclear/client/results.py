@@ -1,0 +1,301 @@
+"""What a server answers, as frozen values: durations in seconds, lists as tuples, enums as words.
+
+The descriptive messages (`Model`, `Stats` and their parts) have a field for each field of the message of the same
+name; `from_proto` fills any of them. Nothing here knows how an answer was obtained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from lineclear.v1 import inference_pb2 as pb
+
+T = TypeVar("T")
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended. UNSPECIFIED also stands for a reason newer than this client."""
+
+    UNSPECIFIED = "unspecified"
+    STOP_EOS = "stop_eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+class HealthStatus(StrEnum):
+    """What grpc.health.v1 says of a service."""
+
+    UNKNOWN = "unknown"
+    SERVING = "serving"
+    NOT_SERVING = "not_serving"
+    SERVICE_UNKNOWN = "service_unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One of the most likely candidates of a position."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logarithm (base e) of the probability of a sampled token, and the most likely candidates, best first."""
+
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue. `cached_tokens` of the prompt need no computing; `step` is the worker's count."""
+
+    request_id: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seed: int = 0
+    slot: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, counted. `recomputed_tokens` is what preemptions and worker restarts cost."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Time by the server's clock: in the queue, from arrival to the first token, from the first to the last, in all."""
+
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    total_seconds: float = 0.0
+    preemptions: int = 0
+    recoveries: int = 0
+    last_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer: the tokens and the text that became ready together.
+
+    `first_index` is the index in the answer of the first of `token_ids`. The first delta carries `started` and may
+    hold nothing else; the last one carries `finish_reason`. `logprobs` and `token_times_seconds` (since the request
+    arrived at the server) are empty unless asked for. Text may lag behind the tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    first_index: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_times_seconds: tuple[float, ...] = ()
+    started: Started | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A complete answer.
+
+    `matched_stop` is the stop string or the token id that ended it, None when the length did. `logprobs` and
+    `token_times_seconds` have an entry for each token where they were asked for, and are empty otherwise.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+    started: Started
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_times_seconds: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for json.dumps; what was not asked for is left out."""
+        plain = dataclasses.asdict(self)
+        for name in ("logprobs", "token_times_seconds"):
+            if not plain[name]:
+                del plain[name]
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server holds itself to; see `Limits` in inference.proto for each."""
+
+    max_batch_size: int
+    target_batch_tokens: int
+    max_queue_size: int
+    max_queue_tokens: int
+    block_size_tokens: int
+    num_blocks: int
+    pipeline_depth: int
+    default_max_tokens: int
+    max_prompt_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served, and within which limits."""
+
+    model_id: str
+    family: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    has_chat_template: bool
+    attention_backend: str
+    limits: Limits
+    server_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters since the scheduler started."""
+
+    requests_admitted: int
+    requests_rejected: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_expired: int
+    requests_failed: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    steps: int
+    rows: int
+    wasted_samples: int
+    prefix_hit_rate: float
+    mean_batch_size: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """Figures of this moment."""
+
+    requests_waiting: int
+    tokens_waiting: int
+    requests_running: int
+    steps_in_flight: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    streams_open: int
+    tasks: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of the last requests that finished; all zero when there are none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """The worker process, and its step-time model: seconds = base + per_token * tokens + per_kv_token * KV read."""
+
+    joined: bool
+    incarnation: int
+    pid: int
+    device: str
+    dtype: str
+    attention_backend: str
+    torch_version: str
+    transformers_version: str
+    step_base_seconds: float
+    step_seconds_per_token: float
+    step_seconds_per_kv_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the server is doing and how it has been doing."""
+
+    uptime_seconds: float
+    totals: Totals
+    gauges: Gauges
+    queue_seconds: Quantiles
+    first_token_seconds: Quantiles
+    inter_token_seconds: Quantiles
+    total_seconds: Quantiles
+    step_seconds: Quantiles
+    output_tokens_per_second: float
+    worker: WorkerStatus
+    batching_strategy: str
+    order: str
+    server_version: str
+
+
+def from_proto(kind: type[T], message: Message) -> T:
+    """`message` as one of the dataclasses above. A Duration `x` becomes the field `x_seconds`."""
+    return kind(**{name: _plain(types, message, name) for name, types in _fields(cast("Hashable", kind))})
+
+
+def delta_from_proto(message: pb.GenerateResponse) -> Delta:
+    """One message of the stream as a delta; whether it fits the ones before is not looked at."""
+    finished = message.finished if message.HasField("finished") else None
+    return Delta(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        first_index=message.first_index,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top))
+            for entry in message.logprobs
+        ),
+        token_times_seconds=tuple(time_us / 1e6 for time_us in message.token_times_us),
+        started=from_proto(Started, message.started) if message.HasField("started") else None,
+        finish_reason=None if finished is None else _finish_reason(finished.reason),
+    )
+
+
+def _finish_reason(number: pb.FinishReason.ValueType) -> FinishReason:
+    value = pb.FinishReason.DESCRIPTOR.values_by_number.get(number)
+    try:
+        return FinishReason(value.name.removeprefix("FINISH_REASON_").lower() if value else "unspecified")
+    except ValueError:
+        return FinishReason.UNSPECIFIED
+
+
+@cache
+def _fields(kind: Hashable) -> tuple[tuple[str, Any], ...]:
+    assert isinstance(kind, type)
+    hints = get_type_hints(kind)
+    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(kind))
+
+
+def _plain(kind: Any, message: Message, name: str) -> Any:
+    duration = name.removesuffix("_seconds")
+    if kind is float and duration != name and isinstance(span := getattr(message, duration, None), Duration):
+        return span.ToNanoseconds() / 1e9
+    value = getattr(message, name)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return from_proto(kind, value)
+    return value if isinstance(value, bool | int | float | str) else tuple(value)

@@ -1,0 +1,374 @@
+"""The client for threads: every call blocks its caller, and one Client may serve many threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from lineclear.errors import Cancelled, LineclearError
+from lineclear.v1 import inference_pb2 as pb
+
+from . import methods
+from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .many import Batch, Item, Outcome, checked_concurrency
+from .progress import Progress, display
+from .requests import (
+    UNSET,
+    ChatMessage,
+    Metadata,
+    Params,
+    Prompt,
+    Request,
+    Sampling,
+    Unset,
+    detokenize_request,
+    tokenize_request,
+)
+from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
+from .retries import RetryPolicy
+from .transport import DEFAULT_TARGET, Call, GrpcTransport, Options, Transport
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+
+
+class Stream(Answer):
+    """An answer as it is made: `with client.stream(...) as stream: for delta in stream: ...`, then `stream.result`.
+
+    The call is made on entering the block, and cancelled on leaving it before the answer's end.
+    """
+
+    def __init__(self, transport: Transport, outgoing: Outgoing) -> None:
+        super().__init__(outgoing)
+        self._transport = transport
+        self._call: Call[pb.GenerateResponse] | None = None
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        assert self._call is None, "a stream is entered once"
+        self._attempts = self._outgoing.attempts()
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._ended:
+            self.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        """The next piece. Raises the LineclearError the call ended with."""
+        if self._call is None:
+            raise RuntimeError("a stream is read inside its `with` block")
+        if self._ended:
+            raise StopIteration
+        try:
+            message = self._read()
+            if message is not None:
+                return self._assembly.add(message)
+            self._assembly.close()
+        except BaseException:
+            self.cancel()
+            self._ended = True
+            raise
+        self._ended = True
+        raise StopIteration
+
+    def cancel(self) -> None:
+        """Cancel the request; from any thread. A loop over the pieces ends with Cancelled."""
+        self._stop.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _open(self) -> None:
+        outgoing = self._outgoing
+        self._call = self._transport.stream(
+            methods.GENERATE,
+            outgoing.message,
+            timeout_seconds=self._attempts.begin(),
+            metadata=outgoing.metadata,
+        )
+        if self._stop.is_set():  # cancelled by another thread while the call was being made
+            self._call.cancel()
+
+    def _read(self) -> pb.GenerateResponse | None:
+        while True:
+            assert self._call is not None
+            try:
+                message = next(self._call)
+            except StopIteration:
+                return None
+            except LineclearError as error:
+                if self._heard or self._stop.is_set():
+                    raise
+                if self._stop.wait(self._attempts.pause_after(error)):
+                    raise Cancelled("the call was cancelled") from None
+                self._open()
+            else:
+                self._heard = True
+                return message
+
+
+class Client:
+    """Speaks to one lineclear server. Close it, or use it as a context manager.
+
+    `target` is host:port or unix:/path. `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
+    `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own; None is
+    no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried.
+    `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        max_attempts: int | None = None,
+        retry: RetryPolicy | None = None,
+        sampling: Sampling | None = None,
+        options: Options = (),
+        transport: Transport | None = None,
+    ) -> None:
+        self._settings = settings(timeout_seconds, max_attempts, retry, metadata, sampling)
+        self._transport = transport or GrpcTransport(target, credentials, options)
+
+    @property
+    def target(self) -> str:
+        return self._transport.target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is running and disconnect."""
+        self._transport.close()
+
+    def stream(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Stream:
+        """The answer piece by piece; see `Stream`. Parameters are those of `Sampling` and of `Request`."""
+        return Stream(self._transport, self._settings.outgoing(prompt, sampling, **params))
+
+    def generate(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> Generation:
+        """The whole answer. Raises the LineclearError the call ended with."""
+        with self.stream(prompt, sampling, **params) as stream:
+            for _ in stream:
+                pass
+        return stream.result
+
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> Iterator[Outcome]:
+        """Answers in the order of the prompts, each as soon as it and all before it are there.
+
+        Prompts are read as they are needed: at most `window` (default: the larger of 256 and 8 * concurrency) are
+        under way or waiting for an earlier one. A request that fails yields its LineclearError, or raises it and
+        cancels the rest if not `return_exceptions`. Stopping early cancels the rest.
+        """
+        window = checked_concurrency(concurrency, window)
+        return self._each(Batch(prompts, window), concurrency, return_exceptions, progress, sampling, params)
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Any]:
+        """All answers, in the order of the prompts, `concurrency` at a time.
+
+        `progress` is True for a bar on a terminal, or a function of (done, total). The first failure is raised and
+        cancels the rest, or takes the place of its answer if `return_exceptions`.
+        """
+        batch = Batch(prompts, 2**62)  # every answer is kept anyway: no reason to hold back
+        checked_concurrency(concurrency, None)
+        return list(self._each(batch, concurrency, return_exceptions, progress, sampling, params))
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
+        *,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> list[int]:
+        """The token ids `generate` would make of this."""
+        return list(self._unary(methods.TOKENIZE, tokenize_request(prompt), timeout_seconds).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool | None = None,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._unary(methods.DETOKENIZE, detokenize_request(token_ids, keep_special_tokens), timeout_seconds).text
+
+    def model(self, *, timeout_seconds: float | Unset | None = UNSET) -> Model:
+        """What is served, and within which limits."""
+        return from_proto(Model, self._unary(methods.GET_MODEL, pb.GetModelRequest(), timeout_seconds))
+
+    def stats(self, *, timeout_seconds: float | Unset | None = UNSET) -> Stats:
+        """What the server is doing and how it has been doing."""
+        return from_proto(Stats, self._unary(methods.GET_STATS, pb.GetStatsRequest(), timeout_seconds))
+
+    def health(self, service: str = methods.SERVICE, *, timeout_seconds: float | Unset | None = UNSET) -> HealthStatus:
+        """What the server says of `service` ("" is the process as a whole). Raises Unreachable if nobody answers."""
+        try:
+            return self._unary(methods.HEALTH, service, timeout_seconds)
+        except LineclearError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return HealthStatus.SERVICE_UNKNOWN
+
+    def _unary(self, method: methods.Method[Req, Res], request: Req, timeout_seconds: float | Unset | None) -> Res:
+        attempts = self._settings.short(timeout_seconds)
+        pause = threading.Event()
+        while True:
+            try:
+                return self._transport.unary(
+                    method, request, timeout_seconds=attempts.begin(), metadata=self._settings.metadata
+                )
+            except LineclearError as error:
+                pause.wait(attempts.pause_after(error))
+
+    def _each(
+        self,
+        batch: Batch[Prompt | Request],
+        concurrency: int,
+        return_exceptions: bool,
+        progress: Progress,
+        sampling: Sampling | None,
+        params: Params,
+    ) -> Iterator[Outcome]:
+        def open_stream(prompt: Prompt | Request) -> Stream:
+            return self.stream(prompt, sampling, **params)
+
+        crew = _Crew(batch, concurrency, return_exceptions, open_stream)
+        shown = display(progress)
+        try:
+            yield from crew.outcomes(
+                lambda: shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
+            )
+        finally:
+            shown.close()
+            crew.stop()
+
+
+class _Crew:
+    """The threads that work on one batch. All state is behind `_changed`."""
+
+    def __init__(self, batch: Batch[Item], concurrency: int, return_exceptions: bool, open_stream: Any) -> None:
+        self._batch = batch
+        self._return_exceptions = return_exceptions
+        self._open_stream = open_stream
+        self._changed = threading.Condition()
+        self._running: set[Stream] = set()
+        self._stopped = False
+        count = concurrency if batch.total is None else min(concurrency, batch.total)
+        self._threads = [threading.Thread(target=self._work, name=f"lineclear-{n}", daemon=True) for n in range(count)]
+
+    def outcomes(self, report: Any) -> Iterator[Outcome]:
+        """In order. `report` is called here, on the reader's thread, whenever more of the batch is complete."""
+        for thread in self._threads:
+            thread.start()
+        reported = -1
+        while True:
+            with self._changed:
+                if not self._threads:
+                    self._batch.take()  # nobody else finds out that there is nothing
+                while not self._batch.done and self._batch.completed == reported:
+                    self._changed.wait()
+                due, done, failure = self._batch.ready(), self._batch.done, self._batch.failure
+                reported = self._batch.completed
+                self._changed.notify_all()  # the window may have moved
+            report()
+            if failure is not None:
+                raise failure
+            yield from due
+            if done:
+                return
+
+    def stop(self) -> None:
+        """Cancel what is running and wait for the threads."""
+        with self._changed:
+            self._stopped = True
+            running = list(self._running)
+            self._changed.notify_all()
+        for stream in running:
+            stream.cancel()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            index, item = taken
+            try:
+                outcome: Outcome = self._run(item)
+            except LineclearError as error:
+                outcome = error
+            except BaseException as error:  # a bug, or a wrong argument: the reader's to see
+                self._fail(error)
+                return
+            with self._changed:
+                if isinstance(outcome, LineclearError) and not self._return_exceptions:
+                    self._batch.fail(outcome)
+                self._batch.put(index, outcome)
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[int, Any] | None:
+        with self._changed:
+            while not self._stopped:
+                taken = self._batch.take()
+                if taken is not None:
+                    return taken
+                if self._batch.exhausted or self._batch.failure is not None:
+                    self._changed.notify_all()  # that there is no more may be what the reader waits for
+                    return None
+                self._changed.wait()
+            return None
+
+    def _run(self, item: Any) -> Generation:
+        stream: Stream = self._open_stream(item)
+        with self._changed:
+            self._running.add(stream)
+            if self._stopped:
+                stream.cancel()
+        try:
+            with stream:
+                for _ in stream:
+                    pass
+            return stream.result
+        finally:
+            with self._changed:
+                self._running.discard(stream)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._batch.fail(error)
+            self._changed.notify_all()

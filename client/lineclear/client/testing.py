@@ -1,0 +1,328 @@
+"""A server's stand-in for the tests of code that uses a client. No network, no model, no threads of its own.
+
+    from lineclear.client import Client
+    from lineclear.client.testing import Answer, FakeTransport
+    from lineclear.errors import QueueFull
+
+    fake = FakeTransport({
+        "Say hello": "Hello there!",
+        "Flaky": [QueueFull("full", retry_after_seconds=0.0), "second time lucky"],
+        "Slow": Answer(pieces=("tick ", "tock"), delay_seconds=0.5),
+    })
+    client = Client(transport=fake)
+    assert client.generate("Say hello").text == "Hello there!"
+    assert fake.requests[0].message.text == "Say hello"
+
+The same object serves an `AsyncClient`. Tokens of the fake are the bytes of the text, so `tokenize` and `detokenize`
+undo each other. A conversation is looked up by its last message, token ids by the text they stand for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
+from lineclear.v1 import inference_pb2 as pb
+
+from . import methods
+from .methods import Method
+from .results import FinishReason, HealthStatus
+from .transport import AsyncCall, Call, Pairs
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A scripted answer: `text` in pieces of a word each, or exactly these `pieces`.
+
+    `delay_seconds` passes before each piece. With `error` the pieces come first and then the call fails with it.
+    """
+
+    text: str = ""
+    pieces: Sequence[str] | None = None
+    finish_reason: FinishReason = FinishReason.STOP_EOS
+    matched_stop: str | None = None
+    delay_seconds: float = 0.0
+    error: LineclearError | None = None
+
+    def parts(self) -> list[str]:
+        if self.pieces is not None:
+            return list(self.pieces)
+        return [part for part in self.text.replace(" ", " \0").split("\0") if part]
+
+
+# A list is used up from the front, one entry for each call; its last entry stays.
+Reply: TypeAlias = str | Answer | LineclearError
+Script: TypeAlias = Reply | Sequence[Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One call a client made. `message` is the request as it would have been sent."""
+
+    path: str
+    message: Any
+    timeout_seconds: float | None
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+class FakeTransport:
+    """Answers calls of `Client(transport=...)` and `AsyncClient(transport=...)` from a script.
+
+    `script` maps the text of a prompt to its reply, or is a function of the GenerateRequest that returns one, or one
+    reply for every prompt. A prompt that is in no script is an InvalidRequest that says so. `model`, `stats` and
+    `health` are what the calls of these names return; assign to them at any time.
+    """
+
+    target = "fake"
+
+    def __init__(self, script: Script | Mapping[str, Script] | Callable[[pb.GenerateRequest], Reply] = "") -> None:
+        self.model = pb.GetModelResponse(model_id="fake", family="fake", context_length=4096, vocab_size=256)
+        self.stats = pb.GetStatsResponse(server_version="fake")
+        self.health = HealthStatus.SERVING
+        self.closed = False
+        self.cancelled = 0  # calls that were cancelled before their end
+        self._calls: list[Recorded] = []
+        self._lock = threading.Lock()
+        self._function = script if callable(script) else None
+        self._default: deque[Reply] | None = None
+        self._replies: dict[str, deque[Reply]] = {}
+        if isinstance(script, Mapping):
+            self._replies = {prompt: _queue(replies) for prompt, replies in script.items()}
+        elif self._function is None:
+            self._default = _queue(cast("Script", script))
+
+    @property
+    def requests(self) -> list[Recorded]:
+        """The calls of Generate so far, every attempt of a retried one."""
+        return [call for call in self.calls if call.path == methods.GENERATE.path]
+
+    @property
+    def calls(self) -> list[Recorded]:
+        """All calls so far."""
+        with self._lock:
+            return list(self._calls)
+
+    # -- Transport
+
+    def unary(self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs) -> Res:
+        self._record(method, request, timeout_seconds, metadata)
+        return cast("Res", self._unary_answer(method.path, request))
+
+    def stream(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]:
+        script = self._begin(method, request, timeout_seconds, metadata)
+        return cast("Call[Res]", _FakeCall(script, timeout_seconds, self._count_cancelled))
+
+    def close(self) -> None:
+        self.closed = True
+
+    # -- AsyncTransport
+
+    async def unary_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res:
+        await asyncio.sleep(0)  # as a real one, it lets others run
+        return self.unary(method, request, timeout_seconds=timeout_seconds, metadata=metadata)
+
+    def stream_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> AsyncCall[Res]:
+        script = self._begin(method, request, timeout_seconds, metadata)
+        return cast("AsyncCall[Res]", _FakeAsyncCall(script, timeout_seconds, self._count_cancelled))
+
+    async def close_async(self) -> None:
+        self.close()
+
+    # -- the script
+
+    def _begin(
+        self, method: Method[Any, Any], request: Any, timeout_seconds: float | None, metadata: Pairs
+    ) -> Iterator[pb.GenerateResponse | float]:
+        self._record(method, request, timeout_seconds, metadata)
+        with self._lock:
+            number = len(self._calls)
+        return _played(self._reply(request), request, number)
+
+    def _record(self, method: Method[Any, Any], request: Any, timeout_seconds: float | None, metadata: Pairs) -> None:
+        if self.closed:
+            raise RuntimeError("the client is closed")
+        method.encode(request)  # what cannot be sent must not pass here either
+        with self._lock:
+            self._calls.append(Recorded(method.path, request, timeout_seconds, tuple(metadata)))
+
+    def _reply(self, request: pb.GenerateRequest) -> Reply:
+        if self._function is not None:
+            return self._function(request)
+        with self._lock:
+            replies = self._default if self._default is not None else self._replies.get(prompt_text(request))
+            if replies is None:
+                return InvalidRequest("the script of the FakeTransport has no reply to this prompt")
+            return replies.popleft() if len(replies) > 1 else replies[0]
+
+    def _unary_answer(self, path: str, request: Any) -> Any:
+        if path == methods.TOKENIZE.path:
+            return pb.TokenizeResponse(token_ids=_tokens(prompt_text(request)))
+        if path == methods.DETOKENIZE.path:
+            return pb.DetokenizeResponse(text=bytes(request.token_ids).decode(errors="replace"))
+        answers = {methods.GET_MODEL.path: self.model, methods.GET_STATS.path: self.stats}
+        return self.health if path == methods.HEALTH.path else answers[path]
+
+    def _count_cancelled(self) -> None:
+        with self._lock:
+            self.cancelled += 1
+
+
+def prompt_text(request: pb.GenerateRequest | pb.TokenizeRequest) -> str:
+    """The text a fake knows a prompt by."""
+    if request.HasField("chat"):
+        return request.chat.messages[-1].content if request.chat.messages else ""
+    if isinstance(request, pb.GenerateRequest) and request.HasField("token_ids"):
+        return bytes(token % 256 for token in request.token_ids.ids).decode(errors="replace")
+    return request.text
+
+
+def _queue(replies: Script) -> deque[Reply]:
+    queue = deque([replies] if isinstance(replies, str | Answer | LineclearError) else replies)
+    if not queue:
+        raise ValueError("a list of replies has at least one")
+    return queue
+
+
+def _tokens(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[pb.GenerateResponse | float]:
+    """The messages of a reply, with a number of seconds wherever the fake is to wait."""
+    if isinstance(reply, LineclearError):
+        raise reply
+    answer = Answer(text=reply) if isinstance(reply, str) else reply
+    prompt_tokens = len(_tokens(prompt_text(request)))
+    request_id = request.request_id or f"fake-{number}"
+    yield pb.GenerateResponse(
+        started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=request.sampling.seed)
+    )
+    first_index = 0
+    for part in answer.parts():
+        yield answer.delay_seconds
+        tokens = _tokens(part)
+        yield _piece(request, part, tokens, first_index)
+        first_index += len(tokens)
+    if answer.error is not None:
+        raise answer.error
+    finished = pb.Finished(
+        reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
+        matched_stop_string=answer.matched_stop,
+        usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=first_index),
+    )
+    yield pb.GenerateResponse(first_index=first_index, finished=finished)
+
+
+def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_index: int) -> pb.GenerateResponse:
+    output = request.output
+    piece = pb.GenerateResponse(first_index=first_index, token_ids=tokens, text="" if output.omit_text else text)
+    if output.logprobs:
+        tops = [pb.TopLogprob(token_id=token, logprob=0.0) for token in range(output.top_logprobs)]
+        piece.logprobs.extend(pb.TokenLogprobs(logprob=0.0, top=tops) for _ in tokens)
+    if output.token_timings:
+        piece.token_times_us.extend(range(first_index, first_index + len(tokens)))
+    return piece
+
+
+class _Played:
+    """What the two kinds of running fake call share: the script, the deadline, and being cancelled once."""
+
+    def __init__(
+        self, script: Iterator[Any], timeout_seconds: float | None, count_cancelled: Callable[[], None]
+    ) -> None:
+        self._script = script
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._count_cancelled = count_cancelled
+        self._ended = False
+        self._cancelled = False
+
+    def _next(self) -> pb.GenerateResponse | float | None:
+        """A message, seconds to wait, or None at the end."""
+        if self._cancelled:
+            raise Cancelled("the call was cancelled")
+        try:
+            return cast("pb.GenerateResponse | float", next(self._script))
+        except StopIteration:
+            self._ended = True
+            return None
+        except LineclearError:
+            self._ended = True
+            raise
+
+    def _bounded(self, seconds: float) -> tuple[float, bool]:
+        """The seconds to wait, and whether the deadline ends the waiting."""
+        if self._deadline is None:
+            return seconds, False
+        left = self._deadline - time.monotonic()
+        return (seconds, False) if seconds < left else (max(left, 0.0), True)
+
+    def _expire(self) -> None:
+        self._ended = True
+        raise DeadlineExceeded("the deadline of the call passed before the answer was complete")
+
+    def _mark_cancelled(self) -> None:
+        if not self._ended and not self._cancelled:
+            self._cancelled = True
+            self._count_cancelled()
+
+
+class _FakeCall(_Played):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._bell = threading.Event()
+
+    def __next__(self) -> pb.GenerateResponse:
+        while (step := self._next()) is not None:
+            if not isinstance(step, float):
+                return step
+            seconds, expires = self._bounded(step)
+            if self._bell.wait(seconds):
+                raise Cancelled("the call was cancelled")
+            if expires:
+                self._expire()
+        raise StopIteration
+
+    def cancel(self) -> None:
+        self._mark_cancelled()
+        self._bell.set()
+
+
+class _FakeAsyncCall(_Played):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._bell = asyncio.Event()
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        await asyncio.sleep(0)  # as a real one, it lets others run
+        while (step := self._next()) is not None:
+            if not isinstance(step, float):
+                return step
+            seconds, expires = self._bounded(step)
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._bell.wait()
+            except TimeoutError:
+                if expires:
+                    self._expire()
+            else:
+                raise Cancelled("the call was cancelled")
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self._mark_cancelled()
+        self._bell.set()

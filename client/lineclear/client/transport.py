@@ -1,0 +1,271 @@
+"""How calls reach a server: the seam between the clients and gRPC, and gRPC behind it.
+
+A transport carries one request and its answers and turns whatever goes wrong into a LineclearError; it never retries
+and never looks into a message. `lineclear.client.testing.FakeTransport` is another one, without a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from lineclear import errors, status
+
+from .methods import Method
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+Res_co = TypeVar("Res_co", covariant=True)
+Pairs = Sequence[tuple[str, str | bytes]]
+Options = Sequence[tuple[str, Any]]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+
+
+class Call(Protocol[Res_co]):
+    """A running call: iterate for its answers. Ends by StopIteration, or by a LineclearError."""
+
+    def __next__(self) -> Res_co: ...
+    def cancel(self) -> None:
+        """End it now; from any thread, and any number of times. Whoever waits for an answer gets Cancelled."""
+
+
+class AsyncCall(Protocol[Res_co]):
+    """A running call of an event loop. Ends by StopAsyncIteration, or by a LineclearError."""
+
+    async def __anext__(self) -> Res_co: ...
+    def cancel(self) -> None:
+        """End it now. Whoever waits for an answer gets Cancelled."""
+
+
+class Transport(Protocol):
+    """What a `Client` needs. Safe to use from many threads. `target` names the server in error messages."""
+
+    @property
+    def target(self) -> str: ...
+    def unary(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res: ...
+    def stream(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]: ...
+    def close(self) -> None: ...
+
+
+class AsyncTransport(Protocol):
+    """What an `AsyncClient` needs."""
+
+    @property
+    def target(self) -> str: ...
+    async def unary_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res: ...
+    def stream_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> AsyncCall[Res]: ...
+    async def close_async(self) -> None: ...
+
+
+class GrpcTransport:
+    """A channel of the threaded gRPC."""
+
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, options: Options) -> None:
+        self.target = checked_target(target)
+        chosen = channel_options(options)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(self.target, options=chosen)
+        else:
+            self._channel = grpc.secure_channel(self.target, credentials, options=chosen)
+
+    def unary(self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs) -> Res:
+        call: Any = self._channel.unary_unary(method.path)
+        try:
+            data = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+        except grpc.RpcError as error:
+            raise failure(error, self.target) from error
+        except ValueError as error:
+            raise _closed(error) from error
+        return decoded(method, data)
+
+    def stream(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]:
+        call: Any = self._channel.unary_stream(method.path)
+        try:
+            started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+        except ValueError as error:
+            raise _closed(error) from error
+        return _GrpcCall(method, started, self.target)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _GrpcCall(Call[Res]):
+    def __init__(self, method: Method[Any, Res], call: Any, target: str) -> None:
+        self._method = method
+        self._call = call
+        self._target = target
+
+    def __next__(self) -> Res:
+        try:
+            data = next(self._call)
+        except grpc.RpcError as error:
+            raise failure(error, self._target) from error
+        return decoded(self._method, data)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AioTransport:
+    """A channel of grpc.aio, opened by the first call, in whose event loop it then lives."""
+
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, options: Options) -> None:
+        self.target = checked_target(target)
+        self._credentials = credentials
+        self._options = channel_options(options)
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def unary_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res:
+        call: Any = self._open().unary_unary(method.path)
+        try:
+            data = await call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+        except grpc.aio.AioRpcError as error:
+            raise failure(error, self.target) from error
+        return decoded(method, data)
+
+    def stream_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> AsyncCall[Res]:
+        call: Any = self._open().unary_stream(method.path)
+        started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+        return _AioCall(method, started, self.target)
+
+    async def close_async(self) -> None:
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._channel is None:
+            self._loop = loop
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
+            else:
+                self._channel = grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
+        if self._loop is not loop:
+            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one for each loop")
+        return self._channel
+
+
+class _AioCall(AsyncCall[Res]):
+    def __init__(self, method: Method[Any, Res], call: Any, target: str) -> None:
+        self._method = method
+        self._call = call
+        self._target = target
+        self._cancelled = False
+
+    async def __anext__(self) -> Res:
+        try:
+            data = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise failure(error, self._target) from error
+        except asyncio.CancelledError:
+            # gRPC raises this both when the reading task is cancelled and when the call is; only the first may
+            # unwind the task.
+            task = asyncio.current_task()
+            if self._cancelled and not (task is not None and task.cancelling()):
+                raise errors.Cancelled("the call was cancelled") from None
+            raise
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return decoded(self._method, data)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+
+def checked_target(target: str) -> str:
+    """The target as gRPC wants it. A bare host gets the default port. Raises ValueError with a sentence that helps."""
+    target = target.strip().removeprefix("grpc://")
+    if not target:
+        raise ValueError("the target is empty; it is host:port or unix:/path")
+    if target.startswith(("http://", "https://", "grpcs://")):
+        raise ValueError(f"the target {target!r} is a URL; write host:port, and pass credentials for TLS")
+    if target.startswith("unix:"):
+        path = target.removeprefix("unix:")
+        if len(path.encode()) > 107 + len("//"):
+            raise ValueError("the path of a unix socket has at most 107 bytes")
+        return target
+    if ":" not in target:
+        return f"{target}:{DEFAULT_PORT}"
+    return target
+
+
+def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
+    """Ours, with those of the caller in their place where the names are the same."""
+    try:
+        own_version = version("lineclear")
+    except PackageNotFoundError:
+        own_version = "unknown"
+    chosen: dict[str, Any] = {
+        "grpc.primary_user_agent": f"lineclear-python/{own_version}",
+        "grpc.keepalive_time_ms": 30_000,
+        "grpc.keepalive_timeout_ms": 10_000,
+        # A request waiting in the queue is a call without data: its keepalives must not be rationed.
+        "grpc.http2.max_pings_without_data": 0,
+        "grpc.max_receive_message_length": 64 * 1024 * 1024,
+        "grpc.max_send_message_length": 64 * 1024 * 1024,
+        # Reconnecting must not be slower than the pauses between attempts.
+        "grpc.initial_reconnect_backoff_ms": 200,
+        "grpc.min_reconnect_backoff_ms": 1_000,
+        "grpc.max_reconnect_backoff_ms": 5_000,
+        # Behind a headless Service every replica gets its share.
+        "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
+        # A proxy for the web is hardly ever on the way to an inference server, and http_proxy is often set.
+        "grpc.enable_http_proxy": 0,
+    }
+    return list((chosen | dict(options)).items())
+
+
+def failure(error: Any, target: str) -> errors.LineclearError:
+    """What ended a call, as a LineclearError: the server's own, or the one that says what happened on the way."""
+    code = error.code().name
+    trailer = dict(error.trailing_metadata() or ()).get(status.TRAILER)
+    found = status.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
+    if trailer is None:
+        if isinstance(found, errors.Unreachable):
+            return errors.Unreachable(f"no answer from {target}: {found}")
+        if isinstance(found, errors.DeadlineExceeded):
+            return errors.DeadlineExceeded("the deadline of the call passed before the answer was complete")
+        if isinstance(found, errors.Cancelled):
+            return errors.Cancelled("the call was cancelled")
+    return found
+
+
+def decoded(method: Method[Any, Res], data: bytes) -> Res:
+    try:
+        return method.decode(data)
+    except DecodeError:
+        raise errors.DataLoss(f"the server's answer to {method.path} is no such message") from None
+
+
+def _closed(error: ValueError) -> Exception:
+    """gRPC reports a call on a closed channel as a ValueError, which says nothing to a caller of ours."""
+    return RuntimeError("the client is closed") if "closed channel" in str(error) else error
