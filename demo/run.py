@@ -1,0 +1,190 @@
+"""Six prompts of very different lengths through a running service with three slots, then the same without joining.
+
+    python demo/run.py [--model DIR] [--slots N]
+
+Starts `lineclear-scheduler` (which starts its worker), sends all prompts at once over gRPC, prints the tokens as they
+stream, then the admission log, and compares with static batching: the same service, model and slots, where a batch
+begins together and nobody joins until its longest answer is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineclear.client import AsyncClient, Generation, HealthStatus, LineclearError
+
+PROMPTS = (
+    ("The capital of France is", 6),
+    ("Today's weather is so", 50),
+    ("In machine learning, a transformer is", 300),
+    ("Once upon a time in a land far away,", 30),
+    ("Quantum computing differs from classical computing because", 180),
+    ("The history of the Roman Empire began", 45),
+)
+START_SECONDS = 120.0
+COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the prompts."""
+
+    answers: tuple[Generation, ...]
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        """From the first step that worked on a prompt to the last token."""
+        return max(a.timings.last_step for a in self.answers) - min(a.started.step for a in self.answers) + 1
+
+
+@contextlib.asynccontextmanager
+async def serving(model: str, slots: int, strategy: str) -> AsyncIterator[AsyncClient]:
+    """A service of its own, on a unix socket, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="lineclear-demo-") as folder:
+        target = f"unix:{folder}/api.sock"
+        flags = ["--model", model] if model else ["--demo"]
+        flags += ["--spawn-worker", "--listen", target, "--max-batch-size", str(slots)]
+        flags += ["--batching-strategy", strategy, "--log-level", "warning"]
+        # Worker settings: the comparison is about tokens, so weights and sums are exact.
+        flags += ["--", "--dtype", "float32", "--log-level", "warning"]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "lineclear.scheduler.main", *flags)
+        try:
+            async with AsyncClient(target) as client:
+                await ready(client, process)
+                yield client
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+
+async def ready(client: AsyncClient, process: asyncio.subprocess.Process) -> None:
+    """Wait until a worker has joined. Raises SystemExit when the service ends or takes too long."""
+    give_up = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up:
+        if process.returncode is not None:
+            raise SystemExit(f"the service ended with exit code {process.returncode}")
+        with contextlib.suppress(LineclearError):
+            if await client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
+                return
+        await asyncio.sleep(0.05)
+    raise SystemExit(f"the service was not ready within {START_SECONDS:.0f} s")
+
+
+class Printer:
+    """Prints streams that run at once, each piece behind the number of its prompt."""
+
+    def __init__(self) -> None:
+        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self._held = [""] * len(PROMPTS)
+
+    def add(self, index: int, text: str) -> None:
+        """More text of an answer; shown when there is a line of it."""
+        self._held[index] += text
+        if len(self._held[index]) >= 64:
+            self.flush(index)
+
+    def flush(self, index: int) -> None:
+        """Show what is held of an answer."""
+        if self._held[index]:
+            self.say(index, self._held[index].replace("\n", " "))
+            self._held[index] = ""
+
+    def say(self, index: int, line: str) -> None:
+        """One line about a prompt."""
+        label = f"[{index + 1}]"
+        print(f"\033[{COLOURS[index % len(COLOURS)]}m{label}\033[0m {line}" if self._colour else f"{label} {line}")
+        sys.stdout.flush()
+
+
+async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -> Generation:
+    prompt, max_tokens = PROMPTS[index]
+    async with client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as stream:
+        async for delta in stream:
+            if printer is not None:
+                if delta.started is not None:
+                    printer.say(index, f"-> slot {delta.started.slot}, step {delta.started.step}: «{prompt}»")
+                printer.add(index, delta.text)
+    if printer is not None:
+        printer.flush(index)
+        printer.say(index, f"<- done at step {stream.result.timings.last_step}")
+    return stream.result
+
+
+async def run(model: str, slots: int, strategy: str, printer: Printer | None) -> Run:
+    """All prompts at once through a service with the given strategy."""
+    async with serving(model, slots, strategy) as client:
+        await client.generate(PROMPTS[0][0], max_tokens=2)  # the first request pays for what is made on first use
+        begin = time.monotonic()
+        answers = await asyncio.gather(*(stream_one(client, i, printer) for i in range(len(PROMPTS))))
+        return Run(tuple(answers), time.monotonic() - begin)
+
+
+async def run_static(model: str, slots: int) -> Run:
+    """The prompts in order, in batches of `slots`; the service waits for a whole batch before it begins."""
+    async with serving(model, slots, "fixed_size") as client:
+        await asyncio.gather(*(client.generate(PROMPTS[0][0], max_tokens=2) for _ in range(slots)))
+        begin = time.monotonic()
+        tasks = []
+        for index in range(len(PROMPTS)):
+            tasks.append(asyncio.create_task(stream_one(client, index, None)))
+            await asyncio.sleep(0.005)  # so that they queue in this order
+        return Run(tuple(await asyncio.gather(*tasks)), time.monotonic() - begin)
+
+
+def padding(slots: int) -> int:
+    """Rows that a padded static batch computes after an answer's own end, waiting for the longest one."""
+    lengths = [max_tokens for _, max_tokens in PROMPTS]
+    batches = [lengths[i : i + slots] for i in range(0, len(lengths), slots)]
+    return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
+
+
+def report(continuous: Run, static: Run, slots: int) -> bool:
+    """Print the admission log and the comparison; whether both gave the same tokens."""
+    print("\nAdmission log (continuous batching)")
+    print("  request  slot  from step  to step  tokens  queued s")
+    in_order = sorted(enumerate(continuous.answers), key=lambda item: (item[1].started.step, item[1].started.slot))
+    for index, a in in_order:
+        print(
+            f"  [{index + 1}]      {a.started.slot:4}  {a.started.step:9}  {a.timings.last_step:7}"
+            f"  {a.usage.completion_tokens:6}  {a.timings.queue_seconds:8.3f}"
+        )
+    tokens = sum(a.usage.completion_tokens for a in continuous.answers)
+    same = [a.token_ids for a in continuous.answers] == [a.token_ids for a in static.answers]
+    print(f"\nSame {len(PROMPTS)} prompts, same model, {slots} slots, {tokens} output tokens")
+    print("               steps  padded tokens  seconds  tokens/s")
+    for name, result, padded in (("continuous", continuous, 0), ("static", static, padding(slots))):
+        rate = tokens / result.seconds
+        print(f"  {name:11} {result.steps:6}  {padded:13}  {result.seconds:7.2f}  {rate:8.1f}")
+    steps, seconds = static.steps / continuous.steps, static.seconds / continuous.seconds
+    print(f"  ratio       {steps:6.2f}                 {seconds:7.2f}")
+    print(f"\nBoth outputs are {'equal' if same else 'NOT EQUAL'}, token for token.")
+    return same
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 when both ways gave the same tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a model directory; the bundled demo model by default")
+    parser.add_argument("--slots", type=int, default=3)
+    options = parser.parse_args(arguments)
+    model = str(Path(options.model).resolve()) if options.model else ""
+    print(f"Starting the service: continuous batching, {options.slots} slots")
+    continuous = asyncio.run(run(model, options.slots, "continuous", Printer()))
+    print("\nStarting the service again: static batching, for comparison")
+    static = asyncio.run(run_static(model, options.slots))
+    return 0 if report(continuous, static, options.slots) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
