@@ -1,0 +1,268 @@
+"""The scheduler process's settings: one frozen object, made once at start.
+
+A flag beats an environment variable (LINECLEAR_ and the name), which beats the TOML file named by --config, which beats
+the default. Flags, variables and docs all derive from the fields here. What is learnt later (number of blocks, context
+length) is not a setting; it arrives with the worker's Hello.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
+Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline"]
+Victim = Literal["cheapest", "newest"]
+
+
+class ConfigurationError(Exception):
+    """The process cannot start as configured; the message says what to change. Exit code 78."""
+
+
+class SchedulerSettings(BaseSettings):
+    """Settings of lineclear-scheduler. Everything after a lone `--` is passed to the spawned worker."""
+
+    # No field may be called `port`, `service_host` or `service_port`: Kubernetes sets LINECLEAR_PORT and its like in
+    # every pod beside a Service named lineclear. Variables that name no field are ignored.
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="LINECLEAR_",
+        cli_prog_name="lineclear-scheduler",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+
+    config: str = Field("", description="TOML file with settings, its keys named as the fields are.")
+
+    # --- the model ---
+    model: str = Field("", description="Directory of the model; its tokenizer and chat template are read from it.")
+    demo: bool = Field(False, description="Serve the small demonstration model that comes with lineclear.")
+    served_name: str = Field("", description="Name given out as model_id. Empty: the worker's.")
+    generation_config: bool = Field(
+        True,
+        description="Take sampling defaults a request leaves open from the model's generation_config.json.",
+    )
+
+    # --- listening ---
+    listen: str = Field("127.0.0.1:50051", description="Address of the gRPC server: host:port or unix:/path.")
+    health_listen: str = Field(
+        "",
+        description="A second, plaintext address with grpc.health.v1 alone, for probes. May be on any interface.",
+    )
+    insecure_allow_remote: bool = Field(
+        False, description="Allow `listen` on an address other machines can reach. There is no encryption."
+    )
+    reflection: bool = Field(False, description="Offer gRPC server reflection (v1 and v1alpha).")
+    max_message_bytes: int = Field(
+        4 * 1024 * 1024, ge=4096, le=2**30, description="Largest gRPC message taken or sent, in bytes."
+    )
+    max_streams_per_connection: int = Field(
+        1024, ge=1, le=2**20, description="Most calls open at once on one connection."
+    )
+    keepalive_time_seconds: float = Field(
+        20.0, ge=1, le=7200, description="Ping a silent connection after this many seconds."
+    )
+    keepalive_timeout_seconds: float = Field(
+        10.0, ge=0.1, le=600, description="Close a connection whose ping is not answered for this long."
+    )
+
+    # --- batching ---
+    max_batch_size: int = Field(64, ge=1, le=4096, description="Most requests in one step (slots).")
+    min_batch_size: int = Field(
+        1, ge=1, le=4096, description="An idle server waits for this many requests, or batch_timeout_ms, to begin."
+    )
+    target_batch_tokens: int = Field(256, ge=1, le=2**20, description="Most tokens computed in one step.")
+    pipeline_depth: int = Field(2, ge=1, le=4, description="Steps in flight between scheduler and worker.")
+    batching_strategy: Strategy = Field("continuous", description="When waiting requests may join the running ones.")
+    batch_timeout_ms: float = Field(
+        50.0, ge=0, le=60_000, description="Longest wait for a batch to fill, where the strategy waits."
+    )
+    order: Order = Field("fifo", description="Which waiting request is next.")
+    ageing_seconds: float = Field(
+        30.0, gt=0, le=86_400, description="Waiting this long is worth one step of priority, so that nobody starves."
+    )
+    inter_token_target_ms: float = Field(
+        200.0, gt=0, le=60_000, description="Prompts are cut so that running requests wait no longer for a token."
+    )
+    victim: Victim = Field("cheapest", description="Which running request yields its blocks when there are too few.")
+    max_preemptions: int = Field(4, ge=0, le=1000, description="A request preempted this often is left alone.")
+    max_bypasses: int = Field(
+        16, ge=0, le=10_000, description="How often a request that does not fit yet may be overtaken."
+    )
+    prefix_cache: bool = Field(True, description="Keep blocks of finished requests for prompts that begin the same.")
+
+    # --- requests ---
+    max_queue_size: int = Field(1024, ge=1, le=2**20, description="Most requests waiting.")
+    max_queue_tokens: int = Field(1_000_000, ge=1, le=2**31, description="Most prompt tokens waiting, together.")
+    max_prompt_bytes: int = Field(
+        512 * 1024, ge=1, le=2**30, description="Largest text or conversation, in bytes of UTF-8, before tokenizing."
+    )
+    default_max_tokens: int = Field(
+        512, ge=1, le=2**20, description="Most output tokens of a request that names no max_tokens."
+    )
+    default_deadline_seconds: float = Field(
+        600.0, gt=0, le=7 * 86_400, description="Deadline of a call that has none, in seconds from its arrival."
+    )
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenize large inputs.")
+    max_tokenizing: int = Field(64, ge=1, le=4096, description="Most large inputs being or waiting to be tokenized.")
+    max_unread_tokens: int = Field(
+        4096, ge=1, le=2**20, description="Most tokens a stream may leave unread before it is ended."
+    )
+    stall_timeout_seconds: float = Field(
+        60.0, gt=0, le=3600, description="A stream that takes no message for this long is ended."
+    )
+
+    # --- the worker ---
+    socket_directory: str = Field(
+        "",
+        description="Directory of the sockets to the worker: private (mode 0700) and ours. Empty: a new one.",
+    )
+    spawn_worker: bool = Field(False, description="Start and supervise a worker process; otherwise wait for one.")
+    worker_command: tuple[str, ...] = Field(
+        (sys.executable, "-m", "lineclear.worker.main"), description="Command that starts a worker."
+    )
+    step_timeout_seconds: float = Field(
+        60.0, gt=0, le=86_400, description="A worker that takes longer for one step is hung, and replaced."
+    )
+    heartbeat_timeout_seconds: float = Field(
+        10.0, gt=0, le=3600, description="A worker not heard of for this long is hung, and replaced."
+    )
+    start_timeout_seconds: float = Field(
+        600.0, gt=0, le=86_400, description="A spawned worker that has not joined by then is replaced."
+    )
+    max_worker_restarts: int = Field(
+        5, ge=0, le=1000, description="Workers that may die within worker_restart_window_seconds before we give up."
+    )
+    worker_restart_window_seconds: float = Field(300.0, gt=0, le=7 * 86_400, description="See max_worker_restarts.")
+
+    # --- leaving ---
+    drain_timeout_seconds: float = Field(
+        20.0, ge=0, le=86_400, description="After SIGTERM, running requests may finish for this long."
+    )
+
+    # --- logs ---
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments of the constructor stand for the file, so variables beat them; pydantic puts flags first."""
+        return env_settings, init_settings
+
+    @field_validator("listen", "health_listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if value:
+            parse_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SchedulerSettings:
+        if not self.listen:
+            raise ValueError("listen is empty")
+        if self.demo and self.model:
+            raise ValueError("demo and model exclude each other")
+        if not is_local(self.listen) and not self.insecure_allow_remote:
+            raise ValueError(
+                f"listen {self.listen} can be reached from other machines and is not encrypted; use 127.0.0.1 or "
+                "unix:, or set insecure_allow_remote"
+            )
+        if self.min_batch_size > self.max_batch_size:
+            raise ValueError("min_batch_size is larger than max_batch_size")
+        return self
+
+
+def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
+    """The settings from flags, environment and file, and the flags after `--` that are the worker's.
+
+    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help.
+    """
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    flags, worker_flags = list(argv[:cut]), tuple(argv[cut + 1 :])
+    try:
+        file = _config_file(flags)
+        arguments: dict[str, Any] = {**(_read(file) if file else {}), "_cli_parse_args": flags}
+        return SchedulerSettings(**arguments), worker_flags
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
+    except SettingsError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _config_file(flags: Sequence[str]) -> str:
+    # A pass of its own, because the file's values must be there when the rest is resolved.
+    class OnlyConfig(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix="LINECLEAR_", extra="ignore", cli_ignore_unknown_args=True, cli_exit_on_error=False
+        )
+        config: str = ""
+
+    arguments: dict[str, Any] = {"_cli_parse_args": [f for f in flags if f not in ("-h", "--help")]}
+    return OnlyConfig(**arguments).config
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"config file {path}: {error}") from None
+
+
+def _sentence(error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{name}: {message}" if name else message
+
+
+def parse_address(address: str) -> tuple[str, int] | str:
+    """(host, port), or the path of a unix socket. Raises ValueError for anything else."""
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        path = path.removeprefix("//") if path.startswith("///") else path
+        if not path.startswith("/") or len(path.encode()) > 107:
+            raise ValueError("unix: needs an absolute path of at most 107 bytes")
+        return path
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError("an address is host:port or unix:/path")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("an IPv6 address is written [::1]:50051")
+    return host, int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach the address."""
+    parsed = parse_address(address)
+    if isinstance(parsed, str):
+        return True
+    host = parsed[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
