@@ -1,0 +1,128 @@
+"""The collector: waits for flights in the order of their launch and sends what they give.
+
+Decides how a failure is told; what follows from it is the loop's business.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import traceback
+from typing import NamedTuple
+
+import structlog
+
+from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind
+from lineclear.worker.heart import Progress
+from lineclear.worker.link import Bell, ResultSocket
+from lineclear.worker.protocol import Flight, StepFailed
+
+log = structlog.get_logger()
+
+
+class _Launched(NamedTuple):
+    step: int
+    flight: Flight
+
+
+class Collector:
+    """A thread with the sending socket, which it owns from here on. All methods are for the launch thread.
+
+    Hello, results, errors and Goodbye leave through one socket, so the scheduler hears them in the order of the calls.
+    """
+
+    def __init__(
+        self, socket: ResultSocket, progress: Progress, bell: Bell, *, max_flights: int, farewell_seconds: float
+    ) -> None:
+        self.failure: StepErrorKind | None = None
+        """Why the epoch cannot go on. The bell rings when this is set."""
+        self._socket = socket
+        self._progress = progress
+        self._bell = bell
+        self._farewell_seconds = farewell_seconds
+        self._epoch = 0
+        self._abandoned = False
+        self._items: queue.Queue[_Launched | Hello | Goodbye | threading.Event | None] = queue.Queue(max_flights)
+        self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
+        self._thread.start()
+
+    def begin(self, hello: Hello) -> None:
+        """Say Hello: a new epoch. The one before must have settled."""
+        self.failure, self._abandoned, self._epoch = None, False, hello.epoch
+        self._items.put(hello)
+
+    def put(self, step: int, flight: Flight) -> None:
+        """Collect `flight` after those before it. Blocks while the queue is full."""
+        self._items.put(_Launched(step, flight))
+
+    def say(self, goodbye: Goodbye) -> None:
+        """Send a message behind everything put before."""
+        self._items.put(goodbye)
+
+    def abandon(self) -> None:
+        """Nobody wants the results any more. Flights are still waited for, because the device works on them."""
+        self._abandoned = True
+
+    def settle(self) -> StepErrorKind | None:
+        """Wait until nothing is in flight, end the epoch, and return `failure`."""
+        settled = threading.Event()
+        self._items.put(settled)
+        settled.wait()
+        return self.failure
+
+    def close(self) -> bool:
+        """Send what is queued and end the thread. False when a flight did not land within `farewell_seconds`."""
+        try:
+            self._items.put(None, timeout=self._farewell_seconds)
+        except queue.Full:
+            return False
+        self._thread.join(self._farewell_seconds)
+        return not self._thread.is_alive()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if isinstance(item, _Launched):
+                self._land(item)
+            elif isinstance(item, threading.Event):
+                self._progress.end()
+                item.set()
+            else:
+                if isinstance(item, Hello):
+                    self._progress.begin(item.epoch)
+                self._socket.send(item)
+        self._socket.close(self._farewell_seconds)
+
+    def _land(self, launched: _Launched) -> None:
+        try:
+            result = launched.flight.result()
+            # After a failure the slots are in no promised state: what later flights give means nothing.
+            if self.failure is None and not self._abandoned:
+                self._socket.send(result)
+        except StepFailed as failed:
+            self._fail(launched.step, failed.kind, failed.summary, failed)
+        except Exception as error:
+            self._fail(launched.step, StepErrorKind.EXCEPTION, _describe(error), error)
+        self._progress.landed(launched.step)
+
+    def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, stack=_places(error))
+        if not self._abandoned:
+            self._socket.send(StepError(self._epoch, step, kind, summary))
+        self.failure = kind
+        self._bell.ring()
+
+
+def _describe(error: Exception) -> str:
+    """Type and place. Not the message: it may quote what a user wrote."""
+    places = _places(error)
+    return f"{type(error).__name__} at {places[-1]}" if places else type(error).__name__
+
+
+def _places(error: Exception) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]

@@ -1,0 +1,138 @@
+"""The worker's end of the plan protocol: two kinds of socket, each owned by one thread.
+
+Decides how frames travel and what happens while nobody is at the other end. What a message means is the loop's
+business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+import structlog
+import zmq
+
+from lineclear.sockets import Sockets
+from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
+from lineclear.wire.types import Goodbye, Heartbeat, Message, Rejoin, StepPlan
+
+log = structlog.get_logger()
+
+Order = StepPlan | Rejoin | Goodbye
+"""What a scheduler sends that means something."""
+
+_RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500
+
+
+class Bell:
+    """Wakes the thread that waits for plans. ring() is safe from any thread, and `fileno_to_ring` from C.
+
+    A pipe and not an eventfd, so that `signal.set_wakeup_fd` can ring it.
+    """
+
+    def __init__(self) -> None:
+        self.fileno, self.fileno_to_ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        """Wake the waiting thread, now or when it next waits."""
+        with contextlib.suppress(BlockingIOError):  # full of rings already
+            os.write(self.fileno_to_ring, b"\0")
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until it rings, at most `timeout_seconds`. The ring stays."""
+        poll = select.poll()
+        poll.register(self.fileno, select.POLLIN)
+        poll.poll(timeout_seconds * 1000)
+
+    def silence(self) -> None:
+        """Forget the rings so far."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fileno, 4096):
+                pass
+
+    def close(self) -> None:
+        """Nobody may ring any more."""
+        os.close(self.fileno)
+        os.close(self.fileno_to_ring)
+
+
+class PlanSocket:
+    """Receives what the scheduler sends to one epoch. Owned by the launch thread."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], sockets: Sockets, epoch: int, bell: Bell, max_plan_bytes: int
+    ) -> None:
+        self.epoch = epoch
+        self.num_bad_frames = 0
+        self._bell = bell
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
+        self._socket.set(zmq.MAXMSGSIZE, max_plan_bytes)
+        _connect(self._socket, str(sockets.plan))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(bell.fileno, zmq.POLLIN)
+
+    def receive(self) -> Order | None:
+        """Wait for the next order of this epoch, or for the bell: then None.
+
+        Frames that are none are counted and dropped. Raises ProtocolMismatch.
+        """
+        while True:
+            # The bell goes first: whoever rang it wants no more plans to start.
+            if any(source == self._bell.fileno for source, _ in self._poller.poll()):
+                self._bell.silence()
+                return None
+            try:
+                message = self._decode(self._socket.recv_multipart(zmq.NOBLOCK))
+            except ProtocolMismatch:
+                raise
+            except DecodeError as error:
+                self.num_bad_frames += 1
+                log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
+                continue
+            if isinstance(message, StepPlan | Rejoin | Goodbye) and message.epoch == self.epoch:
+                return message
+            if not isinstance(message, Heartbeat):  # the scheduler's way to see whether we are connected
+                log.warning("stray_message", kind=type(message).__name__)
+
+    def _decode(self, parts: list[bytes]) -> Message:
+        if len(parts) != 1:
+            raise DecodeError("a frame in several parts")
+        return decode(parts[0])
+
+    def close(self) -> None:
+        """Leave: the scheduler can reach this epoch no more."""
+        self._socket.close(linger=0)
+
+
+class ResultSocket:
+    """Sends to the scheduler, in order. Owned by one thread; each sending thread has its own."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], sockets: Sockets, *, only_while_connected: bool = False
+    ) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 64)
+        self._socket.set(zmq.IMMEDIATE, int(only_while_connected))
+        _connect(self._socket, str(sockets.result))
+
+    def send(self, message: Message) -> bool:
+        """Queue a message; False when the scheduler is away and no more can be kept for it. Never blocks."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Give what is queued `linger_seconds` to leave, in the background: ending the context waits for it."""
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+
+def _connect(socket: zmq.Socket[bytes], path: str) -> None:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    socket.connect(f"ipc://{path}")

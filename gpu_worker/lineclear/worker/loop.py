@@ -1,0 +1,214 @@
+"""The worker's loop: plans in, results out, in order. Decides what a message means and when to leave; computes nothing.
+
+Three threads. The calling one launches plans; a collector waits for their results and sends them; a third one sends
+heartbeats. Between the first two stands one bounded queue, so that a step can be launched while the one before it is
+still on the device.
+
+A worker takes part for an *epoch*: a random number of its own choosing that it says in its Hello and carries in every
+message. Whatever goes wrong between the two processes ends the epoch; in the next one the worker remembers nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import zmq
+
+from lineclear.sockets import Sockets, private_sockets
+from lineclear.wire.codec import ProtocolMismatch
+from lineclear.wire.types import Goodbye, Rejoin, StepErrorKind, StepPlan, StepResult
+from lineclear.worker.collector import Collector
+from lineclear.worker.heart import Heart, Progress
+from lineclear.worker.link import Bell, PlanSocket, ResultSocket
+from lineclear.worker.protocol import Flight, Runner, StepFailed
+
+log = structlog.get_logger()
+
+
+class Exit(IntEnum):
+    """Exit codes of a worker. A supervisor starts it again after all of them but CONFIGURATION."""
+
+    STOPPED = 0
+    BROKEN = 70  # a step failed in a way after which the device cannot be trusted
+    REFUSED = 75  # another worker is joined
+    CONFIGURATION = 78  # starting again cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """The loop's bounds."""
+
+    heartbeat_seconds: float = 0.5
+    max_plans_in_flight: int = 8
+    max_plan_bytes: int = 256 * 2**20
+    farewell_seconds: float = 1.0
+    """How long the last message may take to leave."""
+    standby_seconds: float = 1.0
+    """How long a worker that was refused waits before it asks again."""
+
+
+def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> Exit:
+    """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
+
+    Either may start first, and the scheduler may go and come back. A worker that is refused leaves if it is
+    `supervised` (see lineclear.lifeline) and else stands by, to take over when the joined one is gone. To be called on
+    the main thread. Raises SocketError for a directory that cannot be trusted.
+    """
+    loop = _Loop(runner, private_sockets(directory), limits or LoopLimits())
+    with loop.stop_signals():
+        try:
+            return loop.run(supervised)
+        finally:
+            loop.close()
+
+
+class _Ending(Enum):
+    """How an epoch ended."""
+
+    STOPPED = 1
+    REJOIN = 2
+    REFUSED = 3
+    BROKEN = 4
+    MISMATCH = 5
+
+
+_EXIT_AFTER = {
+    _Ending.STOPPED: Exit.STOPPED,
+    _Ending.REFUSED: Exit.REFUSED,
+    _Ending.BROKEN: Exit.BROKEN,
+    _Ending.MISMATCH: Exit.CONFIGURATION,
+}
+
+
+class _Loop:
+    """The launch thread's view of everything."""
+
+    def __init__(self, runner: Runner, sockets: Sockets, limits: LoopLimits) -> None:
+        self._runner = runner
+        self._sockets = sockets
+        self._limits = limits
+        self._stopping = False
+        self._bell = Bell()
+        self._progress = Progress()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._collector = Collector(
+            ResultSocket(self._context, sockets),
+            self._progress,
+            self._bell,
+            max_flights=limits.max_plans_in_flight,
+            farewell_seconds=limits.farewell_seconds,
+        )
+        # Heartbeats are worth nothing later: they are not kept for a scheduler that is away.
+        self._heart = Heart(
+            ResultSocket(self._context, sockets, only_while_connected=True), self._progress, limits.heartbeat_seconds
+        )
+
+    @contextmanager
+    def stop_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the loop after the step at work; a second one ends the process as usual."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stopping = True
+            signal.signal(number, signal.SIG_DFL)
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        # A handler runs between two bytecodes of the main thread; this makes sure that there is a next one.
+        signal.set_wakeup_fd(self._bell.fileno_to_ring, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def run(self, supervised: bool) -> Exit:
+        """One epoch after the other."""
+        while not self._stopping:
+            ending = self._serve_epoch()
+            if ending is _Ending.REFUSED and not supervised:
+                self._bell.wait(self._limits.standby_seconds)
+            elif ending is not _Ending.REJOIN:
+                return _EXIT_AFTER[ending]
+        return Exit.STOPPED
+
+    def close(self) -> None:
+        """End the threads; the last message gets `farewell_seconds` to leave."""
+        self._heart.stop()
+        if self._collector.close():
+            self._context.term()
+        # Else a flight never landed. The process is about to exit; waiting for the device would keep it from that.
+
+    def _serve_epoch(self) -> _Ending:
+        """Join with a new epoch and run its plans until it ends. Nothing is in flight when this returns."""
+        # Odd, because an identity whose first byte is zero belongs to ZeroMQ.
+        epoch = secrets.randbits(62) << 1 | 1
+        self._runner.reset()
+        plans = PlanSocket(self._context, self._sockets, epoch, self._bell, self._limits.max_plan_bytes)
+        try:
+            self._collector.begin(replace(self._runner.hello(epoch), epoch=epoch, pid=os.getpid()))
+            ending = self._run_plans(plans)
+            failure = self._collector.settle()
+            if failure is StepErrorKind.OUT_OF_MEMORY and ending is not _Ending.STOPPED:
+                ending = _Ending.REJOIN
+            elif failure is not None:
+                ending = _Ending.BROKEN
+            if ending is _Ending.STOPPED:
+                self._collector.say(Goodbye(epoch, "the worker was told to stop"))
+        finally:
+            plans.close()
+        log.info("epoch_ended", epoch=epoch, ending=ending.name.lower(), num_bad_frames=plans.num_bad_frames)
+        return ending
+
+    def _run_plans(self, plans: PlanSocket) -> _Ending:
+        last_step = 0
+        while True:
+            try:
+                order = plans.receive()
+            except ProtocolMismatch as error:
+                log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
+                return _Ending.MISMATCH
+            if self._stopping:
+                return _Ending.STOPPED
+            if self._collector.failure is not None or isinstance(order, Rejoin):
+                self._collector.abandon()
+                return _Ending.REJOIN
+            if isinstance(order, Goodbye):
+                log.warning("refused", reason=order.reason)
+                self._collector.abandon()
+                return _Ending.REFUSED
+            if order is not None:
+                self._launch(order, last_step)
+                last_step = order.step
+
+    def _launch(self, plan: StepPlan, last_step: int) -> None:
+        self._progress.launching(plan.step)
+        flight: Flight
+        if plan.step != last_step + 1:
+            # Its rows build on steps that never ran here. Nothing may be computed from it.
+            flight = _Failed(StepFailed(StepErrorKind.PROTOCOL, f"plan {plan.step} came after plan {last_step}"))
+        else:
+            try:
+                flight = self._runner.launch(plan)
+            except Exception as error:  # reported by the collector, behind the steps before it
+                flight = _Failed(error)
+        self._collector.put(plan.step, flight)
+
+
+class _Failed:
+    """The flight of a plan that was never launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        """Raises why."""
+        raise self._error

@@ -1,0 +1,109 @@
+"""Log lines of both processes: one JSON object a line, or text for people. Decides form and destination, not content.
+
+Lines go to standard error through a bounded queue and a thread of its own. A full disk or a reader that stopped reading
+must not stop a step: what finds no room is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import sys
+import threading
+from typing import TextIO
+
+import structlog
+from structlog.typing import Processor
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_level = logging.INFO
+
+
+class LineWriter:
+    """A text stream that never blocks its writers. Its own thread writes to `target`.
+
+    `num_dropped` counts lines that found the queue full or the target broken.
+    """
+
+    def __init__(self, target: TextIO, max_lines: int = 4096) -> None:
+        self.num_dropped = 0
+        self._target = target
+        self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        """Queue `text` (whole lines), or drop it."""
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def flush(self) -> None:
+        """Nothing: the thread writes as fast as the target takes it."""
+
+    def close(self, timeout_seconds: float = 1.0) -> None:
+        """Write what is queued, for at most `timeout_seconds`."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=timeout_seconds)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while (text := self._lines.get()) is not None:
+            try:
+                self._target.write(text)
+                if self._lines.empty():
+                    self._target.flush()
+            except (OSError, ValueError):  # disk full, reader gone, stream closed
+                self.num_dropped += 1
+
+
+def configure(process: str, level: str = "info", form: str = "auto") -> LineWriter:
+    """Set up structlog for this process; every line carries `process`. Call once, before the first line.
+
+    `level` is a key of LEVELS. `form` is "json", "console", or "auto": console when standard error is a terminal.
+    """
+    if form not in ("auto", "json", "console"):
+        raise ValueError(f"log form {form!r} is none of auto, json, console")
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    set_level(level)
+    writer = LineWriter(sys.stderr)
+    atexit.register(writer.close)
+    shared: list[Processor] = [
+        _drop_below_level,
+        lambda logger, method, event: {"process": process, **event},
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    ending: list[Processor] = (
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        if console
+        # Tracebacks as text, without the values of locals: those may be a prompt.
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[*shared, *ending],
+        wrapper_class=structlog.BoundLogger,
+        logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # asks for write and flush only
+        cache_logger_on_first_use=True,
+    )
+    return writer
+
+
+def set_level(level: str) -> None:
+    """Log from `level` upwards from now on. Any thread, any time."""
+    global _level
+    if level not in LEVELS:
+        raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    _level = LEVELS[level]
+
+
+def _drop_below_level(
+    logger: object, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:  # a processor, because the level may change while loggers are cached
+    if LEVELS.get(method, logging.ERROR) < _level:
+        raise structlog.DropEvent
+    return event

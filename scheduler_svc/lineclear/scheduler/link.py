@@ -1,0 +1,332 @@
+"""The scheduler's end of the plan protocol: sockets, epochs, and who may speak.
+
+Decides which worker is joined, drops whatever another one says, and notices when the joined one's connection is gone.
+Knows nothing of requests or deadlines: the engine decides what a message means, and when silence is too long.
+
+Two sockets, one direction each: plans ROUTER -> DEALER, addressed by epoch, so that a plan can reach no worker but the
+one it was made for; messages PUSH -> PULL, in the order the worker sent them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lineclear.sockets import SocketError, Sockets, private_sockets, unlink_stale
+from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
+from lineclear.wire.types import PROTOCOL, Goodbye, Heartbeat, Hello, Rejoin, StepError, StepPlan, StepResult
+
+log = structlog.get_logger()
+
+Arrival = Hello | StepResult | StepError | Goodbye
+"""What receive() returns: a worker joined, a step ended, the joined worker left."""
+
+_MAX_FRAMES_PER_RECEIVE = 256
+_PROBE_DELAYS_SECONDS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+"""When to look whether a peer is there, after the connections changed. Sockets learn of a change a little after it."""
+_PENDING_SECONDS = 5.0
+"""How long a worker that said Hello may take to connect its other socket. Its heartbeats start over after that."""
+
+
+class WorkerGone(Exception):
+    """The joined worker has no connection any more."""
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Totals since the link was opened. Written by the thread that owns the link."""
+
+    plans: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    messages: int = 0
+    bad_frames: int = 0
+    stale_messages: int = 0
+    refused_workers: int = 0
+
+
+class Link:
+    """Owned by one thread at a time; only wake() may be called from others.
+
+    Raises SocketError when the directory or the sockets in it cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_plans_in_flight: int = 8,
+        max_message_bytes: int = 16 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = LinkCounters()
+        self.last_heard = 0.0
+        """When the joined worker last said anything, on `clock`."""
+        self._clock = clock
+        self._epoch: int | None = None
+        self._pending: Hello | None = None
+        self._pending_since = 0.0
+        # Epochs that are over: a Hello of theirs that is still under way must not open them again.
+        self._closed: deque[int] = deque(maxlen=64)
+        self._probes: deque[float] = deque()
+        self._sockets, self._lock_fd = _own(directory)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._plans = self._context.socket(zmq.ROUTER)
+            self._plans.set(zmq.ROUTER_MANDATORY, 1)
+            self._plans.set(zmq.SNDHWM, max_plans_in_flight + 8)  # and some room for Rejoin and probes
+            self._plans.set(zmq.MAXMSGSIZE, 1024)  # workers send nothing this way
+            self._results = self._context.socket(zmq.PULL)
+            self._results.set(zmq.RCVHWM, 256)
+            self._results.set(zmq.MAXMSGSIZE, max_message_bytes)
+            self._monitor = self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            for socket, path in ((self._plans, self._sockets.plan), (self._results, self._sockets.result)):
+                socket.set(zmq.LINGER, 0)
+                _bind(socket, path)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._wake_lock = threading.Lock()
+        self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for source in (self._plans, self._results, self._monitor, self._wake_fd):
+            self._poller.register(source, zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close and remove the sockets. Idempotent."""
+        with self._wake_lock:
+            if self._wake_fd is None:
+                return
+            os.close(self._wake_fd)
+            self._wake_fd = None
+        for path in (self._sockets.plan, self._sockets.result):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._context.destroy(linger=0)
+        os.close(self._lock_fd)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make wait() return, now or the next time. Any thread; never blocks."""
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                with contextlib.suppress(BlockingIOError):  # rung 2**64 - 2 times already: it is awake
+                    os.eventfd_write(self._wake_fd, 1)
+
+    def wait(self, until: float | None = None) -> None:
+        """Block until something can be received, somebody calls wake(), or the clock says `until`."""
+        if self._probes:
+            until = min(self._probes[0], math.inf if until is None else until)
+        timeout_ms = None if until is None or until == math.inf else max(0, math.ceil((until - self._clock()) * 1000))
+        for source, _ in self._poller.poll(timeout_ms):
+            if source == self._wake_fd:
+                os.eventfd_read(source)
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan to the joined worker. Raises WorkerGone if that has no connection (any more)."""
+        assert plan.epoch == self._epoch, "a plan for a worker that is not joined"
+        begin = time.perf_counter()
+        frame = encode(plan)
+        self.counters.encode_seconds += time.perf_counter() - begin
+        try:
+            self._plans.send_multipart((_identity(plan.epoch), frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: the connection is gone. EAGAIN: more plans than can be in flight wait to be read.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            raise WorkerGone(error.strerror) from error
+        self.counters.plans += 1
+        self.counters.bytes_sent += len(frame)
+
+    def drop(self, epoch: int) -> None:
+        """The epoch is over. If its worker still lives it is told to begin a new one."""
+        if self._epoch == epoch:
+            self._end()
+        self._tell(Rejoin(epoch))
+
+    def _end(self) -> None:
+        assert self._epoch is not None
+        self._closed.append(self._epoch)
+        self._epoch = None
+
+    def _tell(self, message: Rejoin | Goodbye | Heartbeat) -> bool:
+        """Send to the worker of `message.epoch` if it is there, and say whether it is."""
+        try:
+            self._plans.send_multipart((_identity(message.epoch), encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return bool(error.errno == zmq.EAGAIN)
+        return True
+
+    def _is_reachable(self, epoch: int) -> bool:
+        # A ROUTER tells whether a peer is there only when it is sent to. Workers take no notice of a heartbeat.
+        return self._tell(Heartbeat(epoch, 0))
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[Arrival]:
+        """What has arrived from the joined worker, in order; never blocks. Bad frames are counted and dropped.
+
+        Raises ProtocolMismatch when the only worker there is of another release: it can never join.
+        """
+        arrivals: list[Arrival] = []
+        for _ in range(_MAX_FRAMES_PER_RECEIVE):
+            if not _is_readable(self._results):
+                break
+            self._hear(self._results.recv_multipart(zmq.NOBLOCK), arrivals)
+        if _is_readable(self._plans):
+            self._discard_backtalk()
+        if _is_readable(self._monitor):
+            self._see_connections()
+        if self._probes and self._clock() >= self._probes[0]:
+            self._probe(arrivals)
+        return arrivals
+
+    def _hear(self, parts: list[bytes], arrivals: list[Arrival]) -> None:
+        begin = time.perf_counter()
+        try:
+            if len(parts) != 1:
+                raise DecodeError("a frame in several parts")
+            message = decode(parts[0])
+        except ProtocolMismatch as error:
+            self.counters.bad_frames += 1
+            log.error("protocol_mismatch", theirs=error.theirs, ours=PROTOCOL, hint="both must be of one release")
+            if self._epoch is None:
+                raise
+            return
+        except DecodeError as error:
+            self.counters.bad_frames += 1
+            log.warning("bad_frame", problem=str(error), num_bad_frames=self.counters.bad_frames)
+            return
+        finally:
+            self.counters.decode_seconds += time.perf_counter() - begin
+            self.counters.bytes_received += sum(map(len, parts))
+        self.counters.messages += 1
+        if isinstance(message, Hello):
+            self._hear_hello(message, arrivals)
+        elif message.epoch != self._epoch:
+            self._hear_stranger(message.epoch)
+        else:
+            self.last_heard = self._clock()
+            if isinstance(message, StepError | Goodbye):  # either is the last word of an epoch
+                self._end()
+            if isinstance(message, StepResult | StepError | Goodbye):
+                arrivals.append(message)
+
+    def _hear_stranger(self, epoch: int) -> None:
+        if self._pending is not None and self._pending.epoch == epoch:
+            return
+        self.counters.stale_messages += 1
+        if self._tell(Rejoin(epoch)) and epoch not in self._closed:
+            self._closed.append(epoch)
+
+    def _hear_hello(self, hello: Hello, arrivals: list[Arrival]) -> None:
+        if hello.epoch in self._closed or hello.epoch == self._epoch:
+            self.counters.stale_messages += 1
+            return
+        # Its plan socket may be a moment behind the one this came through: it joins once a plan can reach it.
+        self._pending, self._pending_since = hello, self._clock()
+        self._probe(arrivals)
+        self._schedule_probes()
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def _discard_backtalk(self) -> None:
+        for _ in range(_MAX_FRAMES_PER_RECEIVE):
+            if not _is_readable(self._plans):
+                return
+            self._plans.recv_multipart(zmq.NOBLOCK)
+            self.counters.bad_frames += 1
+
+    def _see_connections(self) -> None:
+        while _is_readable(self._monitor):
+            recv_monitor_message(self._monitor)
+        self._schedule_probes()
+
+    def _schedule_probes(self) -> None:
+        now = self._clock()
+        self._probes = deque(now + delay for delay in _PROBE_DELAYS_SECONDS)
+
+    def _probe(self, arrivals: list[Arrival]) -> None:
+        now = self._clock()
+        while self._probes and self._probes[0] <= now:
+            self._probes.popleft()
+        if self._epoch is not None and not self._is_reachable(self._epoch):
+            arrivals.append(Goodbye(self._epoch, "its connection closed"))
+            self._end()
+        if (hello := self._pending) is None:
+            return
+        if self._is_reachable(hello.epoch):
+            self._pending = None
+            self._admit(hello, arrivals)
+        elif now - self._pending_since > _PENDING_SECONDS:
+            self._pending = None
+        elif not self._probes:
+            self._probes.append(now + _PROBE_DELAYS_SECONDS[-1])
+
+    def _admit(self, hello: Hello, arrivals: list[Arrival]) -> None:
+        if self._epoch is not None:
+            self.counters.refused_workers += 1
+            self._closed.append(hello.epoch)
+            self._tell(Goodbye(hello.epoch, "another worker is joined to this scheduler"))
+            log.error("worker_refused", pid=hello.pid, hint="one worker to a socket directory")
+            return
+        self._epoch = hello.epoch
+        self.last_heard = self._clock()
+        arrivals.append(hello)
+
+
+def _own(directory: Path) -> tuple[Sockets, int]:
+    """The checked directory, locked for this process, without the sockets of a dead one. Returns the lock as well."""
+    sockets = private_sockets(directory)
+    lock_fd = os.open(sockets.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlink_stale(sockets.plan)
+        unlink_stale(sockets.result)
+    except BlockingIOError:
+        os.close(lock_fd)
+        raise SocketError(
+            f"another scheduler uses the socket directory {sockets.directory}; give each one its own"
+        ) from None
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return sockets, lock_fd
+
+
+def _bind(socket: zmq.Socket[bytes], path: Path) -> None:
+    try:
+        socket.bind(f"ipc://{path}")
+    except zmq.ZMQError as error:
+        raise SocketError(f"cannot bind {path}: {error.strerror}; is the directory writable?") from error
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _identity(epoch: int) -> bytes:
+    return epoch.to_bytes(8, "little")
