@@ -1,0 +1,168 @@
+"""Writes the reference pages from what they describe.
+
+docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree.
+
+    python docs/generate.py [--out FOLDER]
+
+A test makes them again and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2 as pb
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from lineclear.errors import Foreign, LineclearError, tree
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = ("lineclear/v1/inference.proto", "lineclear/v1/sampling.proto")
+SCALARS = {
+    pb.FieldDescriptorProto.TYPE_BOOL: "bool",
+    pb.FieldDescriptorProto.TYPE_DOUBLE: "double",
+    pb.FieldDescriptorProto.TYPE_FLOAT: "float",
+    pb.FieldDescriptorProto.TYPE_INT32: "int32",
+    pb.FieldDescriptorProto.TYPE_STRING: "string",
+    pb.FieldDescriptorProto.TYPE_UINT32: "uint32",
+    pb.FieldDescriptorProto.TYPE_UINT64: "uint64",
+}
+
+
+def configuration() -> str:
+    """The page of settings."""
+    return "\n".join(
+        [
+            "# Configuration",
+            "",
+            "Made from the settings classes by `docs/generate.py`; do not edit.",
+            "",
+            "A flag beats an environment variable, which beats the file named by `--config` (scheduler), which",
+            "beats the default. Units are in the names. Both processes log the values in force once, at start.",
+            "",
+            "`lineclear serve` and `lineclear-scheduler --spawn-worker` start the worker too; whatever follows a lone",
+            "`--` goes to it: `lineclear serve --model DIR --max-batch-size 32 -- --dtype bfloat16`.",
+            "",
+            "## lineclear-scheduler",
+            "",
+            *_settings(SchedulerSettings),
+            "",
+            "## lineclear-worker",
+            "",
+            *_settings(WorkerSettings),
+            "",
+        ]
+    )
+
+
+def _settings(kind: type[BaseSettings]) -> Iterator[str]:
+    prefix = kind.model_config.get("env_prefix", "")
+    yield "| flag | environment | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in kind.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        meaning = _cell(field.description or "") + _choices(field)
+        yield f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ("", ()):
+        return ""
+    if isinstance(value, tuple):
+        value = " ".join("python" if str(part) == sys.executable else str(part) for part in value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _choices(field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return " One of " + ", ".join(f"`{choice}`" for choice in choices) + "."
+    return ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").strip()
+
+
+def protocol() -> str:
+    """The page of the gRPC interface and its errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "set.binpb"
+        flags = ["--include_source_info", "--include_imports", f"--descriptor_set_out={out}", f"-I{ROOT / 'protos'}"]
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *flags, *PUBLIC], check=True)
+        files = {file.name: file for file in pb.FileDescriptorSet.FromString(out.read_bytes()).file}
+    lines = ["# Protocol", "", "Made from `protos/` by `docs/generate.py`; do not edit.", ""]
+    for name in PUBLIC:
+        lines += _file(files[name])
+    lines += [
+        "## Errors",
+        "",
+        "The status details carry google.rpc.ErrorInfo with domain `lineclear` and one of these reasons, BadRequest",
+        "with the fields at fault, and RetryInfo where the same call may succeed later.",
+        "",
+        "| gRPC code | reason | Python class | meaning |",
+        "|---|---|---|---|",
+    ]
+    for kind in tree():
+        if kind not in (LineclearError, Foreign):
+            meaning = _cell((kind.__doc__ or "").split("\n\n")[0])
+            lines.append(f"| {kind.code} | {kind.reason} | `{kind.__name__}` | {meaning} |")
+    return "\n".join([*lines, ""])
+
+
+def _file(file: pb.FileDescriptorProto) -> Iterator[str]:
+    comments = {tuple(where.path): where.leading_comments.strip() for where in file.source_code_info.location}
+    for s, service in enumerate(file.service):
+        yield from (f"## {service.name}", "", comments.get((6, s), ""), "")
+        for m, method in enumerate(service.method):
+            stream = "stream " if method.server_streaming else ""
+            answer = f"{stream}{_short(method.output_type)}"
+            yield from (f"### {method.name}({_short(method.input_type)}) → {answer}", "")
+            yield from (comments.get((6, s, 2, m), ""), "")
+    yield from (f"## Messages of `{file.name}`", "")
+    for m, message in enumerate(file.message_type):
+        yield from (f"### {message.name}", "", comments.get((4, m), ""), "")
+        if message.field:
+            yield "| field | type | meaning |"
+            yield "|---|---|---|"
+        for f, field in enumerate(message.field):
+            yield f"| `{field.name}` | {_type(field)} | {_cell(comments.get((4, m, 2, f), ''))} |"
+        yield ""
+    for e, enum in enumerate(file.enum_type):
+        yield from (f"### {enum.name}", "", comments.get((5, e), ""), "", "| value | meaning |", "|---|---|")
+        for v, value in enumerate(enum.value):
+            yield f"| `{value.name}` = {value.number} | {_cell(comments.get((5, e, 2, v), ''))} |"
+        yield ""
+
+
+def _type(field: pb.FieldDescriptorProto) -> str:
+    name = SCALARS.get(field.type) or _short(field.type_name)
+    if field.label == pb.FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {name}"
+    return f"optional {name}" if field.proto3_optional else name
+
+
+def _short(type_name: str) -> str:
+    return type_name.removeprefix(".lineclear.v1.").removeprefix(".")
+
+
+def main() -> None:
+    """Write both pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    out = parser.parse_args().out
+    (out / "configuration.md").write_text(configuration(), encoding="utf-8")
+    (out / "protocol.md").write_text(protocol(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
