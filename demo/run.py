@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineclear.client import AsyncClient, Generation, HealthStatus, LineclearError
+from lineclear.client import AsyncClient, Generation, HealthStatus
+from lineclear.errors import LineclearError
 
 PROMPTS = (
     ("The capital of France is", 6),
