@@ -1,0 +1,393 @@
+"""The engine: the one thread that owns the core. Carries requests in, plans out, results in, events out.
+
+Decides the order of these four, and when a worker is lost. What runs next is the core's decision, how frames travel is
+the link's, what events mean to a caller is the service's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import structlog
+
+from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler.core import BadResult, CoreSnapshot, Scheduler
+from lineclear.scheduler.events import Event, Failed, Record
+from lineclear.scheduler.link import Arrival, Link, LinkCounters, WorkerGone
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind, StepPlan, StepResult
+
+log = structlog.get_logger()
+
+_MAX_COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up the results of those that run
+_MAX_STEP_TIMES = 1024
+_SNAPSHOT_SECONDS = 0.05
+_COLD_STEPS = 8
+_STANDSTILL_SECONDS = 1.0
+_TIMES_PREDICTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The engine's bounds."""
+
+    max_inbox: int = 4096
+    """Requests handed over and not yet seen by the core."""
+    step_timeout_seconds: float = 30.0
+    """A step may take this long, or 20 times what the step model predicts if that is longer."""
+    cold_step_timeout_seconds: float = 300.0
+    """The same for the first steps of an epoch, in which kernels are compiled and graphs captured."""
+    heartbeat_timeout_seconds: float = 5.0
+    """How long a joined worker may be silent."""
+
+
+class StepTime(NamedTuple):
+    """One step that was done. `step_seconds` is the worker's own figure, `total_seconds` from plan sent to result."""
+
+    epoch: int
+    step: int
+    num_rows: int
+    num_tokens: int
+    step_seconds: float
+    total_seconds: float
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Seconds of the engine thread since it started, by what they were spent on."""
+
+    turns: int = 0
+    plan_seconds: float = 0.0
+    apply_seconds: float = 0.0
+    publish_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """State at one moment, at most about half a second old."""
+
+    core: CoreSnapshot
+    hello: Hello | None = None
+    """Of the joined worker."""
+    incarnation: int = 0
+    """How many workers have joined so far."""
+    step_times: tuple[StepTime, ...] = ()
+    """The last 1024, oldest first."""
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    link: LinkCounters = field(default_factory=LinkCounters)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A plan without a result yet."""
+
+    plan: StepPlan
+    num_tokens: int
+    sent_at: float
+
+
+class Engine:
+    """Runs a core over a link. Requests, cancellations and the like come from any thread and never block.
+
+    `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
+    `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed.
+    `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
+    All three run on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        core: Scheduler,
+        link: Link,
+        publish: Callable[[Sequence[Event]], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        limits: EngineLimits | None = None,
+        on_joined: Callable[[Hello], None] = lambda hello: None,
+        on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
+        on_fatal: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.failure: BaseException | None = None
+        """Why the thread died."""
+        self._core = core
+        self._link = link
+        self._publish = publish
+        self._clock = clock
+        self._limits = limits or EngineLimits()
+        self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
+        self._inbox: deque[Callable[[float], list[Event]]] = deque()
+        self._refused: deque[Request] = deque()
+        self._hello: Hello | None = None
+        self._incarnation = 0
+        self._in_flight: deque[_Sent] = deque()
+        self._oldest_since = 0.0  # when the oldest plan in flight had the device for itself
+        self._step_times: deque[StepTime] = deque(maxlen=_MAX_STEP_TIMES)
+        self._counters = EngineCounters()
+        self._due = math.inf  # when wait() was to return at the latest
+        self._snapshot = EngineSnapshot(core.snapshot())
+        self._snapshot_at = -math.inf
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- from any thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which owns core and link from here on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it. Live requests hear nothing more; the link is the caller's again."""
+        self._stopped = True
+        self._link.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its first event is Admitted, or Failed with the reason.
+
+        `request_id` must not be in use: the Failed of a duplicate could not be told from one of the original.
+        """
+        if len(self._inbox) < self._limits.max_inbox:
+            self._inbox.append(partial(self._submit, request))
+        else:
+            self._refused.append(request)
+        self._link.wake()
+
+    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
+        """End a request with Failed(error or Cancelled), if it lives."""
+        self._order(partial(self._core.cancel, request_id, error))
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        """Complete a request after `num_tokens` output tokens, if it lives: the text has a stop string there."""
+        self._order(partial(self._core.finish, request_id, num_tokens))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that live go on."""
+        self._order(self._drain)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self._order(self._forget_prefixes)
+
+    def worker_exited(self, pid: int) -> None:
+        """The process `pid` is dead. If it is the joined worker, its requests run again on the next one."""
+        self._order(partial(self._worker_exited, pid))
+
+    def snapshot(self) -> EngineSnapshot:
+        """Counters and gauges of a moment ago. Never waits for the engine."""
+        return self._snapshot
+
+    @property
+    def worker(self) -> Hello | None:
+        """The Hello of the joined worker."""
+        return self._hello
+
+    def _order(self, command: Callable[[float], list[Event] | None]) -> None:
+        # Not bounded by max_inbox: there are only so many of these for each request that was let in.
+        self._inbox.append(lambda now: command(now) or [])
+        self._link.wake()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._turn()
+        except BaseException as error:
+            self.failure = error
+            # Type and places, not the message: it may quote what a user wrote.
+            frames = traceback.extract_tb(error.__traceback__)
+            stack = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+            log.error("engine_died", error=type(error).__name__, stack=stack)
+            self._on_fatal(error)
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._counters.turns += 1
+        if now > self._due + _STANDSTILL_SECONDS:
+            self._forgive(now)
+        self._due = math.inf
+        events = self._obey(now)
+        for arrival in self._link.receive():
+            self._hear(arrival, events, now)
+        self._check_worker(events, now)
+        events += self._core.expire(now)
+        self._send_plans(events, now)
+        if events:
+            begin = time.perf_counter()
+            self._publish(events)
+            self._counters.publish_seconds += time.perf_counter() - begin
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or not self._in_flight:
+            self._take_snapshot(now)
+        if not self._inbox and not self._stopped:
+            self._due = min(self._worker_deadline(), _or_never(self._core.next_deadline()))
+            self._link.wait(self._due)
+
+    def _obey(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_TURN)):
+            events += self._inbox.popleft()(now)
+        while self._refused:
+            limit = self._limits.max_inbox
+            error = QueueFull(f"{limit} requests wait to be queued, which is the limit", retry_after_seconds=1.0)
+            events.append(_refusal(self._refused.popleft(), error, now))
+        return events
+
+    def _submit(self, request: Request, now: float) -> list[Event]:
+        try:
+            return self._core.submit(request, now)
+        except LineclearError as error:
+            return [_refusal(request, error, now)]
+
+    def _drain(self, now: float) -> None:
+        self._core.drain(now)
+
+    def _forget_prefixes(self, now: float) -> None:
+        self._core.forget_prefixes()
+
+    def _worker_exited(self, pid: int, now: float) -> list[Event]:
+        events: list[Event] = []
+        if self._hello is not None and self._hello.pid == pid:
+            self._lose("its process ended", events, now)
+        return events
+
+    # --- plans and results ------------------------------------------------------------------------------------------
+
+    def _send_plans(self, events: list[Event], now: float) -> None:
+        begin = time.perf_counter()
+        encode_before = self._link.counters.encode_seconds
+        while (plan := self._core.plan(now)) is not None:
+            try:
+                self._link.send(plan)
+            except WorkerGone as error:
+                self._lose(str(error), events, now)
+                break
+            if not self._in_flight:
+                self._oldest_since = now
+            self._in_flight.append(_Sent(plan, sum(row.num_tokens for row in plan.rows), now))
+        events += self._core.take_events()
+        encode_seconds = self._link.counters.encode_seconds - encode_before
+        self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
+
+    def _hear(self, arrival: Arrival, events: list[Event], now: float) -> None:
+        if isinstance(arrival, StepResult):
+            self._apply(arrival, events, now)
+        elif isinstance(arrival, Hello):
+            self._join(arrival, events, now)
+        elif isinstance(arrival, StepError):
+            log.error("step_failed", step=arrival.step, kind=arrival.kind.name.lower(), summary=arrival.summary)
+            events += self._core.fail_step(arrival, now)
+            broken = arrival.kind is not StepErrorKind.OUT_OF_MEMORY
+            self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, kill=broken)
+        elif isinstance(arrival, Goodbye):
+            self._lose(f"it left: {arrival.reason}", events, now)
+
+    def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
+        if self._hello is None or result.epoch != self._hello.epoch:
+            return  # it came in one batch with the message that ended its epoch
+        begin = time.perf_counter()
+        try:
+            events += self._core.apply(result, now)
+        except BadResult as error:
+            self._lose(f"it sent a result that cannot be: {error}", events, now, kill=True)
+            return
+        self._counters.apply_seconds += time.perf_counter() - begin
+        sent = self._in_flight.popleft()
+        self._oldest_since = now
+        self._step_times.append(
+            StepTime(
+                result.epoch, result.step, len(sent.plan.rows), sent.num_tokens, result.step_seconds, now - sent.sent_at
+            )
+        )
+
+    # --- the worker -------------------------------------------------------------------------------------------------
+
+    def _join(self, hello: Hello, events: list[Event], now: float) -> None:
+        assert self._hello is None, "the link joins one worker at a time"
+        self._hello = hello
+        self._incarnation += 1
+        events += self._core.reset(hello, now)
+        log.info(
+            "worker_joined",
+            epoch=hello.epoch,
+            pid=hello.pid,
+            model_id=hello.model_id,
+            device=hello.device,
+            num_blocks=hello.num_blocks,
+            block_size=hello.block_size,
+            num_slots=hello.num_slots,
+        )
+        self._on_joined(hello)
+
+    def _lose(self, reason: str, events: list[Event], now: float, *, kill: bool = False) -> None:
+        """The joined worker is gone, or as good as. Requests wait for the next one."""
+        hello = self._hello
+        if hello is None:
+            return
+        self._hello = None
+        self._in_flight.clear()
+        self._link.drop(hello.epoch)
+        events += self._core.take_events()
+        events += self._core.reset(None, now)
+        log.warning("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
+        if kill:
+            self._on_broken(hello, reason)
+
+    def _check_worker(self, events: list[Event], now: float) -> None:
+        if self._hello is None:
+            return
+        if now >= self._link.last_heard + self._limits.heartbeat_timeout_seconds:
+            self._lose(f"it was silent for {now - self._link.last_heard:.1f} s", events, now, kill=True)
+        elif self._in_flight and now >= self._step_deadline():
+            step, age = self._in_flight[0].plan.step, now - self._oldest_since
+            self._lose(f"step {step} is not done after {age:.1f} s", events, now, kill=True)
+
+    def _worker_deadline(self) -> float:
+        """The moment at which silence, or the step at work, has lasted too long."""
+        if self._hello is None:
+            return math.inf
+        silence = self._link.last_heard + self._limits.heartbeat_timeout_seconds
+        return min(silence, self._step_deadline()) if self._in_flight else silence
+
+    def _step_deadline(self) -> float:
+        sent = self._in_flight[0]
+        limits = self._limits
+        base, per_token, _ = self._snapshot.core.step_model
+        allowed = max(limits.step_timeout_seconds, _TIMES_PREDICTED * (base + per_token * sent.num_tokens))
+        if sent.plan.step <= _COLD_STEPS:
+            allowed = max(allowed, limits.cold_step_timeout_seconds)
+        return self._oldest_since + allowed
+
+    def _forgive(self, now: float) -> None:
+        """This process itself stood still (suspended, starved): what the worker said meanwhile is still under way."""
+        log.warning("engine_stood_still", seconds=round(now - self._due, 3))
+        self._link.last_heard = self._oldest_since = now
+
+    def _take_snapshot(self, now: float) -> None:
+        self._snapshot_at = now
+        self._snapshot = EngineSnapshot(
+            core=self._core.snapshot(),
+            hello=self._hello,
+            incarnation=self._incarnation,
+            step_times=tuple(self._step_times),
+            counters=copy(self._counters),
+            link=copy(self._link.counters),
+        )
+
+
+def _refusal(request: Request, error: LineclearError, now: float) -> Failed:
+    return Failed(request.request_id, error, Record(now, len(request.prompt), ended_at=now))
+
+
+def _or_never(moment: float | None) -> float:
+    return math.inf if moment is None else moment

@@ -1,0 +1,176 @@
+"""A scheduler's engine in the test's process, and toy workers as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from support.toy import expected
+from support.toy_worker import ToyOptions
+
+from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
+from lineclear.scheduler.link import Link
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Hello, Sampling
+
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS)}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0, what: str = "the condition") -> float:
+    """Wait until `condition()` holds and return the seconds that took; AssertionError after `seconds`."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, f"{what} did not come true in {seconds} s"
+        time.sleep(0.001)
+    return time.monotonic() - begin
+
+
+def short_directory() -> Path:
+    """A directory whose sockets have short paths, unlike pytest's."""
+    return Path(tempfile.mkdtemp(prefix="lc"))
+
+
+class Stream:
+    """What has happened to one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.end: Finished | Failed | None = None
+        self.problem: str | None = None
+        self.gaps: list[float] = []
+        self._last = time.monotonic()
+
+    def hear(self, event: Event) -> None:
+        """Take an event in; note it when tokens are lost, repeated or late."""
+        if self.end is not None:
+            self.problem = f"{type(event).__name__} after the end"
+        if isinstance(event, TokensReady):
+            if event.first_index != len(self.tokens):
+                self.problem = f"index {event.first_index} after {len(self.tokens)} tokens"
+            self.tokens.extend(event.tokens)
+            now = time.monotonic()
+            self.gaps.append(now - self._last)
+            self._last = now
+        elif isinstance(event, Finished | Failed):
+            self.end = event
+
+    def check(self, vocab_size: int) -> None:
+        """The answer is complete and right."""
+        assert self.problem is None, self.problem
+        assert isinstance(self.end, Finished), self.end
+        request = self.request
+        right = expected(request.prompt, request.sampling, request.max_tokens, vocab_size)
+        assert self.tokens == right, f"{request.request_id} differs"
+
+
+class World:
+    """An engine over real sockets. Use as a context manager: it ends everything it started."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path | None = None,
+        core: CoreLimits | None = None,
+        engine: EngineLimits | None = None,
+        options: ToyOptions | None = None,
+        on_joined: Callable[[Hello], None] = lambda hello: None,
+        on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
+    ) -> None:
+        self.root = short_directory()
+        self.directory = directory or self.root / "run"
+        self.options = options or ToyOptions()
+        self.streams: dict[str, Stream] = {}
+        self.joins: list[tuple[float, int]] = []
+        self.losses: list[tuple[float, int]] = []
+        self.broken: list[str] = []
+        self.fatal: list[BaseException] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.core = Scheduler(core or CoreLimits(max_batch_size=self.options.num_slots))
+        self._changed = threading.Condition()
+
+        def note_broken(hello: Hello, reason: str) -> None:
+            self.broken.append(reason)
+            on_broken(hello, reason)
+
+        self.link = Link(self.directory)
+        self.engine = Engine(
+            self.core,
+            self.link,
+            self._publish,
+            limits=engine or EngineLimits(),
+            on_joined=on_joined,
+            on_broken=note_broken,
+            on_fatal=self.fatal.append,
+        )
+
+    def __enter__(self) -> World:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self.link.close()
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGCONT)
+                worker.kill()
+            worker.wait()
+        shutil.rmtree(self.root)
+        assert self.engine.failure is None or self.fatal, "the engine died silently"
+
+    def start_worker(self, options: ToyOptions | None = None) -> subprocess.Popen[bytes]:
+        """Start a worker that nobody supervises."""
+        command = (options or self.options).arguments(self.directory)
+        worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL)
+        self.workers.append(worker)
+        return worker
+
+    def submit(self, request: Request) -> Stream:
+        """Hand a request to the engine."""
+        stream = self.streams[request.request_id] = Stream(request)
+        self.engine.submit(request)
+        return stream
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 30.0, what: str = "it") -> None:
+        """Wait for something that events bring about."""
+        with self._changed:
+            assert self._changed.wait_for(condition, seconds), f"{what} did not happen in {seconds} s; {self.fatal}"
+
+    def wait_joined(self, count: int = 1) -> None:
+        """Wait until `count` workers have joined so far."""
+        self.wait(lambda: len(self.joins) >= count, what=f"join {count}")
+
+    def wait_ended(self, streams: Sequence[Stream], seconds: float = 60.0) -> None:
+        """Wait until every one of `streams` has ended."""
+        self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        with self._changed:
+            for event in events:
+                if isinstance(event, WorkerJoined):
+                    self.joins.append((time.monotonic(), event.epoch))
+                elif isinstance(event, WorkerLost):
+                    self.losses.append((time.monotonic(), event.epoch))
+                else:
+                    self.streams[event.request_id].hear(event)
+            self._changed.notify_all()
+
+
+def request(
+    index: int, *, prompt_len: int = 12, max_tokens: int = 24, stop_ids: frozenset[int] = frozenset()
+) -> Request:
+    """A request unlike any other `index`'s; some share a prefix."""
+    prompt = (*((7 * (index % 5) + 3 * i + 1) % 97 for i in range(prompt_len - 1)), index % 97)
+    sampling = Sampling(seed=index, stop_ids=tuple(sorted(stop_ids)))
+    return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
