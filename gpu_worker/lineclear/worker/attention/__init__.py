@@ -1,0 +1,145 @@
+"""Attention over KV pages: what a layer is, what a step is, and the backends to choose from.
+
+A backend owns the key and value pools of every layer, in whatever layout suits it. The runner describes a step once
+(`Batch`); each layer then hands over its new keys and values and gets its attention output. Nothing here knows models,
+requests or plans.
+
+A cell is one position of one block. The promise every backend keeps, so that a NaN of one sequence can never reach
+another: **a cell is read only if its owner wrote it, or it was zeroed for its owner** (`Batch.fresh_blocks`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """The attention of one layer, as the loaded model calls it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int = 0
+    """A query sees itself and the `window - 1` positions before it; 0: all of them."""
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0: they stay."""
+    sinks: Tensor | None = None
+    """[num_heads]: a score per head that takes part in the softmax and has no value (gpt-oss)."""
+
+
+class Chunk(NamedTuple):
+    """Consecutive positions of one sequence: the packed batch's queries [first, first + num_queries).
+
+    The first of them is at position `start`; `blocks` hold positions [0, end), in order.
+    """
+
+    first: int
+    num_queries: int
+    start: int
+    blocks: IntArray
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.start + self.num_queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step as attention sees it. Chunks of one query come first, those with the fewest blocks first of all."""
+
+    chunks: Sequence[Chunk]
+    cells: IntArray
+    """[num_tokens]: the cell (block * block_size + offset) of each packed token."""
+    fresh_blocks: IntArray
+    """Blocks that this step begins and leaves partly empty: to be zeroed before their first cell is written."""
+    num_single: int = field(default=0)
+    """How many of the chunks have one query."""
+
+
+def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
+    """The Batch of `chunks`, whose queries lie packed in the order given."""
+    cells = [_cells(chunk, block_size) for chunk in chunks]
+    fresh = [
+        int(chunk.blocks[-1])
+        for chunk in chunks
+        if chunk.end % block_size and chunk.start <= chunk.end - chunk.end % block_size
+    ]
+    num_single = sum(chunk.num_queries == 1 for chunk in chunks)
+    assert all(chunk.num_queries == 1 for chunk in chunks[:num_single]), "chunks of one query come first"
+    return Batch(
+        chunks=chunks,
+        cells=np.concatenate(cells) if cells else np.zeros(0, np.int64),
+        fresh_blocks=np.array(fresh, np.int64),
+        num_single=num_single,
+    )
+
+
+def _cells(chunk: Chunk, block_size: int) -> IntArray:
+    if chunk.num_queries == 1:
+        return chunk.blocks[chunk.start // block_size : chunk.start // block_size + 1] * block_size + (
+            chunk.start % block_size
+        )
+    positions = np.arange(chunk.start, chunk.end)
+    return chunk.blocks[positions // block_size] * block_size + positions % block_size
+
+
+class AttentionBackend(ABC):
+    """Pools of every layer and the attention over them. `begin` once a step, then `attend` once a layer."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, in every layer."""
+
+    @abstractmethod
+    def begin(self, batch: Batch) -> None:
+        """Take the description of the next step; everything that is the same for all layers is computed here."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the step's keys and values into the layer's pool, then attend.
+
+        query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], positions already
+        encoded. Returns [num_tokens, num_heads, head_dim].
+        """
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block: keys and values, all layers."""
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * block_size * dtype.itemsize
+
+
+def on_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A host array as a tensor of `device`, without waiting for the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

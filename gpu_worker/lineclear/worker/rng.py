@@ -1,0 +1,30 @@
+"""Noise without state: one uniform number as a pure function of (seed, position).
+
+No generator is advanced, so batch mates, chunking, preemption and restarts cannot change what a seeded request draws.
+Computed on the host in columns, because both arguments are known when a plan arrives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UNIT = 2.0**-52
+
+
+def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position) pair.
+
+    52 bits of a twice-mixed counter: with a 53rd, the product of the number and a sum could round up to the sum.
+    """
+    counter = _mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN
+    bits: npt.NDArray[np.uint64] = _mix(counter) >> np.uint64(12)
+    return bits.astype(np.float64) * _UNIT
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,222 @@
+"""The runner: plans on a device. Ties together slots, attention, model and sampling; decides none of their matters.
+
+Everything a step needs is put on the device in launch order, and nothing waits for the device until somebody asks a
+flight for its result: what a step samples reaches the next one through the token table on the device.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from lineclear.wire.types import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
+
+from .attention import block_bytes, make_batch, on_device
+from .attention.backends import BACKENDS, choose
+from .loader import LoadedModel, ModelRefused
+from .memory import blocks_that_fit
+from .parameters import ParameterTable, SamplingRows
+from .protocol import Flight, StepFailed
+from .sampling import Sampled, sample
+from .slots import Capacity, Packed, Slots
+
+
+class ModelRunner:
+    """A Runner (see `protocol`) over a transformers model."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 0,
+        kv_memory_fraction: float = 0.0,
+        block_size: int = 16,
+        num_slots: int = 64,
+        max_step_tokens: int = 2048,
+        attention_backend: str = "auto",
+    ) -> None:
+        """num_blocks 0: as many as `kv_memory_fraction` of the free memory holds."""
+        self._loaded = loaded
+        num_blocks = num_blocks or _num_blocks(loaded, block_size, num_slots, kv_memory_fraction)
+        self.capacity = Capacity(
+            num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
+        )
+        self.backend_name = choose(attention_backend, loaded.device)
+        backend_class = BACKENDS[self.backend_name]
+        self._backend = backend_class(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        loaded.attach(self._backend)
+        self._slots = Slots(self.capacity, loaded.device)
+        self._parameters = ParameterTable(num_slots, loaded.device)
+
+    def hello(self, epoch: int) -> Hello:
+        """Capacities and versions."""
+        c, loaded = self.capacity, self._loaded
+        return Hello(
+            epoch=epoch,
+            num_blocks=c.num_blocks,
+            block_size=c.block_size,
+            num_slots=c.num_slots,
+            max_model_len=c.max_model_len,
+            vocab_size=c.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            max_step_tokens=c.max_step_tokens,
+            model_id=loaded.model_id,
+            family=loaded.family,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=_device_name(loaded.device),
+            attention_backend=self.backend_name,
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
+        )
+
+    def reset(self) -> None:
+        """Forget every slot. The pools keep their bytes: no cell is read before its next owner wrote it."""
+        self._slots.reset()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""
+        self._slots.check(plan)
+        stopwatch = _Stopwatch(self._loaded.device)
+        try:
+            with torch.inference_mode():
+                rows, sampled = self._step(plan)
+                return _Flight(plan, rows, sampled, stopwatch)
+        except Exception as error:
+            raise _step_failed(error) from error
+
+    def _step(self, plan: StepPlan) -> tuple[SamplingRows, Sampled | None]:
+        if plan.zero_blocks:
+            self._backend.zero(plan.zero_blocks)
+        for init in plan.inits:
+            self._parameters.enter(init.slot, init.sampling)
+        packed = self._slots.apply(plan)
+        prompt_lens = self._slots.prompt_len[packed.sample_slots]
+        rows = self._parameters.select(packed.sample_slots, packed.sample_positions, prompt_lens)
+        if not packed.chunks:
+            return rows, None
+        logits = self._logits(packed)
+        if not rows.num_rows:
+            return rows, None
+        sampled = sample(logits, rows, self._slots.tokens)
+        self._slots.write_sampled(packed, sampled.tokens)
+        return rows, sampled
+
+    def _logits(self, packed: Packed) -> Tensor:
+        device = self._loaded.device
+        self._backend.begin(make_batch(packed.chunks, self.capacity.block_size))
+        input_ids = self._slots.tokens.view(-1).index_select(0, on_device(packed.reads, device))
+        return self._loaded.logits(
+            input_ids, on_device(packed.positions, device), on_device(packed.sample_rows, device)
+        )
+
+
+def _num_blocks(loaded: LoadedModel, block_size: int, num_slots: int, fraction: float) -> int:
+    """From the free memory, but at most twice what all slots can fill: more would only be more to manage."""
+    size = block_bytes(loaded.layers, block_size, loaded.dtype)
+    most = 2 * num_slots * -(-loaded.max_model_len // block_size)
+    count = blocks_that_fit(size, most, fraction, loaded.device)
+    if count < 1:
+        raise ModelRefused(f"after loading, the free memory does not hold one KV block of {size} bytes")
+    return count
+
+
+class _Stopwatch:
+    """Times a step where it runs: on the device's own clock on CUDA, on the host's elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = _event(device)
+        self._end: torch.cuda.Event | None = None
+        self._began_at = time.perf_counter()
+        self._ended_at = self._began_at
+
+    def stop(self) -> None:
+        """Everything of the step has been launched."""
+        self._end = _event(self._device)
+        self._ended_at = time.perf_counter()
+
+    def wait(self) -> float:
+        """Wait until the step is done; its seconds."""
+        if self._begin is None or self._end is None:
+            return self._ended_at - self._began_at
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1000
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _Flight:
+    """A launched step: its outputs are on their way to the host."""
+
+    def __init__(self, plan: StepPlan, rows: SamplingRows, sampled: Sampled | None, stopwatch: _Stopwatch) -> None:
+        self._plan = plan
+        self._rows = rows
+        self._outputs = None if sampled is None else _all_to_host(sampled)
+        self._stopwatch = stopwatch
+        stopwatch.stop()
+
+    def result(self) -> StepResult:
+        """Wait for the device, then the tokens in the plan's order."""
+        try:
+            seconds = self._stopwatch.wait()
+        except Exception as error:  # errors of a GPU surface where it is waited for
+            raise _step_failed(error) from error
+        epoch, step = self._plan.epoch, self._plan.step
+        if self._outputs is None:
+            return StepResult(epoch, step, (), step_seconds=seconds)
+        return StepResult(
+            epoch=epoch,
+            step=step,
+            tokens=tuple(self._outputs.tokens.tolist()),
+            logprobs=self._logprobs(self._outputs),
+            bad_rows=frozenset(self._outputs.bad.nonzero()[:, 0].tolist()),
+            step_seconds=seconds,
+        )
+
+    def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
+        if outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:
+            return ()
+        entries: list[Logprobs | None] = [None] * self._rows.num_rows
+        columns = (outputs.logprobs.tolist(), outputs.top_ids.tolist(), outputs.top_logprobs.tolist())
+        for row, count, chosen, ids, values in zip(self._rows.asked, self._rows.num_top, *columns, strict=True):
+            entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        return tuple(entries)
+
+
+def _all_to_host(sampled: Sampled) -> Sampled:
+    tokens, bad = _to_host(sampled.tokens), _to_host(sampled.bad)
+    return Sampled(tokens, bad, *(None if x is None else _to_host(x) for x in sampled[2:]))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, complete when the step is. On a CPU the tensor itself."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _step_failed(error: Exception) -> StepFailed:
+    """The error as the scheduler may see it: kind, type and place, nothing of what was computed."""
+    if isinstance(error, StepFailed):
+        return error
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    kind = StepErrorKind.OUT_OF_MEMORY if out_of_memory else StepErrorKind.EXCEPTION
+    return StepFailed(kind, f"{type(error).__name__} at {place}")

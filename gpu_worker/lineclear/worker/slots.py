@@ -1,0 +1,191 @@
+"""The slots: what the worker keeps of each sequence, and what a plan does to it.
+
+Block tables and lengths live on the host, where plans arrive and where the metadata of a step is computed. The tokens
+live on the device, so that a step can read what the one before it sampled without the host having seen it. A plan is
+checked completely before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lineclear.wire.types import Row, SlotInit, StepErrorKind, StepPlan
+
+from .attention import Chunk, IntArray, on_device
+from .protocol import StepFailed
+
+
+class Capacity(NamedTuple):
+    """How much there is of everything, as Hello says it."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_step_tokens: int
+    vocab_size: int
+
+
+class Packed(NamedTuple):
+    """A step's rows in the order in which they lie in the packed batch."""
+
+    chunks: list[Chunk]
+    reads: IntArray
+    """[num_tokens]: where in the flattened token table each input token is."""
+    positions: IntArray
+    """[num_tokens]: its position in its sequence."""
+    sample_rows: IntArray
+    """[num_samples]: packed index of the token whose logits are sampled, in the plan's order."""
+    sample_slots: IntArray
+    sample_positions: IntArray
+    """[num_samples]: the position that the sampled token will have."""
+
+
+class Slots:
+    """Tables with one line a slot."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        self.capacity = capacity
+        self.device = device
+        self.stride = capacity.max_model_len + 1  # the token sampled at the very end has a place, too
+        self.tokens = torch.zeros((capacity.num_slots, self.stride), dtype=torch.int64, device=device)
+        max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        self._blocks = np.zeros((capacity.num_slots, max_blocks), np.int64)
+        self._num_blocks = [0] * capacity.num_slots
+        self._num_computed = [0] * capacity.num_slots
+        self._num_known = [0] * capacity.num_slots  # tokens in the table, sampled ones of launched steps included
+        self.prompt_len = np.zeros(capacity.num_slots, np.int64)
+
+    def reset(self) -> None:
+        """Nobody owns a slot any more."""
+        self._num_known = [0] * self.capacity.num_slots
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise StepFailed(PROTOCOL) for a plan that contradicts the slots. Changes nothing."""
+        inits = {init.slot: init for init in plan.inits}
+        if len(inits) != len(plan.inits):
+            raise _protocol("two owners for one slot")
+        for init in plan.inits:
+            self._check_init(init)
+        if len({row.slot for row in plan.rows}) != len(plan.rows):
+            raise _protocol("a slot has two rows")
+        if sum(row.num_tokens for row in plan.rows) > self.capacity.max_step_tokens:
+            raise _protocol(f"more than {self.capacity.max_step_tokens} tokens in a step")
+        for row in plan.rows:
+            self._check_row(row, inits)
+        self._check_blocks(plan.zero_blocks)
+
+    def apply(self, plan: StepPlan) -> Packed:
+        """Enter a checked plan and lay its rows out: single tokens first, the shortest context first of all."""
+        for init in plan.inits:
+            self._enter(init)
+        for row in plan.rows:
+            self._append(row)
+        return self._pack(plan.rows)
+
+    def write_sampled(self, packed: Packed, tokens: Tensor) -> None:
+        """Put the step's sampled tokens (on the device, in the plan's order) where later steps read them."""
+        where = on_device(packed.sample_slots * self.stride + packed.sample_positions, self.device)
+        self.tokens.view(-1).index_copy_(0, where, tokens)
+
+    # --- checking ---------------------------------------------------------------------------------------------------
+
+    def _check_init(self, init: SlotInit) -> None:
+        c = self.capacity
+        if not 0 <= init.slot < c.num_slots:
+            raise _protocol(f"slot {init.slot} of {c.num_slots}")
+        if not 1 <= len(init.tokens) <= c.max_model_len or not 1 <= init.prompt_len <= len(init.tokens):
+            raise _protocol(f"a sequence of {len(init.tokens)} tokens with a prompt of {init.prompt_len}")
+        if min(init.tokens) < 0 or max(init.tokens) >= c.vocab_size:
+            raise _protocol("a token outside the vocabulary")
+        if len(init.blocks) * c.block_size >= len(init.tokens):
+            raise _protocol("cached blocks for the whole sequence, so nothing is left to compute")
+        self._check_blocks(init.blocks)
+        s = init.sampling
+        named = (*s.allowed_ids, *s.banned_ids, *s.stop_ids, *(i for i, _ in s.logit_bias))
+        if named and (min(named) < 0 or max(named) >= c.vocab_size):
+            raise _protocol("sampling parameters name a token outside the vocabulary")
+        if s.temperature < 0 or s.repetition_penalty <= 0 or not 0 <= s.seed < 2**64:
+            raise _protocol("sampling parameters out of range")
+
+    def _check_row(self, row: Row, inits: Mapping[int, SlotInit]) -> None:
+        c = self.capacity
+        if not 0 <= row.slot < c.num_slots:
+            raise _protocol(f"slot {row.slot} of {c.num_slots}")
+        init = inits.get(row.slot)
+        if init is not None:
+            known, num_blocks = len(init.tokens), len(init.blocks)
+            computed = num_blocks * c.block_size
+        else:
+            known, num_blocks = self._num_known[row.slot], self._num_blocks[row.slot]
+            computed = self._num_computed[row.slot]
+        end = row.start + row.num_tokens
+        if row.num_tokens < 1 or row.start != computed:
+            raise _protocol(f"row of {row.num_tokens} positions at {row.start}, but {computed} are computed")
+        if end > known or (row.sample and end != known):
+            raise _protocol(f"row up to position {end}, but {known} tokens are known")
+        if end > c.max_model_len:
+            raise _protocol(f"position {end} is beyond the context of {c.max_model_len}")
+        total = num_blocks + len(row.new_blocks)
+        if total * c.block_size < end or total > self._blocks.shape[1]:
+            raise _protocol(f"{total} blocks for {end} positions")
+        self._check_blocks(row.new_blocks)
+
+    def _check_blocks(self, blocks: Sequence[int]) -> None:
+        if blocks and (min(blocks) < 0 or max(blocks) >= self.capacity.num_blocks):
+            raise _protocol("a block outside the pool")
+
+    # --- entering ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, init: SlotInit) -> None:
+        slot, count = init.slot, len(init.tokens)
+        self.tokens[slot, :count].copy_(on_device(np.array(init.tokens, np.int64), self.device), non_blocking=True)
+        self._blocks[slot, : len(init.blocks)] = init.blocks
+        self._num_blocks[slot] = len(init.blocks)
+        self._num_computed[slot] = len(init.blocks) * self.capacity.block_size
+        self._num_known[slot] = count
+        self.prompt_len[slot] = init.prompt_len
+
+    def _append(self, row: Row) -> None:
+        slot, end = row.slot, row.start + row.num_tokens
+        if row.new_blocks:
+            first = self._num_blocks[slot]
+            self._num_blocks[slot] = first + len(row.new_blocks)
+            self._blocks[slot, first : self._num_blocks[slot]] = row.new_blocks
+        self._num_computed[slot] = end
+        if row.sample:
+            self._num_known[slot] = end + 1
+
+    def _pack(self, rows: Sequence[Row]) -> Packed:
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens > 1, rows[i].start + rows[i].num_tokens))
+        chunks: list[Chunk] = []
+        last = np.zeros(len(rows), np.int64)  # packed index of each plan row's last token
+        first = 0
+        for i in order:
+            row = rows[i]
+            used = -(-(row.start + row.num_tokens) // self.capacity.block_size)
+            chunks.append(Chunk(first, row.num_tokens, row.start, self._blocks[row.slot, :used].copy()))
+            first += row.num_tokens
+            last[i] = first - 1
+        counts = [chunk.num_queries for chunk in chunks]
+        starts = np.array([chunk.start - chunk.first for chunk in chunks], np.int64)
+        positions = np.repeat(starts, counts) + np.arange(first)
+        slots = np.repeat(np.array([rows[i].slot for i in order], np.int64), counts)
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        return Packed(
+            chunks=chunks,
+            reads=slots * self.stride + positions,
+            positions=positions,
+            sample_rows=last[sampling],
+            sample_slots=np.array([rows[i].slot for i in sampling], np.int64),
+            sample_positions=np.array([rows[i].start + rows[i].num_tokens for i in sampling], np.int64),
+        )
+
+
+def _protocol(summary: str) -> StepFailed:
+    return StepFailed(StepErrorKind.PROTOCOL, summary)

@@ -1,0 +1,137 @@
+"""Token for token what transformers' `generate` says, for every verified family, however the work is cut up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support.families import CONFIGS, VOCAB_SIZE, tiny_model
+from support.inprocess import InProcess
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Sampling
+from lineclear.worker.families import VERIFIED
+from lineclear.worker.loader import LoadedModel, adopt
+from lineclear.worker.runner import ModelRunner
+
+BLOCK_SIZE = 4
+PROMPT_LENS = (5, 1, 16, 33, 9, 24, 12, 3)
+MAX_TOKENS = 12
+GREEDY = Sampling(stop_ids=(2,))
+LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=128, prefix_cache=False)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model and what is expected of it: greedy answers of transformers, sampled answers of its own alone."""
+
+    loaded: LoadedModel
+    requests: list[Request]
+    expected: dict[str, list[int]]
+
+    def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256) -> InProcess:
+        return InProcess(self.runner(num_blocks), limits)
+
+    def runner(self, num_blocks: int = 256, attention_backend: str = "auto") -> ModelRunner:
+        return ModelRunner(
+            self.loaded,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_slots=16,
+            max_step_tokens=512,
+            attention_backend=attention_backend,
+        )
+
+
+def greedy(name: str, prompt: tuple[int, ...]) -> Request:
+    return Request(name, prompt, GREEDY, MAX_TOKENS, eos_ids=frozenset({2}))
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(5)
+    return [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPT_LENS]
+
+
+def generate(model: Any, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """transformers' greedy answer."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=2
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS), name="family")
+def make_family(request: pytest.FixtureRequest) -> Family:
+    plain = tiny_model(request.param)
+    asked = [greedy(f"greedy-{i}", prompt) for i, prompt in enumerate(prompts())]
+    expected = {x.request_id: generate(plain, x.prompt) for x in asked}
+    sampled = [
+        replace(x, request_id=f"sampled-{i}", sampling=replace(GREEDY, temperature=0.8, top_p=0.9, seed=i + 1))
+        for i, x in enumerate(asked)
+    ]
+    family = Family(adopt(tiny_model(request.param)), asked + sampled, expected)
+    for x in sampled:
+        expected |= family.server().serve([x])
+    return family
+
+
+def test_alone(family: Family) -> None:
+    server = family.server()
+    for x in family.requests:
+        assert server.serve([x])[x.request_id] == family.expected[x.request_id]
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2, 3])
+def test_in_one_batch(family: Family, pipeline_depth: int) -> None:
+    server = family.server(replace(LIMITS, pipeline_depth=pipeline_depth))
+    assert server.serve(family.requests) == family.expected
+    assert max(len(plan.rows) for plan in server.plans) == 16
+
+
+def test_with_prompts_in_chunks(family: Family) -> None:
+    server = family.server(replace(LIMITS, target_batch_tokens=7))
+    assert server.serve(family.requests) == family.expected
+    assert all(sum(row.num_tokens for row in plan.rows) <= 7 for plan in server.plans)
+
+
+def test_with_preemption(family: Family) -> None:
+    server = family.server(num_blocks=16)
+    assert server.serve(family.requests) == family.expected
+    assert server.counters.preemptions > 0
+
+
+def test_with_preemption_and_prefix_cache(family: Family) -> None:
+    server = family.server(replace(LIMITS, prefix_cache=True), num_blocks=20)
+    assert server.serve(family.requests) == family.expected
+    assert server.counters.preemptions > 0
+
+
+def test_with_a_cached_prefix(family: Family) -> None:
+    server = family.server(replace(LIMITS, prefix_cache=True))
+    server.serve(family.requests)
+    again = server.serve([replace(x, request_id=f"again-{x.request_id}") for x in family.requests])
+    assert again == {f"again-{name}": tokens for name, tokens in family.expected.items()}
+    for x in family.requests:
+        # Whole blocks, and never the last prompt token: its logits are what the first token is sampled from.
+        wanted = (len(x.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert server.finished(f"again-{x.request_id}").record.cached_tokens == wanted
+
+
+def test_after_the_loss_of_the_worker(family: Family) -> None:
+    server = family.server()
+    assert server.serve(family.requests, lose_worker_after_steps=6) == family.expected
+    assert server.finished("greedy-3").record.recoveries == 1
+
+
+def test_over_the_reference_attention(family: Family) -> None:
+    server = InProcess(family.runner(attention_backend="reference"), LIMITS)
+    assert server.serve(family.requests) == family.expected
+
+
+def test_every_verified_family_is_tested() -> None:
+    assert set(CONFIGS) == VERIFIED

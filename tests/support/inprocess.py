@@ -1,0 +1,112 @@
+"""The scheduler's core and a runner in one process: every plan and result goes through the wire codec, none through a
+socket. A step is launched as soon as the core plans it, and its result applied only when the core wants no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+
+from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.ledger import Counters
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.codec import decode, encode
+from lineclear.wire.types import Hello, Logprobs, StepPlan, StepResult
+from lineclear.worker.protocol import Flight, Runner
+
+
+class Failure(AssertionError):
+    """A request failed; the error is its argument."""
+
+
+class InProcess:
+    """A server without processes. `events` are all that happened, in order."""
+
+    def __init__(self, runner: Runner, limits: CoreLimits | None = None) -> None:
+        self.core = Scheduler(limits or CoreLimits())
+        self.events: list[Event] = []
+        self.plans: list[StepPlan] = []
+        self._runner = runner
+        self._flights: deque[Flight] = deque()
+        self._clock = count()
+        self._epochs = count(1)
+        self._join()
+
+    @property
+    def counters(self) -> Counters:
+        """What the core counted so far."""
+        return self.core.snapshot().counters
+
+    def serve(self, requests: Iterable[Request], lose_worker_after_steps: int = 0) -> dict[str, list[int]]:
+        """Run `requests` to their ends; their output tokens. Raises Failure when one fails.
+
+        With `lose_worker_after_steps` the worker is lost once, after so many more results, with plans in flight.
+        """
+        first = len(self.events)
+        requests = list(requests)
+        for request in requests:
+            self.events += self.core.submit(request, next(self._clock))
+        steps_left = lose_worker_after_steps or -1
+        while self.core.num_live:
+            self._plan()
+            if steps_left == 0:
+                self.lose_worker()
+            else:
+                self._apply()
+            steps_left -= 1
+            self.core.check()
+        self._settle()
+        return {r.request_id: self._output(r.request_id, first) for r in requests}
+
+    def logprobs(self, request_id: str) -> list[Logprobs]:
+        """What was reported with the tokens of a request."""
+        events = [e for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id]
+        return [entry for event in events for entry in event.logprobs]
+
+    def finished(self, request_id: str) -> Finished:
+        """How a request ended."""
+        return next(e for e in reversed(self.events) if isinstance(e, Finished) and e.request_id == request_id)
+
+    def lose_worker(self) -> None:
+        """The worker dies with what it has in flight, and another one joins."""
+        self._flights.clear()
+        self.events += self.core.reset(None, next(self._clock))
+        self._join()
+
+    def _join(self) -> None:
+        self._runner.reset()
+        hello = decode(encode(self._runner.hello(next(self._epochs))))
+        assert isinstance(hello, Hello)
+        self.events += self.core.reset(hello, next(self._clock))
+
+    def _plan(self) -> None:
+        while (plan := self.core.plan(next(self._clock))) is not None:
+            received = decode(encode(plan))
+            assert isinstance(received, StepPlan)
+            self.plans.append(plan)
+            self._flights.append(self._runner.launch(received))
+        self.events += self.core.take_events()
+
+    def _apply(self) -> None:
+        assert self._flights, "nothing runs, nothing can be planned, and requests wait"
+        result = decode(encode(self._flights.popleft().result()))
+        assert isinstance(result, StepResult)
+        self.events += self.core.apply(result, next(self._clock))
+
+    def _settle(self) -> None:
+        """Apply what was planned beyond the ends of the requests."""
+        while self._flights:
+            self._apply()
+        self.core.check()
+
+    def _output(self, request_id: str, first: int) -> list[int]:
+        output: list[int] = []
+        for event in self.events[first:]:
+            if isinstance(event, Failed) and event.request_id == request_id:
+                raise Failure(event.error)
+            if isinstance(event, TokensReady) and event.request_id == request_id:
+                assert event.first_index == len(output), "a gap or a repetition in the stream"
+                output += event.tokens
+        return output
