@@ -6,10 +6,11 @@ Real sockets, threads, signals and exit codes; no torch, so it is up in a quarte
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from support.toy import ToyFlight, ToyRunner
@@ -35,11 +36,14 @@ class ToyOptions:
     max_step_seconds: float = 0.0
     load_seconds: float = 0.0
     """Between the start of the process and its first Hello."""
-    fail_step: int = 0
-    """The step that fails, in the first epoch; 0: none."""
-    fail_kind: str = "EXCEPTION"
-    out_of_memory_rows: int = 0
-    """A step with this many rows or more runs out of memory; 0: none does."""
+    fault: str = ""
+    """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "hang", "exit", or "tokens": a result
+    that cannot be."""
+    fault_step: int = 0
+    fault_once: str = ""
+    """A file that is made by the first fault and prevents further ones, also in later processes."""
+    max_rows: int = 0
+    """A step with more rows runs out of memory; 0: none does."""
     heartbeat_seconds: float = 0.1
 
     def arguments(self, directory: Path) -> list[str]:
@@ -47,15 +51,25 @@ class ToyOptions:
         return [sys.executable, "-m", "support.toy_worker", str(directory), json.dumps(asdict(self))]
 
 
-class _SlowFlight:
-    def __init__(self, flight: ToyFlight, seconds: float, failure: StepFailed | None) -> None:
-        self._flight, self._seconds, self._failure = flight, seconds, failure
+class _MoodyFlight:
+    def __init__(self, flight: ToyFlight, seconds: float, fault: str) -> None:
+        self._flight, self._seconds, self._fault = flight, seconds, fault
 
     def result(self) -> StepResult:
+        result = self._flight.result()
+        match self._fault:
+            case "exception":
+                raise StepFailed(StepErrorKind.EXCEPTION, "ToyFailure at toy_worker.py")
+            case "memory":
+                raise StepFailed(StepErrorKind.OUT_OF_MEMORY, "ToyOutOfMemory at toy_worker.py")
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+            case "tokens":
+                result = replace(result, tokens=(*result.tokens, 1))
         time.sleep(self._seconds)
-        if self._failure is not None:
-            raise self._failure
-        return self._flight.result()
+        return result
 
 
 class MoodyRunner(ToyRunner):
@@ -67,18 +81,25 @@ class MoodyRunner(ToyRunner):
         )
         self._options = options
         self._random = random.Random(options.seed)
-        self._failed_once = False
 
-    def launch(self, plan: StepPlan) -> _SlowFlight:  # type: ignore[override]
+    def launch(self, plan: StepPlan) -> _MoodyFlight:  # type: ignore[override]
+        """Run the plan at once; its result takes the time of a step, or does not come."""
         options = self._options
-        failure = None
-        if plan.step == options.fail_step and not self._failed_once:
-            self._failed_once = True
-            failure = StepFailed(StepErrorKind[options.fail_kind], "ToyFailure at toy_worker.py")
-        if options.out_of_memory_rows and len(plan.rows) >= options.out_of_memory_rows:
-            failure = StepFailed(StepErrorKind.OUT_OF_MEMORY, "ToyOutOfMemory at toy_worker.py")
+        fault = options.fault if plan.step == options.fault_step and self._may_fail() else ""
+        if options.max_rows and len(plan.rows) > options.max_rows:
+            fault = "memory"
+        assert fault != "assertion", "the toy's own"
         seconds = self._random.uniform(options.min_step_seconds, options.max_step_seconds)
-        return _SlowFlight(super().launch(plan), seconds, failure)
+        return _MoodyFlight(super().launch(plan), seconds, fault)
+
+    def _may_fail(self) -> bool:
+        if not self._options.fault_once:
+            return True
+        try:
+            os.close(os.open(self._options.fault_once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
 
 def main() -> int:

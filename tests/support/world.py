@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from lineclear.scheduler.engine import Engine, EngineLimits
 from lineclear.scheduler.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello, Sampling
 
 TESTS = Path(__file__).parents[1]
@@ -84,8 +86,6 @@ class World:
         core: CoreLimits | None = None,
         engine: EngineLimits | None = None,
         options: ToyOptions | None = None,
-        on_joined: Callable[[Hello], None] = lambda hello: None,
-        on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
     ) -> None:
         self.root = short_directory()
         self.directory = directory or self.root / "run"
@@ -95,13 +95,11 @@ class World:
         self.losses: list[tuple[float, int]] = []
         self.broken: list[str] = []
         self.fatal: list[BaseException] = []
+        self.give_ups: list[str] = []
+        self.supervisor: Supervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         self.core = Scheduler(core or CoreLimits(max_batch_size=self.options.num_slots))
         self._changed = threading.Condition()
-
-        def note_broken(hello: Hello, reason: str) -> None:
-            self.broken.append(reason)
-            on_broken(hello, reason)
 
         self.link = Link(self.directory)
         self.engine = Engine(
@@ -109,9 +107,9 @@ class World:
             self.link,
             self._publish,
             limits=engine or EngineLimits(),
-            on_joined=on_joined,
-            on_broken=note_broken,
-            on_fatal=self.fatal.append,
+            on_joined=self._joined,
+            on_broken=self._broken,
+            on_fatal=self._died,
         )
 
     def __enter__(self) -> World:
@@ -155,6 +153,20 @@ class World:
         """Wait until every one of `streams` has ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
+    def _joined(self, hello: Hello) -> None:
+        if self.supervisor is not None:
+            self.supervisor.worker_joined(hello)
+
+    def _broken(self, hello: Hello, reason: str) -> None:
+        self.broken.append(reason)
+        if self.supervisor is not None:
+            self.supervisor.worker_broken(hello, reason)
+
+    def _died(self, error: BaseException) -> None:
+        with self._changed:
+            self.fatal.append(error)
+            self._changed.notify_all()
+
     def _publish(self, events: Sequence[Event]) -> None:
         with self._changed:
             for event in events:
@@ -174,3 +186,25 @@ def request(
     prompt = (*((7 * (index % 5) + 3 * i + 1) % 97 for i in range(prompt_len - 1)), index % 97)
     sampling = Sampling(seed=index, stop_ids=tuple(sorted(stop_ids)))
     return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
+
+
+def supervised(world: World, body: Callable[[Supervisor], None], limits: SupervisorLimits | None = None) -> Supervisor:
+    """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `world` running."""
+
+    async def scenario() -> Supervisor:
+        supervisor = Supervisor(
+            world.options.arguments(world.directory),
+            limits=limits or SupervisorLimits(),
+            environment=ENVIRONMENT,
+            on_exit=world.engine.worker_exited,
+            on_give_up=world.give_ups.append,
+        )
+        world.supervisor = supervisor
+        supervisor.start()
+        try:
+            await asyncio.to_thread(body, supervisor)
+        finally:
+            assert await supervisor.stop()
+        return supervisor
+
+    return asyncio.run(scenario())

@@ -1,0 +1,235 @@
+"""The supervisor: keeps one worker process running. Decides when it is started, killed, started again and given up.
+
+Lives on the main thread's event loop: the kernel's parent-death signal is bound to the thread that started the child,
+and the main thread is the one that ends last. Knows nothing of epochs or plans; the engine says when a worker has
+joined and when it has to be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from lineclear.lifeline import Lifeline
+from lineclear.wire.types import Hello
+
+log = structlog.get_logger()
+
+_EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: the same command will fail again
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorLimits:
+    """The supervisor's bounds."""
+
+    max_crashes: int = 5
+    """So many ends of the worker within `crash_window_seconds` are survived; the next one is not."""
+    crash_window_seconds: float = 600.0
+    min_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 5.0
+    start_timeout_seconds: float = 900.0
+    """From the start of the process to its Hello: loading the model."""
+    stop_timeout_seconds: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    reap_timeout_seconds: float = 10.0
+    """From SIGKILL to the end. A process that outlives it is stuck in the kernel and still holds its device."""
+
+
+class Supervisor:
+    """Runs `command`, and runs it again when it ends. All but the two methods marked so is for the main thread.
+
+    `on_exit(pid)` is called within milliseconds of a worker's end. `on_give_up(reason)` is called once, when no further
+    worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be killed.
+    The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        limits: SupervisorLimits | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_exit: Callable[[int], None] = lambda pid: None,
+        on_give_up: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.num_starts = 0
+        self._command = list(command)
+        self._limits = limits or SupervisorLimits()
+        self._environment = dict(os.environ if environment is None else environment)
+        self._on_exit, self._on_give_up = on_exit, on_give_up
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lifeline: Lifeline | None = None
+        self._worker: _Worker | None = None
+        self._crashes: deque[float] = deque()
+        self._num_failed_starts = 0  # since a worker joined last: the exponent of the back-off
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = self._gave_up = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker that runs now."""
+        return None if self._worker is None else self._worker.process.pid
+
+    def start(self) -> None:
+        """Start the first worker. Needs the running event loop of the main thread."""
+        assert threading.current_thread() is threading.main_thread(), "a worker's life is bound to the starting thread"
+        self._loop = asyncio.get_running_loop()
+        self._lifeline = Lifeline()
+        self._spawn()
+
+    def worker_joined(self, hello: Hello) -> None:
+        """The engine heard a worker's Hello. Any thread."""
+        self._call(self._joined, hello.pid)
+
+    def worker_broken(self, hello: Hello, reason: str) -> None:
+        """The engine will not hear that worker again: kill it. Any thread."""
+        self._call(self._kill, hello.pid, reason)
+
+    def _call(self, action: Callable[..., None], *args: object) -> None:
+        if self._loop is not None:  # else the worker was there before us and is not ours
+            self._loop.call_soon_threadsafe(action, *args)
+
+    async def stop(self) -> bool:
+        """End the worker, politely first. False if it could not be killed: then its device is not free.
+
+        Nothing is started after this. To be called before the engine stops, so that the worker's Goodbye finds ears.
+        """
+        self._stopping = True
+        self._set_timer(None)
+        worker, killed = self._worker, True
+        if worker is not None:
+            worker.send(signal.SIGTERM)
+            if not await worker.ended_within(self._limits.stop_timeout_seconds):
+                log.warning("worker_ignored_sigterm", pid=worker.process.pid)
+                worker.send(signal.SIGKILL)
+                killed = await worker.ended_within(self._limits.reap_timeout_seconds)
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        return killed
+
+    # --- start and end of a worker ----------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        assert self._loop is not None
+        assert self._lifeline is not None
+        self._timer = None
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=self._environment | self._lifeline.environment(),
+                pass_fds=self._lifeline.inherited,
+                stdin=subprocess.DEVNULL,
+                # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
+                process_group=0,
+            )
+        except OSError as error:
+            self._give_up(f"cannot start {self._command[0]}: {error.strerror}")
+            return
+        self.num_starts += 1
+        self._worker = worker = _Worker(process, time.monotonic())
+        self._loop.add_reader(worker.pidfd, self._ended, worker)
+        self._set_timer(self._limits.start_timeout_seconds, self._kill, process.pid, "it did not join in time")
+        log.info("worker_started", pid=process.pid, start=self.num_starts)
+
+    def _ended(self, worker: _Worker) -> None:
+        """The worker's pidfd became readable: it is dead, and reaping it does not block."""
+        assert self._loop is not None
+        self._loop.remove_reader(worker.pidfd)
+        code = worker.reap()
+        self._worker = None
+        self._set_timer(None)
+        pid = worker.process.pid
+        seconds = round(time.monotonic() - worker.started_at, 3)
+        self._on_exit(pid)
+        if self._stopping or self._gave_up:
+            log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
+            return
+        log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
+        if code == _EXIT_CONFIGURATION:
+            self._give_up("the worker cannot run as it is configured; its last log line says why")
+        elif self._is_budget_spent():
+            limits = self._limits
+            self._give_up(f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s")
+        else:
+            backoff = min(
+                self._limits.max_backoff_seconds, self._limits.min_backoff_seconds * 2**self._num_failed_starts
+            )
+            self._num_failed_starts += 1
+            self._set_timer(backoff, self._spawn)
+
+    def _is_budget_spent(self) -> bool:
+        now = time.monotonic()
+        self._crashes.append(now)
+        while self._crashes[0] < now - self._limits.crash_window_seconds:
+            self._crashes.popleft()
+        return len(self._crashes) > self._limits.max_crashes
+
+    def _give_up(self, reason: str) -> None:
+        if self._gave_up:
+            return
+        self._gave_up = True
+        self._set_timer(None)
+        log.error("worker_given_up", reason=reason)
+        self._on_give_up(reason)
+
+    # --- what the engine and the clock say --------------------------------------------------------------------------
+
+    def _joined(self, pid: int) -> None:
+        if self._worker is not None and self._worker.process.pid == pid:
+            self._num_failed_starts = 0
+            self._set_timer(None)
+
+    def _kill(self, pid: int, reason: str) -> None:
+        worker = self._worker
+        if worker is None or worker.process.pid != pid or self._stopping:
+            return
+        log.warning("worker_killed", pid=pid, reason=reason)
+        worker.send(signal.SIGKILL)
+        # A second worker beside one that cannot die would find its device taken.
+        self._set_timer(self._limits.reap_timeout_seconds, self._give_up, f"process {pid} cannot be killed")
+
+    def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
+        """One timer for all: it never makes sense to wait for two things at once."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None and action is not None and self._loop is not None:
+            self._timer = self._loop.call_later(seconds, action, *args)
+
+
+class _Worker:
+    """A worker process and the descriptor that tells its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], started_at: float) -> None:
+        self.process = process
+        self.started_at = started_at
+        self.pidfd = os.pidfd_open(process.pid)
+        self._ended = asyncio.Event()
+
+    def send(self, number: signal.Signals) -> None:
+        if not self._ended.is_set():
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> int:
+        """Its exit code, negative for a signal. No zombie is left, and no descriptor."""
+        code = self.process.wait()
+        os.close(self.pidfd)
+        self._ended.set()
+        return code
+
+    async def ended_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,182 @@
+"""The worker dies, hangs or fails in the middle of answers: every stream goes on, exactly, on the next worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from support.toy_worker import ToyOptions
+from support.world import Stream, World, eventually, request, supervised
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.engine import EngineLimits
+from lineclear.scheduler.supervisor import Supervisor
+
+SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
+
+
+def num_tokens(streams: list[Stream]) -> int:
+    return sum(len(stream.tokens) for stream in streams)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None:
+    chance = random.Random(seed)
+    num_kills = 3
+    with World(options=SLOW) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
+            for kill in range(1, num_kills + 1):
+                # A random amount of progress, so that kills fall into prefills, decodes and recoveries alike.
+                goal = num_tokens(streams) + chance.randrange(300)
+                world.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
+                pid = supervisor.pid
+                assert pid is not None
+                killed_at = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                world.wait(lambda kill=kill: len(world.losses) >= kill, what="loss")
+                assert world.losses[-1][0] - killed_at < 0.2
+                world.wait_joined(kill + 1)
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len({epoch for _, epoch in world.joins}) == num_kills + 1
+        assert world.engine.snapshot().incarnation == num_kills + 1
+
+
+def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
+    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=1.0)) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+            world.wait(lambda: num_tokens(streams) > 50)
+            pid = supervisor.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            world.wait_ended(streams)
+            assert supervisor.pid != pid
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len(world.broken) == 1
+        assert "silent" in world.broken[0]
+
+
+def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
+    with World(engine=EngineLimits(step_timeout_seconds=1.0, cold_step_timeout_seconds=1.0)) as world:
+        world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
+
+        def body(supervisor: Supervisor) -> None:
+            streams = [world.submit(request(i)) for i in range(8)]
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len(world.broken) == 1
+        assert "step 7 is not done" in world.broken[0]
+
+
+def test_a_long_step_is_left_alone_before_its_deadline() -> None:
+    limits = EngineLimits(step_timeout_seconds=5.0, heartbeat_timeout_seconds=0.6)
+    options = ToyOptions(min_step_seconds=0.9, max_step_seconds=0.9)
+    with World(options=options, engine=limits) as world:
+        world.start_worker()
+        stream = world.submit(request(1, max_tokens=3))
+        world.wait_ended([stream])
+        stream.check(options.vocab_size)
+        assert world.losses == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("exception", "exception"), ("assertion", "exception"), ("tokens", "cannot be"), ("exit", None)],
+)
+def test_a_worker_that_breaks_is_replaced(fault: str, reason: str | None) -> None:
+    with World() as world:
+        world.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(world.root / "once"))
+
+        def body(supervisor: Supervisor) -> None:
+            streams = [world.submit(request(i)) for i in range(8)]
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+            eventually(lambda: supervisor.num_starts == 2)
+
+        supervised(world, body)
+        assert [r for r in world.broken if reason is None or reason not in r] == []
+        assert len(world.broken) == (reason is not None)
+
+
+def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
+    options = ToyOptions(fault="memory", fault_step=5)
+    with World() as world:
+        worker = world.start_worker(ToyOptions(**{**options.__dict__, "fault_once": str(world.root / "once")}))
+        streams = [world.submit(request(i)) for i in range(8)]
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(options.vocab_size)
+        assert len(world.joins) == 2
+        assert worker.poll() is None
+        assert world.broken == []
+
+
+def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
+    with World() as world:
+        streams = [world.submit(request(i)) for i in range(5)]
+        eventually(lambda: world.engine.snapshot().core.requests_waiting == 5)
+        world.start_worker()
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+
+
+def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> None:
+    with World(options=ToyOptions(min_step_seconds=0.05, max_step_seconds=0.05)) as world:
+        first = world.start_worker()
+        streams = [world.submit(request(i, max_tokens=40)) for i in range(4)]
+        world.wait(lambda: num_tokens(streams) > 20)
+        first.send_signal(signal.SIGTERM)
+        world.wait(lambda: len(world.losses) == 1, seconds=2.0)
+        assert first.wait(2.0) == 0
+        world.start_worker()
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+
+
+def test_a_pipeline_of_one_and_of_four_answer_alike() -> None:
+    for depth in (1, 4):
+        with World(core=CoreLimits(pipeline_depth=depth)) as world:
+            world.start_worker()
+            streams = [world.submit(request(i)) for i in range(20)]
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+
+def test_streams_only_pause() -> None:
+    """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
+    with World(options=SLOW) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            stream = world.submit(request(0, max_tokens=200))
+            world.wait(lambda: len(stream.tokens) > 50)
+            pid = supervisor.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            world.wait_ended([stream])
+            stream.check(world.options.vocab_size)
+            assert max(stream.gaps) < 3.0
+
+        supervised(world, body)

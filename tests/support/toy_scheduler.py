@@ -1,0 +1,61 @@
+"""A scheduler process without gRPC: `python -m support.toy_scheduler DIRECTORY NUM_STREAMS WORKER_COMMAND_AS_JSON`.
+
+Engine, link and supervisor as in the real one; it keeps `NUM_STREAMS` endless requests running, and writes a line of
+JSON to standard output whenever a worker starts to matter: {"joined": pid}. An empty command supervises nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from support.world import request
+
+from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.engine import Engine
+from lineclear.scheduler.events import Event, Finished
+from lineclear.scheduler.link import Link
+from lineclear.scheduler.supervisor import Supervisor
+from lineclear.wire.types import Hello
+
+
+async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
+    """Run until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    numbers = count()
+
+    def submit() -> None:
+        engine.submit(request(next(numbers), prompt_len=20, max_tokens=400))
+
+    def publish(events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                submit()
+
+    def joined(hello: Hello) -> None:
+        print(json.dumps({"joined": hello.pid}), flush=True)
+        supervisor.worker_joined(hello)
+
+    supervisor = Supervisor(command, on_exit=lambda pid: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
+    link = Link(directory)
+    engine = Engine(Scheduler(CoreLimits()), link, publish, on_joined=joined, on_broken=supervisor.worker_broken)
+    engine.start()
+    for _ in range(num_streams):
+        submit()
+    if command:
+        supervisor.start()
+        print(json.dumps({"started": supervisor.pid}), flush=True)
+    await stop.wait()
+    await supervisor.stop()
+    engine.stop()
+    link.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])))
