@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -183,7 +183,7 @@ class AsyncClient:
         return_exceptions: bool = True,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> AsyncIterator[Outcome]:
+    ) -> AsyncGenerator[Outcome, None]:
         """Answers in the order of the prompts, each as soon as it and all before it are there.
 
         As `Client.generate_each`. Where a loop over it may end early, wrap it in `contextlib.aclosing`, so that the
@@ -271,7 +271,7 @@ class AsyncClient:
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
-    ) -> AsyncIterator[Outcome]:
+    ) -> AsyncGenerator[Outcome, None]:
         async def run(prompt: Prompt | Request) -> Generation:
             return await self.generate(prompt, sampling, **params)
 

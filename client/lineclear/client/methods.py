@@ -11,6 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
+from lineclear.errors import InvalidRequest, Violation
 from lineclear.v1 import inference_pb2 as pb
 
 from .results import HealthStatus
@@ -32,9 +33,11 @@ class Method(Generic[Req, Res]):
 
 def encode_health_request(service: str) -> bytes:
     """grpc.health.v1.HealthCheckRequest: field 1, the name of the service."""
-    name = service.encode()
-    if len(name) > 127:
-        raise ValueError("the name of a service has at most 127 bytes")  # so that its length is one byte here
+    name = service.encode(errors="replace")
+    if len(name) > 127:  # so that its length is one byte
+        raise InvalidRequest(
+            "the name of a service has at most 127 bytes", violations=[Violation("service", "is long")]
+        )
     return b"\x0a" + bytes([len(name)]) + name if name else b""
 
 

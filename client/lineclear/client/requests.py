@@ -8,6 +8,7 @@ Nothing here knows about connections or answers.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -185,9 +186,25 @@ def detokenize_request(token_ids: Sequence[int], keep_special_tokens: bool | Non
 
 
 def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
-    """All metadata as gRPC wants it: lower-case keys in order."""
-    entries = (source.items() if isinstance(source, Mapping) else source for source in sources)
-    return tuple((key.lower(), value) for source in entries for key, value in source)
+    """All metadata as gRPC wants it: lower-case keys in order. Raises InvalidRequest for what cannot travel."""
+    found = []
+    for source in sources:
+        for name, value in source.items() if isinstance(source, Mapping) else source:
+            key = name.lower()
+            if not _KEY.fullmatch(key) or key.startswith("grpc-"):
+                raise _wrong("metadata", f"has the key {key!r}: keys are of [a-z0-9_.-] and do not begin with grpc-")
+            if key.endswith("-bin") != isinstance(value, bytes):
+                raise _wrong("metadata", f"has a value of {key!r} that is not what -bin says: with it bytes, else text")
+            if isinstance(value, str) and not _VALUE.fullmatch(value):
+                raise _wrong(
+                    "metadata", f"has a value of {key!r} that is not printable ASCII; use a -bin key for bytes"
+                )
+            found.append((key, value))
+    return tuple(found)
+
+
+_KEY = re.compile(r"[a-z0-9_.-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 def _merged(sampling: Sampling | None, default: Sampling | None) -> Sampling:

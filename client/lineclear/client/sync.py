@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -180,7 +180,7 @@ class Client:
         return_exceptions: bool = True,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """Answers in the order of the prompts, each as soon as it and all before it are there.
 
         Prompts are read as they are needed: at most `window` (default: the larger of 256 and 8 * concurrency) are
@@ -264,7 +264,7 @@ class Client:
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         def open_stream(prompt: Prompt | Request) -> Stream:
             return self.stream(prompt, sampling, **params)
 

@@ -1,0 +1,24 @@
+"""The `lineclear` command. This file decides only whether it can run: its packages are the extra `cli`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line in sys.argv and exit with its code (see `exits`)."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(f"the lineclear command needs the package {error.name}: pip install 'lineclear[cli]'", file=sys.stderr)
+        sys.exit(2)
+    try:
+        from .app import app
+
+        for stream in (sys.stdout, sys.stderr):
+            if stream.encoding.lower() != "utf-8" and hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # an answer the terminal cannot show is no reason to fail
+        app(prog_name="lineclear")
+    except KeyboardInterrupt:  # before a command was there to take it
+        sys.exit(130)

@@ -1,0 +1,5 @@
+"""`python -m lineclear.client.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,48 @@
+"""The exit codes of the command and how errors become one: by their gRPC code, so that scripts can tell them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lineclear.errors import LineclearError, Unreachable
+from lineclear.status import CODE_NUMBERS
+
+SOME_FAILED = 1  # of several prompts; also: `health` found the server not serving
+USAGE = 2
+FIRST = 64  # plus the number of the gRPC code
+INTERRUPTED = 130
+
+
+def exit_code(error: LineclearError) -> int:
+    """64 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 78."""
+    return FIRST + CODE_NUMBERS.get(error.code, CODE_NUMBERS["UNKNOWN"])
+
+
+def table() -> str:
+    """The codes in one paragraph, for --help."""
+    named = ", ".join(f"{FIRST + number} {code}" for code, number in CODE_NUMBERS.items() if code != "OK")
+    return (
+        f"Exit codes: 0 success; {SOME_FAILED} some of several prompts failed, or the server is not serving (health); "
+        f"{USAGE} wrong usage; {INTERRUPTED} interrupted; {FIRST} + the gRPC code of the error: {named}."
+    )
+
+
+def as_dict(error: LineclearError) -> dict[str, Any]:
+    """The error for --json; what it does not have is left out."""
+    plain = {
+        "class": type(error).__name__,
+        "code": error.code,
+        "reason": error.reason,
+        "message": str(error),
+        "retry_after_seconds": error.retry_after_seconds,
+        "metadata": error.metadata,
+        "violations": [violation._asdict() for violation in error.violations],
+    }
+    return {name: value for name, value in plain.items() if value not in (None, {}, [])}
+
+
+def hint(error: LineclearError) -> str | None:
+    """What to try, where there is something."""
+    if isinstance(error, Unreachable):
+        return "Is the server running? `lineclear serve --model DIR` starts one; --target names another."
+    return None
