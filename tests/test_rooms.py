@@ -102,9 +102,14 @@ ROOMS = {
             *("lineclear.worker", "lineclear.wire", "lineclear.errors", *HOUSEKEEPING),
         ),
     ),
-    "client": Room(("lineclear.client",), ("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.status")),
+    "client": Room(
+        ("lineclear.client",),
+        ("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.status", "lineclear.client.progress"),
+    ),
+    # Uses rich where it is installed.
+    "progress bar": Room(("lineclear.client.progress",), ("rich",)),
     "command line": Room(
-        ("lineclear.client.cli", "lineclear.client.progress"),
+        ("lineclear.client.cli",),
         ("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors", "lineclear.status"),
     ),
 }

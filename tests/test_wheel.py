@@ -116,8 +116,12 @@ def test_every_command_exists(wheel: Path) -> None:
     assert set(scripts) == {"lineclear", "lineclear-scheduler", "lineclear-worker"}
     for target in scripts.values():
         module, function = target.split(":")
-        body = ast.parse((wheel / Path(*module.split("."))).with_suffix(".py").read_text()).body
-        assert function in {getattr(statement, "name", None) for statement in body}, target
+        path = wheel / Path(*module.split("."))
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        bound = [getattr(s, "names", [s]) for s in ast.parse(source).body]  # an import binds several names
+        assert function in {getattr(b, "asname", None) or getattr(b, "name", None) for names in bound for b in names}, (
+            target
+        )
 
 
 # What `pip install grpcio protobuf` brings, by import name.

@@ -79,7 +79,8 @@ def _check(path: Path, found: os.stat_result) -> None:
             f"the socket directory {path} belongs to user {found.st_uid}, this process runs as user {os.geteuid()}; "
             "choose a directory of its own"
         )
-    if (mode := stat.S_IMODE(found.st_mode)) != 0o700:
+    # The permission bits alone: in a volume with an fsGroup a new folder inherits set-group-ID, which opens nothing.
+    if (mode := stat.S_IMODE(found.st_mode) & 0o777) != 0o700:
         raise SocketError(f"the socket directory {path} has mode {mode:04o}, it must be 0700; run: chmod 700 {path}")
 
 

@@ -1,0 +1,84 @@
+"""Every flag and variable in the files of deploy/ is one that the two processes know, and the values are taken."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.sources import REPOSITORY
+
+from lineclear.scheduler import settings as scheduler
+from lineclear.worker import settings as worker
+
+DEPLOY = REPOSITORY / "deploy"
+FILES = sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".yaml", ".md", ".Dockerfile"))
+
+
+def arguments() -> list[tuple[str, list[str]]]:
+    """(process, its flags) for every container that deploy/ starts."""
+    found = []
+    for path in FILES:
+        for document in yaml.safe_load_all(path.read_text()) if path.suffix == ".yaml" else ():
+            for name, container in _containers(document):
+                flags = container.get("args") or container.get("command") or []
+                if flags:
+                    found.append((name.removeprefix("lineclear-"), flags))
+    return [(name, flags) for name, flags in found if name in ("scheduler", "worker")]
+
+
+def _containers(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    if "services" in document:
+        return list(document["services"].items())
+    pod = document.get("spec", {}).get("template", {}).get("spec", {})
+    return [(c["name"], c) for kind in ("initContainers", "containers") for c in pod.get(kind, [])]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith("LINECLEAR_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(("process", "flags"), arguments())
+def test_the_process_takes_its_flags(process: str, flags: list[str]) -> None:
+    if process == "scheduler":
+        settings, rest = scheduler.load(flags)
+        assert rest == ()
+        assert settings.socket_directory == "/run/lineclear/sockets"
+    else:
+        assert worker.load(flags).directory == "/run/lineclear/sockets"
+
+
+def test_every_container_is_found() -> None:
+    assert [process for process, _ in arguments()].count("scheduler") == 2
+    assert [process for process, _ in arguments()].count("worker") == 3
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_variable_is_a_setting(path: Path) -> None:
+    known = {f"LINECLEAR_{name}".upper() for name in scheduler.SchedulerSettings.model_fields}
+    known |= {f"LINECLEAR_WORKER_{name}".upper() for name in worker.WorkerSettings.model_fields}
+    # The name that Kubernetes would inject, which the files explain away.
+    known |= {"LINECLEAR_PORT"}
+    assert set(re.findall(r"\bLINECLEAR_[A-Z_]+", path.read_text())) <= known
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
+    """Also in the prose; flags of other tools are listed here."""
+    ours = {
+        "--" + name.replace("_", "-")
+        for model in (scheduler.SchedulerSettings, worker.WorkerSettings)
+        for name in model.model_fields
+    }
+    others = {
+        *("--build", "--build-arg", "--from", "--no-cache-dir"),  # docker, pip
+        *("--directory", "--owner", "--group", "--mode"),  # install
+        *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
+    }
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))
+    assert mentioned <= ours | others

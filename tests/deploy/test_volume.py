@@ -1,0 +1,32 @@
+"""The private folder of the sockets can be made in the volumes that Kubernetes and Docker hand out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lineclear.sockets import SocketError, private_sockets
+
+
+@pytest.mark.parametrize(
+    "mode", [0o777, 0o2777, 0o1777, 0o700], ids=["emptyDir", "with fsGroup", "like /tmp", "compose"]
+)
+def test_a_private_folder_is_made_in_a_volume(tmp_path: Path, mode: int) -> None:
+    volume = tmp_path / "v"
+    volume.mkdir()
+    volume.chmod(mode)
+    made = private_sockets(volume / "sockets").directory
+    assert made.stat().st_mode & 0o777 == 0o700
+    # The second container finds it as the first one made it.
+    assert private_sockets(volume / "sockets").directory == made
+
+
+def test_the_volume_itself_is_not_taken(tmp_path: Path) -> None:
+    """Everybody may write to an emptyDir."""
+    volume = tmp_path / "v"
+    volume.mkdir()
+    os.chmod(volume, 0o777)
+    with pytest.raises(SocketError, match="must be 0700"):
+        private_sockets(volume)
