@@ -43,7 +43,10 @@ class Turn(NamedTuple):
 class Sealer(Protocol):
     """The part of a tokenizer that rendering needs."""
 
-    special_tokens: tuple[str, ...]
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token, as the model writes it."""
+        ...
 
     def seal(self, text: str) -> str:
         """`text` with the special tokens written in it made real."""

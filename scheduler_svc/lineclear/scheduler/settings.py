@@ -8,7 +8,6 @@ length) is not a setting; it arrives with the worker's Hello.
 from __future__ import annotations
 
 import ipaddress
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,21 +134,27 @@ class SchedulerSettings(BaseSettings):
     )
     spawn_worker: bool = Field(False, description="Start and supervise a worker process; otherwise wait for one.")
     worker_command: tuple[str, ...] = Field(
-        (sys.executable, "-m", "lineclear.worker.main"), description="Command that starts a worker."
+        (), description="Command that starts a worker. Empty: this Python with -m lineclear.worker.main."
     )
     step_timeout_seconds: float = Field(
-        60.0, gt=0, le=86_400, description="A worker that takes longer for one step is hung, and replaced."
+        30.0, gt=0, le=86_400, description="A worker that takes longer for one step is hung, and replaced."
+    )
+    cold_step_timeout_seconds: float = Field(
+        300.0, gt=0, le=86_400, description="The same for a worker's first steps, which may compile kernels."
     )
     heartbeat_timeout_seconds: float = Field(
-        10.0, gt=0, le=3600, description="A worker not heard of for this long is hung, and replaced."
+        5.0, gt=0, le=3600, description="A worker not heard of for this long is hung, and replaced."
     )
     start_timeout_seconds: float = Field(
-        600.0, gt=0, le=86_400, description="A spawned worker that has not joined by then is replaced."
+        900.0, gt=0, le=86_400, description="A spawned worker that has not joined by then is replaced."
     )
-    max_worker_restarts: int = Field(
-        5, ge=0, le=1000, description="Workers that may die within worker_restart_window_seconds before we give up."
+    stop_timeout_seconds: float = Field(
+        10.0, gt=0, le=3600, description="A worker told to stop is killed after this long."
     )
-    worker_restart_window_seconds: float = Field(300.0, gt=0, le=7 * 86_400, description="See max_worker_restarts.")
+    max_worker_crashes: int = Field(
+        5, ge=0, le=1000, description="Ends of the worker survived within crash_window_seconds; one more ends us."
+    )
+    crash_window_seconds: float = Field(600.0, gt=0, le=7 * 86_400, description="See max_worker_crashes.")
 
     # --- leaving ---
     drain_timeout_seconds: float = Field(
@@ -158,7 +163,9 @@ class SchedulerSettings(BaseSettings):
 
     # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
-    log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="One JSON object a line, or text for people; auto: text when standard error is a terminal."
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -1,0 +1,82 @@
+"""grpc.health.v1: whether the process lives and whether it takes requests.
+
+The servicer of grpcio-health-checking loses a watcher when another one leaves, and lets a watcher that does not read
+hold up a change of status; hence this one. Decides nothing: it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVICE = "grpc.health.v1.Health"
+_MAX_WATCHERS = 1024
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Names and whether each is serving. On one event loop."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._serving = dict.fromkeys(names, False)
+        self._changed = asyncio.Event()  # replaced at every change: whoever waits holds the old one
+        self._num_watchers = 0
+        self._is_closed = False
+
+    def set(self, names: Iterable[str], serving: bool) -> None:
+        """Tell everybody who watches. Raises KeyError for a name that was not given at the start."""
+        for name in names:
+            if self._serving[name] != serving:
+                self._serving[name] = serving
+                self._wake()
+
+    def close(self) -> None:
+        """Nothing is serving any more, and everybody who watches is told so and let go."""
+        self._is_closed = True
+        self._serving = dict.fromkeys(self._serving, False)
+        self._wake()
+
+    def is_serving(self, name: str) -> bool:
+        """What a check of this name would say."""
+        return self._serving[name]
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, name: str) -> Any:
+        if name not in self._serving:
+            return Status.SERVICE_UNKNOWN
+        return Status.SERVING if self._serving[name] else Status.NOT_SERVING
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """The status of a name; NOT_FOUND for one that we do not have."""
+        if request.service not in self._serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name")
+        return Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The status now and after every change, until the caller or the server leaves."""
+        if self._num_watchers >= _MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers")
+        self._num_watchers += 1
+        try:
+            last = None
+            while True:
+                changed = self._changed
+                status = self._status(request.service)
+                if status != last:
+                    await context.write(Status(status=status))
+                    last = status
+                if self._is_closed:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+                if changed is self._changed:
+                    await changed.wait()
+        finally:
+            self._num_watchers -= 1

@@ -1,0 +1,130 @@
+"""What every call of our service goes through: errors become statuses, and nothing else of ours reaches a caller.
+
+Decides how a call ends that does not end well. A LineclearError is sent as it is; any other exception is a bug, is
+logged with the place it happened (never its text, which may hold a prompt) and sent as an incident number. Bytes that
+are no message of the schema are Malformed, where gRPC itself would answer UNKNOWN and print a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+
+from lineclear.errors import InternalError, LineclearError, Malformed
+from lineclear.status import TRAILER, to_trailer
+
+log = structlog.get_logger()
+
+_ABORT_TIMEOUT_SECONDS = 1.0
+_MALFORMED = object()
+
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Guards the methods of one service; those of others (health, reflection) pass untouched.
+
+    The service's methods are coroutine functions of (request, context) that take one request.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
+        self._guarded: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """The guarded handler of the call's method."""
+        method = str(handler_call_details.method)
+        if not method.startswith(self._prefix):
+            return await continuation(handler_call_details)
+        if method not in self._guarded:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # gRPC answers UNIMPLEMENTED
+                return handler
+            self._guarded[method] = _guard(method, handler)
+        return self._guarded[method]
+
+
+def _guard(method: str, handler: Handler) -> Handler:
+    deserialize = handler.request_deserializer
+    assert deserialize is not None
+
+    def total(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _MALFORMED
+
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            _ending_well(method, handler.unary_stream),
+            request_deserializer=total,
+            response_serializer=handler.response_serializer,
+        )
+    return grpc.unary_unary_rpc_method_handler(
+        _ending_well(method, handler.unary_unary),
+        request_deserializer=total,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _ending_well(method: str, behavior: Any) -> Behavior:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if request is _MALFORMED:
+                raise Malformed("the bytes are no message of lineclear.v1; a string in it may be no UTF-8")
+            return await behavior(request, context)
+        except LineclearError as error:
+            return await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            # A call that ends like this sends no status. Right if the caller is gone; otherwise it would wait for ever.
+            if context.cancelled():
+                raise
+            return await abort(context, incident(method, None))
+        except Exception as error:
+            return await abort(context, incident(method, error))
+
+    return guarded
+
+
+def incident(where: str, error: BaseException | None) -> InternalError:
+    """What a caller is told of a bug of ours; what happened is in the log under the same number."""
+    incident_id = secrets.token_hex(8)
+    frames = traceback.extract_tb(error.__traceback__)[-8:] if error is not None else []
+    log.error(
+        "incident",
+        incident_id=incident_id,
+        where=where,
+        exception=type(error).__name__ if error is not None else "unexpected cancellation",
+        frames=[f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
+    )
+    message = f"internal error; the server's log has it as incident {incident_id}"
+    return InternalError(message, metadata={"incident_id": incident_id})
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: LineclearError) -> None:
+    """End the call with the error's status. Raises AbortError, as gRPC wants it, once that is on its way.
+
+    Returns where the caller does not take the status either: it is queued behind what was not read, and the call is
+    left to the transport.
+    """
+    code = grpc.StatusCode[error.code]
+    try:
+        async with asyncio.timeout(_ABORT_TIMEOUT_SECONDS):
+            await context.abort(code, str(error), trailing_metadata=((TRAILER, to_trailer(error)),))
+    except TimeoutError:
+        log.info("status_not_taken", reason=error.reason)

@@ -1,0 +1,266 @@
+"""One mailbox for each request in progress: what the engine said and the caller has not read yet.
+
+Lives on the event loop: the engine's events enter through `Streams.dispatch`, the handlers take them out. Decides how
+much may wait (a bounded number of tokens, in one message however many steps made them), where an answer ends when a
+stop string appears, and that every mailbox ends exactly once. Knows nothing of gRPC; what a token says is `text`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from lineclear.errors import DuplicateRequest, LineclearError, SlowConsumer
+from lineclear.scheduler.events import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Preempted,
+    Record,
+    Started,
+    TokensReady,
+    WorkerJoined,
+    WorkerLost,
+)
+from lineclear.scheduler.text import AnswerText
+from lineclear.wire.types import Logprobs
+
+
+class Canceller(Protocol):
+    """The part of the engine that streams call."""
+
+    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
+        """End a request without an answer."""
+        ...
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        """Complete a request after its first `num_tokens` output tokens."""
+        ...
+
+
+class End(NamedTuple):
+    """A complete answer. `record` is the core's account; `completion_tokens` are those of the answer itself."""
+
+    reason: FinishReason
+    matched_stop_string: str | None
+    matched_token_id: int | None
+    completion_tokens: int
+    record: Record
+
+
+class Delivery(NamedTuple):
+    """Everything not yet delivered, in one. `logprobs` is empty or one for each token, as `times` is.
+
+    `times` are seconds of the monotonic clock at which the worker's result was seen.
+    """
+
+    first_index: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[Logprobs]
+    times: Sequence[float]
+    started: Started | None
+    end: End | None
+
+
+class Mailbox:
+    """One request's unread answer. One reader; written to by Streams only.
+
+    `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any.
+    """
+
+    def __init__(
+        self, key: str, label: str, text: AnswerText | None, engine: Canceller, max_unread_tokens: int
+    ) -> None:
+        self.key = key
+        self.label = label
+        self.started: Started | None = None
+        self.record: Record | None = None
+        self.num_received = 0
+        self.is_over = False
+        """The engine has said its last word."""
+        self._text = text
+        self._engine = engine
+        self._max_unread_tokens = max_unread_tokens
+        self._first_unread = 0
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._times: list[float] = []
+        self._unsent_start: Started | None = None
+        self._end: End | None = None
+        self._error: LineclearError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- the reader --------------------------------------------------------------------------------------------------
+
+    async def take(self) -> Delivery:
+        """All that is unread, as soon as there is something. The one with an `end` is the last.
+
+        Raises the error the request failed with, once everything before it is delivered.
+        """
+        while not (self._tokens or self._unsent_start or self._end or self._error):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None and not self._tokens:
+            raise self._error
+        delivery = Delivery(
+            self._first_unread,
+            self._tokens,
+            "".join(self._pieces),
+            self._logprobs,
+            self._times,
+            self._unsent_start,
+            self._end,
+        )
+        self._first_unread += len(self._tokens)
+        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self._unsent_start = None
+        return delivery
+
+    def fail(self, error: LineclearError) -> None:
+        """End the stream with `error` unless it ended already."""
+        if self._end is None and self._error is None:
+            self._error = error
+            self._wake()
+
+    # --- the engine's events -----------------------------------------------------------------------------------------
+
+    def on_started(self, event: Started) -> None:
+        self.started = self._unsent_start = event
+        self._wake()
+
+    def on_tokens(self, event: TokensReady, at: float) -> None:
+        if self._stopped() or self._error is not None:
+            return  # made before the engine heard that the answer is over
+        assert event.first_index == self.num_received, "a gap in the tokens of a request"
+        for token_id in event.tokens:
+            self.num_received += 1
+            self._tokens.append(token_id)
+            self._times.append(at)
+            if self._text is not None:
+                self._pieces.append(self._text.push(token_id))
+                if self._text.match is not None:
+                    self._engine.finish(self.key, self.num_received)
+                    break
+        self._logprobs.extend(event.logprobs[: len(self._tokens) - len(self._logprobs)])
+        if len(self._tokens) > self._max_unread_tokens:
+            self._give_up()
+        self._wake()
+
+    def on_finished(self, event: Finished) -> None:
+        self.is_over, self.record = True, event.record
+        self._complete(event.reason, event.matched_token_id, event.record)
+
+    def on_failed(self, event: Failed) -> None:
+        self.is_over, self.record = True, event.record
+        if self._stopped():  # the answer was complete before this; the engine just did not know
+            self._complete(FinishReason.STOP_STRING, None, event.record)
+        else:
+            self.fail(event.error)
+
+    def _stopped(self) -> bool:
+        return self._text is not None and self._text.match is not None
+
+    def _complete(self, reason: FinishReason, matched_token_id: int | None, record: Record) -> None:
+        if self._error is not None:
+            return
+        if self._text is not None and self._text.match is None:
+            self._pieces.append(self._text.finish())
+        match = self._text.match if self._text is not None else None
+        if match is not None:
+            # Also when the engine ended it otherwise meanwhile: the stop string came first.
+            self._end = End(FinishReason.STOP_STRING, match.string, None, self.num_received, record)
+        else:
+            self._end = End(reason, None, matched_token_id, self.num_received, record)
+        self._wake()
+
+    def _give_up(self) -> None:
+        unread = len(self._tokens)
+        error = SlowConsumer(
+            f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or raise "
+            "max_unread_tokens",
+            metadata={"unread_tokens": str(unread), "limit": str(self._max_unread_tokens)},
+        )
+        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self.fail(error)
+        self._engine.cancel(self.key, error)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Streams:
+    """Every mailbox by the key the engine knows. `on_worker` is told of each worker that joins (True) or is lost.
+
+    `num_waiting` mailboxes are of requests that have not left the queue.
+    """
+
+    def __init__(self, engine: Canceller, max_unread_tokens: int, on_worker: Callable[[bool], None]) -> None:
+        self._engine = engine
+        self._max_unread_tokens = max_unread_tokens
+        self._on_worker = on_worker
+        self._by_key: dict[str, Mailbox] = {}
+        self._labels: set[str] = set()
+        self._numbers = itertools.count(1)
+        self.num_waiting = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Mailbox]:
+        return iter(list(self._by_key.values()))
+
+    def open(self, label: str, text: AnswerText | None) -> Mailbox:
+        """A mailbox for a request about to be submitted. Raises DuplicateRequest while another has its label."""
+        if label in self._labels:
+            raise DuplicateRequest("a request with this request_id is in progress")
+        # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
+        mailbox = Mailbox(f"{label}~{next(self._numbers)}", label, text, self._engine, self._max_unread_tokens)
+        self._by_key[mailbox.key] = mailbox
+        self._labels.add(label)
+        self._idle.clear()
+        self.num_waiting += 1
+        return mailbox
+
+    def close(self, mailbox: Mailbox) -> None:
+        """The reader is done. A request still going on is cancelled."""
+        del self._by_key[mailbox.key]
+        self._labels.discard(mailbox.label)
+        self.num_waiting -= mailbox.started is None
+        if not mailbox.is_over:
+            self._engine.cancel(mailbox.key)
+        if not self._by_key:
+            self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no mailbox is open."""
+        await self._idle.wait()
+
+    def dispatch(self, events: Sequence[Event], at: float) -> None:
+        """Put the engine's events where they belong. `at` is when the engine made them."""
+        for event in events:
+            if isinstance(event, WorkerJoined | WorkerLost):
+                self._on_worker(isinstance(event, WorkerJoined))
+                continue
+            mailbox = self._by_key.get(event.request_id)
+            if mailbox is None:
+                continue  # its reader left
+            if isinstance(event, TokensReady):
+                mailbox.on_tokens(event, at)
+            elif isinstance(event, Started):
+                self.num_waiting -= mailbox.started is None
+                mailbox.on_started(event)
+            elif isinstance(event, Finished):
+                mailbox.on_finished(event)
+            elif isinstance(event, Failed):
+                mailbox.on_failed(event)
+            else:
+                assert isinstance(event, Admitted | Preempted)
