@@ -16,6 +16,7 @@ from pathlib import Path
 
 from support.world import request
 
+from lineclear.logs import configure
 from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import Engine
 from lineclear.scheduler.events import Event, Finished
@@ -58,4 +59,5 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    configure("scheduler", form="json")
     asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])))

@@ -96,7 +96,14 @@ class Supervisor:
 
     def _call(self, action: Callable[..., None], *args: object) -> None:
         if self._loop is not None:  # else the worker was there before us and is not ours
-            self._loop.call_soon_threadsafe(action, *args)
+            self._loop.call_soon_threadsafe(self._guard, action, *args)
+
+    def _guard(self, action: Callable[..., None], *args: object) -> None:
+        """Call `action`. An event loop only logs what a callback raises; a supervisor that failed must not stay on."""
+        try:
+            action(*args)
+        except Exception as error:
+            self._give_up(f"the supervisor failed: {type(error).__name__}: {error}")
 
     async def stop(self) -> bool:
         """End the worker, politely first. False if it could not be killed: then its device is not free.
@@ -137,7 +144,7 @@ class Supervisor:
             return
         self.num_starts += 1
         self._worker = worker = _Worker(process, time.monotonic())
-        self._loop.add_reader(worker.pidfd, self._ended, worker)
+        self._loop.add_reader(worker.pidfd, self._guard, self._ended, worker)
         self._set_timer(self._limits.start_timeout_seconds, self._kill, process.pid, "it did not join in time")
         log.info("worker_started", pid=process.pid, start=self.num_starts)
 
@@ -204,7 +211,7 @@ class Supervisor:
             self._timer.cancel()
         self._timer = None
         if seconds is not None and action is not None and self._loop is not None:
-            self._timer = self._loop.call_later(seconds, action, *args)
+            self._timer = self._loop.call_later(seconds, self._guard, action, *args)
 
 
 class _Worker:
