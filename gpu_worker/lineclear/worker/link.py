@@ -90,7 +90,8 @@ class PlanSocket:
                 raise
             except DecodeError as error:
                 self.num_bad_frames += 1
-                log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
+                if self.num_bad_frames & (self.num_bad_frames - 1) == 0:  # 1, 2, 4, 8 ...: noise cannot fill the log
+                    log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
                 continue
             if isinstance(message, StepPlan | Rejoin | Goodbye) and message.epoch == self.epoch:
                 return message

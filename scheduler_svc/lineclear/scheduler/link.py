@@ -210,15 +210,14 @@ class Link:
             if len(parts) != 1:
                 raise DecodeError("a frame in several parts")
             message = decode(parts[0])
-        except ProtocolMismatch as error:
-            self.counters.bad_frames += 1
-            log.error("protocol_mismatch", theirs=error.theirs, ours=PROTOCOL, hint="both must be of one release")
-            if self._epoch is None:
-                raise
-            return
         except DecodeError as error:
             self.counters.bad_frames += 1
-            log.warning("bad_frame", problem=str(error), num_bad_frames=self.counters.bad_frames)
+            count = self.counters.bad_frames
+            if isinstance(error, ProtocolMismatch) and self._epoch is None:
+                log.error("protocol_mismatch", theirs=error.theirs, ours=PROTOCOL, hint="both must be of one release")
+                raise
+            if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: who sends noise cannot fill the log
+                log.warning("bad_frame", problem=str(error), num_bad_frames=count)
             return
         finally:
             self.counters.decode_seconds += time.perf_counter() - begin
