@@ -25,8 +25,9 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from lineclear.errors import InvalidRequest, NoChatTemplate, Violation
+from lineclear.scheduler.model_files import read_json
 from lineclear.scheduler.settings import ConfigurationError
-from lineclear.scheduler.tokenizer import read_json, token_text
+from lineclear.scheduler.tokenizer import token_text
 
 _MAX_TEMPLATE_BYTES = 1024 * 1024
 _COMMON_ROLES = frozenset({"system", "user", "assistant"})

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -27,7 +27,7 @@ _ABORT_TIMEOUT_SECONDS = 1.0
 _MALFORMED = object()
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 import structlog
@@ -57,7 +57,7 @@ _REASONS = {
 }
 
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EngineApi(Protocol):
@@ -145,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with asyncio.timeout(timeout_seconds):
                 await self.streams.wait_until_idle()
         except TimeoutError:
-            self.fail_all(_drained)
+            self.fail_all(drained)
 
     def fail_all(self, error: Callable[[Mailbox], LineclearError]) -> None:
         """End every stream. The errors are sent as soon as their readers take them."""
@@ -497,7 +497,8 @@ def _duration(seconds: float | None) -> Duration | None:
 # --- errors and logs -------------------------------------------------------------------------------------------------
 
 
-def _drained(mailbox: Mailbox) -> Drained:
+def drained(mailbox: Mailbox) -> Drained:
+    """The error for a request that the server leaves behind."""
     return Drained(
         "the server shut down before the answer was complete; send the request again, elsewhere",
         retry_after_seconds=1.0,

@@ -25,6 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from lineclear.scheduler.model_files import read_json
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text import REPLACE_EACH
 
@@ -131,21 +132,6 @@ def load_tokenizer(model: Path) -> Tokenizer:
     if definition is None:
         raise ConfigurationError(f"{path} does not exist; lineclear needs the tokenizer in this format")
     return Tokenizer(definition, _named_special(read_json(model / "tokenizer_config.json") or {}))
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file of the model, None if there is no such file. Raises ConfigurationError if it is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds no JSON object")
-    return found
 
 
 # --- special tokens ------------------------------------------------------------------------------------------------

@@ -1,0 +1,298 @@
+"""The scheduler process: puts the parts together, and takes them apart in the right order when it is told to leave.
+
+Decides when the process ends and with which exit code. What the parts do is theirs: settings -> core -> link -> engine
+-> supervisor (where we start the worker) -> service -> server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from lineclear import logs
+from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
+from lineclear.scheduler.chat import load_chat_template
+from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.interceptor import incident
+from lineclear.scheduler.link import Link
+from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
+from lineclear.scheduler.policy import PolicySettings
+from lineclear.scheduler.server import Server
+from lineclear.scheduler.service import VERSION, InferenceService, drained
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
+from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
+from lineclear.scheduler.tokenizer import load_tokenizer
+from lineclear.sockets import SocketError
+from lineclear.wire.codec import ProtocolMismatch
+
+log = structlog.get_logger()
+
+CLEAN = 0
+NO_WORKER = 1
+"""Workers died too often."""
+INTERNAL = 70
+"""A part of this process died: a bug of ours."""
+CONFIGURATION = 78
+"""The process cannot run as configured; the same command will fail again."""
+
+_STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a scheduler until it is told to leave. Returns the exit code."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        settings, worker_flags = load(sys.argv[1:] if argv is None else argv)
+    except ConfigurationError as error:
+        print(f"lineclear-scheduler: {error}", file=sys.stderr)
+        return CONFIGURATION
+    writer = logs.configure("scheduler", settings.log_level, settings.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, worker_flags))
+    except (ConfigurationError, SocketError) as error:
+        log.error("configuration", problem=str(error))
+        return CONFIGURATION
+    finally:
+        writer.close()
+
+
+async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
+    log.info("settings", version=VERSION, pid=os.getpid(), **settings.model_dump())
+    leaving = _Leaving()
+    leaving.listen_to_signals()
+    model = _model(settings)
+    tokenizer = load_tokenizer(model)
+    chat = load_chat_template(model, tokenizer)
+    service = InferenceService(settings, tokenizer, chat, read_json(model / "generation_config.json"))
+    server = Server(settings, service)
+    with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
+        stack.callback(service.close)
+        link = Link(directory, max_plans_in_flight=settings.pipeline_depth)
+        stack.callback(link.close)
+        supervisor = Supervisor(
+            _worker_command(settings, model, directory, worker_flags),
+            limits=_supervisor_limits(settings),
+            on_exit=lambda pid: engine.worker_exited(pid),
+            on_give_up=lambda reason: leaving.begin(NO_WORKER, reason),
+        )
+        engine = Engine(
+            Scheduler(_core_limits(settings)),
+            link,
+            service.publish,
+            limits=_engine_limits(settings),
+            on_joined=supervisor.worker_joined,
+            on_broken=supervisor.worker_broken,
+            on_fatal=leaving.on_fatal,
+        )
+        service.attach(engine)
+        service.on_worker = server.set_ready
+        engine.start()
+        stack.callback(engine.stop)
+        await _run(settings, leaving, service, server, supervisor)
+    log.info("left", exit_code=leaving.exit_code)
+    return leaving.exit_code
+
+
+async def _run(
+    settings: SchedulerSettings,
+    leaving: _Leaving,
+    service: InferenceService,
+    server: Server,
+    supervisor: Supervisor,
+) -> None:
+    """Serve until it is time to leave, then leave. The worker is told last, while the engine still listens to it."""
+    try:
+        if settings.spawn_worker:
+            supervisor.start()
+        await server.start()
+        log.info("listening", address=server.address, health_address=server.health_address)
+        await leaving.begun.wait()
+        if not await leaving.unless_hurried(_leave(leaving.exit_code, settings, service, server)):
+            service.fail_all(drained)
+            await server.stop(0)
+    finally:
+        if settings.spawn_worker:
+            # In a hurry the worker is not waited for: it ends with us, see lifeline.
+            await leaving.unless_hurried(supervisor.stop())
+
+
+async def _leave(exit_code: int, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
+    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last."""
+    server.health.close()
+    if exit_code == CLEAN:
+        await service.drain(settings.drain_timeout_seconds)
+    else:
+        error = _no_worker if exit_code == NO_WORKER else _died(exit_code)
+        service.refuse(error)
+        service.fail_all(lambda mailbox: error())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STATUS_SECONDS):
+            await service.streams.wait_until_idle()
+    await server.stop(_STATUS_SECONDS)
+
+
+def _no_worker() -> WorkerUnavailable:
+    return WorkerUnavailable("the worker died too often; the server is shutting down", retry_after_seconds=5.0)
+
+
+def _died(exit_code: int) -> Callable[[], LineclearError]:
+    error = incident(f"engine, exit code {exit_code}", None)
+    return lambda: InternalError(str(error), metadata=error.metadata)
+
+
+class _Leaving:
+    """Whether and why the process is to end, and whether that is urgent."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.exit_code = CLEAN
+        self._hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def listen_to_signals(self) -> None:
+        """SIGTERM and SIGINT: leave; a second one: at once."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled, number)
+
+    def begin(self, exit_code: int, reason: str) -> None:
+        """Leave; at once if that was going on already and can now not be finished."""
+        if not self.begun.is_set():
+            self.exit_code = exit_code
+            log.info("leaving", reason=reason, exit_code=exit_code)
+            self.begun.set()
+        elif self.exit_code == CLEAN:
+            self.exit_code = exit_code
+            log.error("leaving_at_once", reason=reason, exit_code=exit_code)
+            self._hurry.set()
+
+    def on_fatal(self, error: BaseException) -> None:
+        """The engine died. Any thread."""
+        if isinstance(error, ProtocolMismatch):
+            self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
+        else:
+            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "the engine died")
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self.begun.is_set():
+            log.info("leaving_at_once", reason=number.name)
+            self._hurry.set()
+        else:
+            self.begin(CLEAN, number.name)
+
+    async def unless_hurried(self, step: Coroutine[Any, Any, object]) -> bool:
+        """Do a step of leaving; False if it was given up because of the hurry. What it raises is raised here."""
+        task = asyncio.ensure_future(step)
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait((task, hurry), return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not task.done():
+            task.cancel()
+            return False
+        task.result()
+        return True
+
+
+# --- from settings ---------------------------------------------------------------------------------------------------
+
+
+def _model(settings: SchedulerSettings) -> Path:
+    if settings.demo:
+        return demo_directory()
+    if not settings.model:
+        raise ConfigurationError("no model is named; use --model DIR, or --demo")
+    return model_directory(settings.model)
+
+
+@contextlib.contextmanager
+def _socket_directory(settings: SchedulerSettings) -> Iterator[Path]:
+    """The directory set, which stays, or a private one for as long as we run."""
+    if settings.socket_directory:
+        yield Path(settings.socket_directory)
+        return
+    if not settings.spawn_worker:
+        raise ConfigurationError(
+            "a worker that we do not start must know where to find us; name a --socket-directory, or use --spawn-worker"
+        )
+    parent = os.environ.get("XDG_RUNTIME_DIR")
+    made = tempfile.mkdtemp(prefix="lineclear-", dir=parent if parent and os.access(parent, os.W_OK) else None)
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _worker_command(
+    settings: SchedulerSettings, model: Path, directory: Path, worker_flags: Sequence[str]
+) -> list[str]:
+    """The worker is told what it must share with us; the flags after `--` come last and win."""
+    shared = {
+        "--model": str(model),
+        "--directory": str(directory),
+        "--num-slots": str(settings.max_batch_size),
+        "--max-step-tokens": str(settings.target_batch_tokens),
+        "--log-level": settings.log_level,
+    }
+    given = {flag.partition("=")[0] for flag in worker_flags}
+    command = settings.worker_command or (sys.executable, "-P", "-m", "lineclear.worker.main")
+    flags = [part for flag, value in shared.items() if flag not in given for part in (flag, value)]
+    return [*command, *flags, *worker_flags]
+
+
+def _core_limits(settings: SchedulerSettings) -> CoreLimits:
+    return CoreLimits(
+        max_batch_size=settings.max_batch_size,
+        target_batch_tokens=settings.target_batch_tokens,
+        pipeline_depth=settings.pipeline_depth,
+        max_queue_size=settings.max_queue_size,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_preemptions=settings.max_preemptions,
+        max_bypasses=settings.max_bypasses,
+        prefix_cache=settings.prefix_cache,
+        cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
+        strategy=settings.batching_strategy,
+        order=settings.order,
+        victim=settings.victim,
+        policy=PolicySettings(
+            min_batch_size=settings.min_batch_size,
+            batch_timeout_seconds=settings.batch_timeout_ms / 1000,
+            ageing_seconds=settings.ageing_seconds,
+            inter_token_target_seconds=settings.inter_token_target_ms / 1000,
+        ),
+    )
+
+
+def _engine_limits(settings: SchedulerSettings) -> EngineLimits:
+    return EngineLimits(
+        step_timeout_seconds=settings.step_timeout_seconds,
+        cold_step_timeout_seconds=max(settings.cold_step_timeout_seconds, settings.step_timeout_seconds),
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
+    )
+
+
+def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:
+    return SupervisorLimits(
+        max_crashes=settings.max_worker_crashes,
+        crash_window_seconds=settings.crash_window_seconds,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        stop_timeout_seconds=settings.stop_timeout_seconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
