@@ -1,0 +1,205 @@
+"""A gRPC server that says what a test tells it to, and one face for both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from lineclear.client import AsyncClient, Client
+from lineclear.errors import LineclearError
+from lineclear.status import TRAILER, to_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc as pb_grpc
+
+PATIENCE_SECONDS = 20.0
+Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+
+
+def started(**fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(started=pb.Started(request_id="r", **fields))
+
+
+def tokens(first_index: int, *ids: int, text: str = "", **fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(first_index=first_index, token_ids=ids, text=text, **fields)
+
+
+def finished(first_index: int, **fields: Any) -> pb.GenerateResponse:
+    fields.setdefault("reason", pb.FINISH_REASON_LENGTH)
+    return pb.GenerateResponse(first_index=first_index, finished=pb.Finished(**fields))
+
+
+def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """The prompt again, a word and a token at a time."""
+    text = request.chat.messages[-1].content if request.HasField("chat") else request.text
+    words = text.split()
+    yield started(prompt_tokens=len(words))
+    for index, word in enumerate(words):
+        yield tokens(index, index + 100, text=word if index == 0 else f" {word}")
+    yield finished(len(words), usage=pb.Usage(prompt_tokens=len(words), completion_tokens=len(words)))
+
+
+class ScriptedServer(pb_grpc.InferenceServiceServicer):
+    """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls."""
+
+    def __init__(self, address: str) -> None:
+        self.script: Script = echo
+        self.failures: list[LineclearError] = []
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.remaining_seconds: list[float | None] = []
+        self.ended = threading.Event()  # a call of Generate ended, however it did
+        self.health_answers: list[bytes | grpc.StatusCode] = [b"\x08\x01"]  # the last one stays
+        self.health_asked: list[bytes] = []
+        self.open = 0
+        self.most_open = 0
+        self._lock = threading.Lock()
+        self._server = grpc.server(ThreadPoolExecutor(32), options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        check = grpc.unary_unary_rpc_method_handler(self._check)  # bytes in, bytes out
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),)
+        )
+        port = self._server.add_insecure_port(address)
+        self.target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        self._server.start()
+
+    # what a script says
+    started = staticmethod(started)
+    tokens = staticmethod(tokens)
+    finished = staticmethod(finished)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait(PATIENCE_SECONDS)
+
+    def fail(self, context: grpc.ServicerContext, error: LineclearError) -> None:
+        context.set_trailing_metadata(((TRAILER, to_trailer(error)),))
+        context.abort(grpc.StatusCode[error.code], str(error))
+
+    def wait_for_end(self, context: grpc.ServicerContext) -> None:
+        """Until this very call is over: cancelled, in these tests."""
+        ended = threading.Event()
+        if context.add_callback(ended.set):
+            assert ended.wait(PATIENCE_SECONDS)
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        with self._lock:
+            self.requests.append(request)
+            self.metadata.append(dict(context.invocation_metadata()))
+            self.remaining_seconds.append(context.time_remaining())
+            failure = self.failures.pop(0) if self.failures else None
+            self.open += 1
+            self.most_open = max(self.most_open, self.open)
+        if not context.add_callback(self.ended.set):
+            self.ended.set()
+        try:
+            if failure is not None:
+                self.fail(context, failure)
+            yield from self.script(request, context)
+        finally:
+            with self._lock:
+                self.open -= 1
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
+        text = request.chat.messages[0].content if request.HasField("chat") else request.text
+        return pb.TokenizeResponse(token_ids=text.encode())
+
+    def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text=bytes(request.token_ids).decode() + "!" * request.keep_special_tokens)
+
+    def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
+            model_id="tiny", context_length=512, eos_token_ids=[2, 7], limits=pb.Limits(num_blocks=99)
+        )
+
+    def GetStats(self, request: pb.GetStatsRequest, context: grpc.ServicerContext) -> pb.GetStatsResponse:
+        answer = pb.GetStatsResponse(
+            totals=pb.Totals(requests_finished=17),
+            gauges=pb.Gauges(requests_running=3, draining=True),
+            queue_seconds=pb.Quantiles(p50=0.25, count=8),
+            server_version="9.9",
+        )
+        answer.uptime.FromMilliseconds(1500)
+        return answer
+
+    def _check(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self.health_asked.append(request)
+        answer = self.health_answers.pop(0) if len(self.health_answers) > 1 else self.health_answers[0]
+        if isinstance(answer, grpc.StatusCode):
+            context.abort(answer, "no health today")
+        assert isinstance(answer, bytes)
+        return answer
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer("127.0.0.1:0")
+    yield server
+    server.stop()
+
+
+class Either:
+    """Both clients behind one face: `generate(...)` and the others return what the call did, or raise what it raised.
+
+    Each call makes a client of its own, as a script that uses the library would.
+    """
+
+    def __init__(self, kind: str, target: str, **settings: Any) -> None:
+        self.kind = kind
+        self.target = target
+        self.settings: dict[str, Any] = {"max_attempts": 1} | settings
+
+    def with_settings(self, **settings: Any) -> Either:
+        return Either(self.kind, self.target, **(self.settings | settings))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.kind == "sync":
+                with Client(self.target, **self.settings) as client:
+                    return getattr(client, name)(*args, **kwargs)
+
+            async def run() -> Any:
+                async with AsyncClient(self.target, **self.settings) as client:
+                    return await getattr(client, name)(*args, **kwargs)
+
+            return asyncio.run(run())
+
+        return call
+
+    def read(self, *args: Any, take: int | None = None, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The deltas of a stream, at most `take`, and the stream after its block."""
+        deltas: list[Any] = []
+        if self.kind == "sync":
+            with Client(self.target, **self.settings) as client:
+                with client.stream(*args, **kwargs) as stream:
+                    for delta in stream:
+                        deltas.append(delta)
+                        if len(deltas) == take:
+                            break
+                self.after_block()
+                return deltas, stream
+
+        async def run() -> Any:
+            async with AsyncClient(self.target, **self.settings) as client:
+                async with client.stream(*args, **kwargs) as stream:
+                    async for delta in stream:
+                        deltas.append(delta)
+                        if len(deltas) == take:
+                            break
+                await asyncio.to_thread(self.after_block)
+                return deltas, stream
+
+        return asyncio.run(run())
+
+    def after_block(self) -> None:
+        """Called by `read` between leaving the stream's block and closing the client; a test may replace it."""
+
+
+@pytest.fixture(params=["sync", "asyncio"])
+def client(request: pytest.FixtureRequest, server: ScriptedServer) -> Either:
+    return Either(request.param, server.target)

@@ -1,0 +1,142 @@
+"""What can be asked becomes the message of the schema, field for field, and nothing that cannot travel gets out."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+
+from lineclear.client import ChatMessage, Request, Sampling
+from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Params, pairs
+from lineclear.errors import InvalidRequest, Malformed
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
+
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 40, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
+    "frequency_penalty": -0.5, "logit_bias": {5: 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
+    "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"],
+    "stop_token_ids": [7], "include_stop_string": True,
+}  # fmt: skip
+
+
+def fields(message: Any) -> set[str]:
+    return set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_every_field_of_the_schema_can_be_asked_for() -> None:
+    stops = {"strings": "stop", "token_ids": "stop_token_ids", "include_stop_string": "include_stop_string"}
+    assert fields(sampling_pb2.StopConditions) == stops.keys()
+    assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
+    own = {"timeout_seconds", "metadata", "add_generation_prompt"}
+    prompts = {"text", "token_ids", "chat"}
+    assert (fields(pb.GenerateRequest) - prompts - {"sampling", "stop", "output"}) | fields(
+        pb.OutputOptions
+    ) | own == REQUEST_FIELDS
+
+
+def test_the_keywords_of_a_call_are_the_fields_of_sampling_and_request_with_the_same_types() -> None:
+    hints = {**typing.get_type_hints(Sampling), **typing.get_type_hints(Request)}
+    keywords = typing.get_type_hints(Params)
+    assert keywords.keys() == SAMPLING_FIELDS | REQUEST_FIELDS
+    for name in keywords.keys() - {"timeout_seconds"}:
+        assert keywords[name] == hints[name], name
+
+
+def test_every_parameter_arrives_in_its_field() -> None:
+    message = Request.of("hi", **EVERYTHING, request_id="a", priority=0, top_logprobs=2, token_timings=True).to_proto()
+    assert (message.text, message.request_id, message.priority) == ("hi", "a", 0)
+    assert message.sampling == sampling_pb2.SamplingParams(
+        temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=-0.5, logit_bias=[sampling_pb2.LogitBias(token_id=5, bias=1.5)], allowed_token_ids=[1, 2],
+        banned_token_ids=[3], seed=2**64 - 1, min_tokens=1, max_tokens=9, ignore_eos=True,
+    )  # fmt: skip
+    assert message.stop == sampling_pb2.StopConditions(strings=["x", "y"], token_ids=[7], include_stop_string=True)
+    assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2, token_timings=True)
+
+
+def test_what_is_not_given_is_not_set() -> None:
+    assert Request.of("").to_proto() == pb.GenerateRequest(text="")
+    assert Request.of("").to_proto().WhichOneof("prompt") == "text"
+
+
+def test_zero_is_not_unset() -> None:
+    message = Request.of("hi", temperature=0, priority=0, ignore_eos=False).to_proto()
+    assert message.sampling.HasField("temperature")
+    assert message.HasField("priority")
+    assert message.sampling.HasField("ignore_eos")
+
+
+def test_a_prompt_is_a_text_token_ids_or_messages() -> None:
+    assert list(Request.of([1, 2]).to_proto().token_ids.ids) == [1, 2]
+    assert Request.of([]).to_proto().HasField("token_ids")
+    turns = [{"role": "system", "content": "be"}, ChatMessage("user", "hi")]
+    chat = Request.of(turns, add_generation_prompt=False).to_proto().chat
+    assert [(turn.role, turn.content) for turn in chat.messages] == [("system", "be"), ("user", "hi")]
+    assert chat.HasField("add_generation_prompt")
+
+
+def test_keywords_override_sampling_which_overrides_the_clients_default() -> None:
+    base = Sampling(temperature=0.5, max_tokens=5)
+    request = Request.of("hi", base, max_tokens=6)
+    message = request.to_proto(Sampling(temperature=0.25, max_tokens=4, top_k=3)).sampling
+    assert (message.temperature, message.max_tokens, message.top_k) == (0.5, 6, 3)
+    again = Request.of(request, temperature=0.75, priority=1)
+    assert (again.sampling, again.priority) == (Sampling(temperature=0.75, max_tokens=6), 1)
+    assert request.priority is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"top_k": -1}, "sampling.top_k"),
+        ({"top_k": "many"}, "sampling.top_k"),
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"seed": 2**64}, "sampling.seed"),
+        ({"logit_bias": {"a": 1.0}}, "sampling.logit_bias"),
+        ({"logit_bias": [1]}, "sampling.logit_bias"),
+        ({"allowed_token_ids": [-1]}, "sampling.allowed_token_ids"),
+        ({"stop_token_ids": "12"}, "stop.token_ids"),
+        ({"stop": [1]}, "stop.strings"),
+        ({"stop": 5}, "stop.strings"),
+        ({"request_id": 5}, "request_id"),
+        ({"prompt": [1, -77]}, "token_ids.ids"),
+        ({"prompt": [{"role": "user"}]}, "chat.messages[0]"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "chat.messages[0].content"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": b"bytes"}, "prompt"),
+    ],
+)
+def test_what_the_message_cannot_hold_is_named_but_never_repeated(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Request.of(**({"prompt": "hi"} | wrong)).to_proto()
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert field in str(caught.value)
+    assert "-77" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "\ud800"}, {"stop": "\ud800"}])
+def test_text_that_is_no_unicode_is_malformed(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Malformed):
+        Request.of(**({"prompt": "hi"} | wrong)).to_proto()
+
+
+def test_a_keyword_that_is_no_parameter_is_a_type_error_that_lists_those_there_are() -> None:
+    with pytest.raises(TypeError, match=r"no such parameter: temprature; there are .*temperature"):
+        Request.of("hi", temprature=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"a b": "x"}, {"grpc-x": "x"}, {"a": "\n"}, {"a": "ü"}, {"a": b"x"}, {"a-bin": "x"}, {"": "x"}]
+)
+def test_metadata_that_cannot_travel_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="metadata"):
+        pairs(wrong)
+
+
+def test_metadata_is_a_mapping_or_pairs() -> None:
+    assert pairs({"A": "1"}, [("b-bin", b"\x00"), ("a", "2")]) == (("a", "1"), ("b-bin", b"\x00"), ("a", "2"))

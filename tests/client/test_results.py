@@ -1,0 +1,49 @@
+"""The dataclasses of answers mirror the schema: a field added there is a failure here until it can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lineclear.client import results
+from lineclear.v1 import inference_pb2 as pb
+
+MIRRORED: list[tuple[type[Any], Any]] = [
+    (results.Started, pb.Started), (results.Usage, pb.Usage), (results.Timings, pb.Timings),
+    (results.Limits, pb.Limits), (results.Model, pb.GetModelResponse), (results.Totals, pb.Totals),
+    (results.Gauges, pb.Gauges), (results.Quantiles, pb.Quantiles), (results.WorkerStatus, pb.WorkerStatus),
+    (results.Stats, pb.GetStatsResponse), (results.TopLogprob, pb.TopLogprob),
+    (results.TokenLogprobs, pb.TokenLogprobs),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "message"), MIRRORED)
+def test_every_field_has_its_counterpart(kind: type[Any], message: Any) -> None:
+    expected = {
+        f"{field.name}_seconds" if field.message_type is not None and field.message_type.name == "Duration" else
+        field.name
+        for field in message.DESCRIPTOR.fields
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(kind)} == expected
+
+
+def test_finish_reasons_have_the_words_of_the_schema() -> None:
+    words = {name.removeprefix("FINISH_REASON_").lower() for name in dict(pb.FinishReason.items())}
+    assert {reason.value for reason in results.FinishReason} == words
+
+
+def test_a_reason_from_the_future_is_unspecified() -> None:
+    message = pb.GenerateResponse.FromString(b"\x3a\x02\x08\x63")  # finished { reason: 99 }
+    assert results.delta_from_proto(message).finish_reason is results.FinishReason.UNSPECIFIED
+
+
+def test_durations_become_seconds_and_lists_tuples() -> None:
+    timings = pb.Timings(preemptions=2)
+    timings.queue.FromMicroseconds(1_250_000)
+    assert results.from_proto(results.Timings, timings) == results.Timings(queue_seconds=1.25, preemptions=2)
+    model = results.from_proto(results.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3)))
+    assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
+    stats = results.from_proto(results.Stats, pb.GetStatsResponse(queue_seconds=pb.Quantiles(p99=2.0)))
+    assert stats.queue_seconds.p99 == 2.0

@@ -1,0 +1,141 @@
+"""FakeTransport: the example in its docstring is run, and it behaves as a server would for both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+
+from lineclear.client import AsyncClient, Client, FinishReason, HealthStatus
+from lineclear.client import testing as module
+from lineclear.client.testing import Answer, FakeTransport
+from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, QueueFull
+from lineclear.v1 import inference_pb2 as pb
+
+
+@pytest.fixture(params=["sync", "asyncio"])
+def ask(request: pytest.FixtureRequest) -> Any:
+    """A call of `generate` through either client."""
+
+    def generate(fake: FakeTransport, prompt: Any, *, max_attempts: int = 3, **params: Any) -> Any:
+        if request.param == "sync":
+            return Client(transport=fake, max_attempts=max_attempts).generate(prompt, **params)
+
+        async def run() -> Any:
+            return await AsyncClient(transport=fake, max_attempts=max_attempts).generate(prompt, **params)
+
+        return asyncio.run(run())
+
+    return generate
+
+
+def test_the_documented_example_works() -> None:
+    assert module.__doc__ is not None
+    lines = module.__doc__.splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    namespace: dict[str, Any] = {}
+    exec(example, namespace)
+    client, fake = namespace["client"], namespace["fake"]
+    assert client.generate("Flaky").text == "second time lucky"
+    assert len(fake.requests) == 3
+
+
+def test_a_script_by_prompt_knows_texts_tokens_and_conversations(ask: Any) -> None:
+    fake = FakeTransport({"hi": "hello you"})
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    for prompt in ("hi", [104, 105], turns):
+        result = ask(fake, prompt)
+        assert (result.text, result.finish_reason) == ("hello you", FinishReason.STOP_EOS)
+        assert bytes(result.token_ids) == b"hello you"
+    with pytest.raises(InvalidRequest, match="no reply to this prompt"):
+        ask(fake, "something else")
+
+
+def test_a_script_may_be_a_function_or_one_reply_for_all(ask: Any) -> None:
+    assert ask(FakeTransport(lambda request: request.text.upper()), "abc").text == "ABC"
+    fake = FakeTransport(["first", "then"])
+    assert [ask(fake, "x").text for _ in range(3)] == ["first", "then", "then"]
+
+
+def test_errors_before_and_in_the_middle_of_an_answer(ask: Any) -> None:
+    fake = FakeTransport([QueueFull("full", retry_after_seconds=0.0), Answer("half of", error=Drained("gone"))])
+    with pytest.raises(Drained):
+        ask(fake, "x")
+    assert len(fake.requests) == 2
+    with pytest.raises(QueueFull):
+        ask(FakeTransport(QueueFull("full", retry_after_seconds=0.0)), "x", max_attempts=1)
+
+
+def test_requests_are_recorded_as_they_would_have_been_sent(ask: Any) -> None:
+    fake = FakeTransport("ok")
+    ask(fake, "x", max_tokens=5, metadata={"Tenant": "a"}, timeout_seconds=9)
+    (call,) = fake.requests
+    assert call.message == pb.GenerateRequest(text="x", sampling={"max_tokens": 5})
+    assert call.metadata == (("tenant", "a"),)
+    assert call.timeout_seconds is not None
+    assert 8 < call.timeout_seconds <= 9
+
+
+def test_a_deadline_passes_in_a_delay(ask: Any) -> None:
+    with pytest.raises(DeadlineExceeded):
+        ask(FakeTransport(Answer("slow", delay_seconds=3600.0)), "x", timeout_seconds=0.02)
+
+
+def test_options_shape_the_answer(ask: Any) -> None:
+    answer = Answer(pieces=("ab", "c"), finish_reason=FinishReason.STOP_STRING, matched_stop="!", delay_seconds=0.001)
+    result = ask(FakeTransport(answer), "x", top_logprobs=2, token_timings=True, omit_text=True)
+    assert (result.text, result.token_ids, result.matched_stop) == ("", (97, 98, 99), "!")
+    assert [len(entry.top) for entry in result.logprobs] == [2, 2, 2]
+    assert len(result.token_times_seconds) == 3
+
+
+def test_cancelling_wakes_a_delay_and_is_counted_once() -> None:
+    fake = FakeTransport(Answer("slow", delay_seconds=3600.0))
+    with Client(transport=fake) as client, client.stream("x") as stream:
+        next(stream)
+        threading.Timer(0.02, stream.cancel).start()
+        with pytest.raises(Cancelled):
+            next(stream)
+
+    async def run() -> None:
+        slow = FakeTransport(Answer("slow", delay_seconds=3600.0))
+        async with AsyncClient(transport=slow) as client, client.stream("x") as stream:
+            await anext(stream)
+            asyncio.get_running_loop().call_later(0.02, stream.cancel)
+            with pytest.raises(Cancelled):
+                await anext(stream)
+        assert slow.cancelled == 1
+
+    asyncio.run(run())
+    assert (fake.cancelled, fake.closed) == (1, True)
+
+
+def test_a_finished_call_is_not_a_cancelled_one(ask: Any) -> None:
+    fake = FakeTransport("done")
+    ask(fake, "x")
+    assert fake.cancelled == 0
+
+
+def test_the_other_calls() -> None:
+    fake = FakeTransport()
+    fake.model.model_id = "mine"
+    fake.health = HealthStatus.NOT_SERVING
+    with Client(transport=fake) as client:
+        assert client.detokenize(client.tokenize("hé")) == "hé"
+        assert (client.model().model_id, client.stats().server_version) == ("mine", "fake")
+        assert client.health() is HealthStatus.NOT_SERVING
+        assert [call.path.rpartition("/")[2] for call in fake.calls] == [
+            "Tokenize", "Detokenize", "GetModel", "GetStats", "Check",
+        ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="closed"):
+        client.generate("x")
+
+
+def test_many_through_a_fake() -> None:
+    fake = FakeTransport(lambda request: Answer(request.text, delay_seconds=0.001))
+    prompts = [f"a{n}" for n in range(30)]
+    with Client(transport=fake) as client:
+        assert [result.text for result in client.generate_many(prompts, concurrency=4)] == prompts
