@@ -48,7 +48,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "glm4": _with(tf.Glm4Config, head_dim=8),
     "gpt2": lambda: tf.GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=48, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB_SIZE,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        eos_token_id=2,
+        tie_word_embeddings=False,
     ),
     "gpt_neox": _with(tf.GPTNeoXConfig, num_attention_heads=4),
     "gpt_oss": _with(
@@ -94,13 +100,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 """For each verified family, a configuration whose windows, caps and scales matter in a short test already."""
 
 
+def tiny_config(family: str) -> Any:
+    """A new configuration of `family`, to be changed at will."""
+    return CONFIGS[family]()
+
+
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A model of `family` with random weights, on the CPU."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=dtype)
+    model = tf.AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases and sinks start at zero, which would hide that they are lost.
-            if parameter.ndim > 1 or "norm" not in name:
+            if parameter.ndim > 1 or ("norm" not in name and "ln_" not in name):
                 parameter.normal_(0.0, 0.25)
     return model.eval()

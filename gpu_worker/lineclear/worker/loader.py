@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -76,7 +77,7 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
     config = _read_config(directory)
     _check_weights(directory)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype="auto" if dtype is None else dtype,
@@ -84,9 +85,15 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
             trust_remote_code=False,
             local_files_only=True,
             attn_implementation="eager",
+            output_loading_info=True,
         )
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelRefused(
+            f"the checkpoint lacks weights that config.json asks for: {len(missing)}, {missing[0]} first"
+        )
     model_id = directory.resolve().name if Path(source).is_dir() else source
     return adopt(model.to(device), model_id, max_model_len)
 

@@ -1,130 +1,102 @@
-"""What an operator may decide about a worker. A flag beats an environment variable beats the default.
+"""The worker process's settings: one frozen object, made once at start.
 
-Every field carries its own documentation; flags (`--num-blocks`), variables (`LINECLEAR_WORKER_NUM_BLOCKS`) and the
-configuration page are made from it. What is learned later (how many blocks fit) is not here: it travels in Hello.
+A flag beats an environment variable (LINECLEAR_WORKER_ and the name), which beats the default. Flags, variables and
+docs all derive from the fields here. What is learnt later (how many blocks fit, the context length) is not a setting;
+the worker says it in its Hello.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from typing import Any, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-
-class Device(StrEnum):
-    """Where the model runs."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-    MPS = "mps"
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackendName = Literal["auto", "torch_paged", "reference"]
 
 
-class Dtype(StrEnum):
-    """Number format of weights, activations and the KV cache."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class LogLevel(StrEnum):
-    """The least severe event that is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+class ConfigurationError(Exception):
+    """The process cannot start as configured; the message says what to change."""
 
 
 class WorkerSettings(BaseSettings):
-    """Settings of `lineclear-worker`, fixed for the life of the process."""
+    """Settings of lineclear-worker."""
 
     model_config = SettingsConfigDict(
-        env_prefix="LINECLEAR_WORKER_",
         frozen=True,
         extra="forbid",
-        validate_default=True,
-        cli_kebab_case=True,
+        env_prefix="LINECLEAR_WORKER_",
         cli_prog_name="lineclear-worker",
-        cli_hide_none_type=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_exit_on_error=False,
         cli_avoid_json=True,
+        cli_hide_none_type=True,
     )
 
-    model: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="A directory with config.json and safetensors weights, or the id of a Hugging Face repository"
-            " whose files are in the local cache. Nothing is downloaded.",
-        ),
-    ]
-    directory: Annotated[
-        Path,
-        Field(
-            description="The private directory (mode 0700) that holds the sockets shared with the scheduler; the"
-            " scheduler makes it."
-        ),
-    ]
-    device: Annotated[
-        Device,
-        Field(description="Where the model runs: auto takes cuda where there is one, then mps, then cpu."),
-    ] = Device.AUTO
-    dtype: Annotated[
-        Dtype,
-        Field(
-            description="Number format of weights, activations and KV cache. auto keeps the checkpoint's own, on a GPU"
-            " and on a CPU alike; a CPU without bfloat16 instructions is faster with float32."
-        ),
-    ] = Dtype.AUTO
-    attention_backend: Annotated[
-        str,
-        Field(
-            description="Which attention implementation reads the KV pages: auto, torch_paged, or reference (slow and"
-            " plain, the one the others are tested against)."
-        ),
-    ] = "auto"
-    block_size_tokens: Annotated[
-        int,
-        Field(ge=1, le=1024, description="Positions in a KV block, the unit in which memory is given and shared."),
-    ] = 16
-    num_blocks: Annotated[
-        int,
-        Field(ge=0, description="KV blocks in the pool. 0 sizes the pool from the memory that is free after loading."),
-    ] = 0
-    kv_memory_fraction: Annotated[
-        float,
-        Field(
-            ge=0.0,
-            lt=1.0,
-            description="With num_blocks 0: the share of the free memory that the pool may take. 0 means 0.85 on a GPU"
-            " and 0.5 on a CPU, whose memory others use too.",
-        ),
-    ] = 0.0
-    num_slots: Annotated[
-        int,
-        Field(ge=1, le=4096, description="Sequences that can be in progress at once."),
-    ] = 64
-    max_model_len: Annotated[
-        int,
-        Field(ge=0, description="The most positions (prompt and output) of a sequence. 0 takes the model's own limit."),
-    ] = 0
-    max_step_tokens: Annotated[
-        int,
-        Field(ge=1, description="The most tokens one step may compute; a plan with more is refused."),
-    ] = 2048
-    threads: Annotated[
-        int,
-        Field(ge=0, description="Compute threads on the CPU. 0 leaves the choice to torch (one a physical core)."),
-    ] = 0
-    log_level: Annotated[LogLevel, Field(description="The least severe event that is logged.")] = LogLevel.INFO
+    model: str = Field(
+        min_length=1,
+        description="Directory with config.json and safetensors weights, or the id of a Hugging Face repository whose"
+        " files are in the local cache. Nothing is downloaded.",
+    )
+    directory: str = Field(
+        min_length=1, description="Private directory (mode 0700, ours) of the sockets to the scheduler."
+    )
+
+    # --- where and how to compute ---
+    device: Device = Field("auto", description="Where the model runs. auto: cuda if there is one, then mps, then cpu.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Number format of weights, activations and KV cache. auto is the checkpoint's own, on a GPU and on"
+        " a CPU alike; a CPU without bfloat16 instructions is faster with float32.",
+    )
+    attention_backend: AttentionBackendName = Field(
+        "auto", description="Implementation of attention over KV pages. reference is slow, for comparison."
+    )
+    threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: torch's choice, one a core.")
+
+    # --- how much ---
+    block_size_tokens: int = Field(
+        16, ge=1, le=1024, description="Positions in a KV block, the unit in which the cache is given out and shared."
+    )
+    num_blocks: int = Field(
+        0, ge=0, le=2**31 - 2, description="KV blocks. 0: as many as fit in kv_memory_fraction of the free memory."
+    )
+    kv_memory_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the memory free after loading that the KV cache may take, when num_blocks is 0."
+        " 0: 0.85 on a GPU, 0.5 on a CPU, whose memory others use too.",
+    )
+    num_slots: int = Field(64, ge=1, le=4096, description="Most sequences in progress at once.")
+    max_model_len: int = Field(
+        0, ge=0, le=2**24, description="Most positions of a sequence, prompt and output together. 0: the model's limit."
+    )
+    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Most tokens computed in one step.")
+
+    # --- logs ---
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
 
 
-def parse(arguments: Sequence[str]) -> WorkerSettings:
-    """Settings from command-line `arguments` and the environment. Prints and exits on --help and on a usage error."""
-    return WorkerSettings(_cli_parse_args=list(arguments))  # type: ignore[call-arg]  # the rest comes from the sources
+def load(argv: Sequence[str]) -> WorkerSettings:
+    """The settings from flags and environment.
+
+    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help.
+    """
+    arguments: dict[str, Any] = {"_cli_parse_args": list(argv)}
+    try:
+        return WorkerSettings(**arguments)
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
+    except SettingsError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _sentence(error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    return f"{name}: {error['msg']}" if name else str(error["msg"])

@@ -18,8 +18,8 @@ class ReferenceAttention(AttentionBackend):
         super().__init__(*args, **kwargs)
         cells = self.num_blocks * self.block_size
         shapes = [(cells, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
-        self._keys = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
 
     def zero(self, blocks: Sequence[int]) -> None:
         for pool in (*self._keys, *self._values):

@@ -63,8 +63,10 @@ class TorchPagedAttention(AttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         shapes = [(x.num_kv_heads, self.num_blocks + 1, self.block_size * x.head_dim) for x in self.layers]
-        self._keys = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        # Not zeroed: a pool of gigabytes would take seconds to fill and its memory at once instead of as it is used.
+        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self.zero([self.num_blocks])
         self._windows = sorted({layer.window for layer in self.layers})
         self._kept = [torch.empty(0, dtype=self.dtype, device=self.device) for _ in range(2)]
 

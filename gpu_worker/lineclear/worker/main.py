@@ -1,0 +1,65 @@
+"""`lineclear-worker`: settings, model, runner, loop. Decides in which order a worker comes up, and its exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from lineclear import lifeline, logs
+from lineclear.sockets import SocketError
+
+from .loop import Exit, run
+from .settings import ConfigurationError, WorkerSettings, load
+
+log = structlog.get_logger()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
+    supervised = lifeline.hold()  # before anything slow, such as importing torch
+    try:
+        settings = load(sys.argv[1:] if argv is None else argv)
+    except ConfigurationError as error:
+        print(f"lineclear-worker: {error}", file=sys.stderr)
+        return Exit.CONFIGURATION
+    logs.configure("worker", settings.log_level, settings.log_format)
+    return _serve(settings, supervised)
+
+
+def _serve(settings: WorkerSettings, supervised: bool) -> int:
+    from .loader import ModelRefused
+    from .start import make_runner
+
+    log.info("worker_starting", **settings.model_dump(mode="json"))
+    began_at = time.monotonic()
+    try:
+        runner = make_runner(settings)
+    except (ModelRefused, ConfigurationError) as error:
+        log.error("model_refused", reason=str(error))
+        return Exit.CONFIGURATION
+    hello = runner.hello(0)
+    log.info(
+        "model_loaded",
+        seconds=round(time.monotonic() - began_at, 3),
+        model_id=hello.model_id,
+        family=hello.family,
+        device=hello.device,
+        dtype=hello.dtype,
+        attention_backend=hello.attention_backend,
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_model_len=hello.max_model_len,
+    )
+    try:
+        return run(runner, Path(settings.directory), supervised=supervised)
+    except SocketError as error:
+        log.error("sockets_refused", reason=str(error))
+        return Exit.CONFIGURATION
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""From settings to a runner: device, number format, threads, model."""
+
+from __future__ import annotations
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from .loader import load
+from .runner import ModelRunner
+from .settings import ConfigurationError, WorkerSettings
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_runner(settings: WorkerSettings) -> ModelRunner:
+    """Load the model. Raises ModelRefused, or ConfigurationError for a device that is not there."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    loaded = load(settings.model, choose_device(settings.device), _DTYPES[settings.dtype], settings.max_model_len)
+    return ModelRunner(
+        loaded,
+        num_blocks=settings.num_blocks,
+        kv_memory_fraction=settings.kv_memory_fraction,
+        block_size=settings.block_size_tokens,
+        num_slots=settings.num_slots,
+        max_step_tokens=settings.max_step_tokens,
+        attention_backend=settings.attention_backend,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting means. Raises ConfigurationError when this machine has none such."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, available in there.items() if available)
+    if not there[name]:
+        raise ConfigurationError(f"device: this machine has no {name} device that torch can use")
+    return torch.device(name)

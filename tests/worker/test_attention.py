@@ -1,0 +1,180 @@
+"""Every attention backend gives what the reference gives, reads nothing that is not its own, and waits for nobody."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
+from lineclear.worker.attention.backends import BACKENDS, choose
+from lineclear.worker.attention.reference import ReferenceAttention, attention
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
+
+
+@dataclass
+class Story:
+    """Sequences that grow step by step, a random shape each, over one pool."""
+
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = rng = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        self.block_size = rng.choice([1, 4, 16, 32])
+        self.layers = [self._layer() for _ in range(3)]
+        lengths = [rng.randint(1, 90) for _ in range(rng.randint(1, 9))]
+        self.tables = []
+        free = list(range(sum(-(-n // self.block_size) for n in lengths) + 5))
+        rng.shuffle(free)
+        self.num_blocks = len(free)
+        for n in lengths:
+            count = -(-n // self.block_size)
+            self.tables.append(np.array(free[:count], np.int64))
+            del free[:count]
+        self.lengths, self.done = lengths, [0] * len(lengths)
+
+    def _layer(self) -> LayerSpec:
+        rng = self.rng
+        kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7])
+        head_dim = rng.choice([4, 8, 24, 64])
+        return LayerSpec(
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scaling=rng.choice([0.5, 1.0, 1.5]) * head_dim**-0.5,
+            window=rng.choice([0, 0, 1, 7, 16, 40]),
+            softcap=rng.choice([0.0, 0.0, 2.5]),
+            sinks=torch.randn(kv_heads * group).to(self.device, self.dtype) if rng.random() < 0.3 else None,
+        )
+
+    def backend(self, backend_class: type[AttentionBackend], fill: float) -> AttentionBackend:
+        backend = backend_class(self.layers, self.num_blocks, self.block_size, self.dtype, self.device)
+        poison(backend, self.num_blocks, fill)
+        return backend
+
+    def steps(self) -> list[tuple[Batch, int]]:
+        """Batches that compute every sequence to its end, and their sizes."""
+        batches = []
+        while any(done < n for done, n in zip(self.done, self.lengths, strict=True)):
+            batches.append(self._step())
+        return [batch for batch in batches if batch[1]]
+
+    def _step(self) -> tuple[Batch, int]:
+        counts = {}
+        for i, (done, n) in enumerate(zip(self.done, self.lengths, strict=True)):
+            if done < n and self.rng.random() < 0.8:
+                counts[i] = 1 if self.rng.random() < 0.6 else self.rng.randint(1, n - done)
+        chunks, first = [], 0
+        for i in sorted(counts, key=lambda i: (counts[i] > 1, self.done[i])):
+            used = -(-(self.done[i] + counts[i]) // self.block_size)
+            chunks.append(Chunk(first, counts[i], self.done[i], self.tables[i][:used]))
+            first += counts[i]
+            self.done[i] += counts[i]
+        return make_batch(chunks, self.block_size), first
+
+    def qkv(self, layer: LayerSpec, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Laid out as transformers lays them out: [heads, tokens, dim], transposed."""
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        made = [torch.randn(h, num_tokens, layer.head_dim).to(self.device, self.dtype).transpose(0, 1) for h in heads]
+        return made[0], made[1], made[2]
+
+
+def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
+    """Every cell that a sequence may be given holds `fill`, as if its last owner had left it."""
+    pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
+    for pool in pools:
+        if pool.ndim == 3 and isinstance(backend, ReferenceAttention):
+            pool.fill_(fill)
+        else:
+            pool[:, :num_blocks] = fill
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"reference"}))
+def test_a_backend_equals_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
+    story = Story(seed, dtype, torch.device(device))
+    # What earlier owners left is NaN for the one and harmless for the other: reading any of it shows.
+    tested, oracle = story.backend(BACKENDS[name], float("nan")), story.backend(ReferenceAttention, 0.0)
+    for batch, num_tokens in story.steps():
+        tested.begin(batch)
+        oracle.begin(batch)
+        for i, layer in enumerate(story.layers):
+            q, k, v = story.qkv(layer, num_tokens)
+            found, wanted = tested.attend(i, q, k, v), oracle.attend(i, q, k, v)
+            assert found.shape == (num_tokens, layer.num_heads, layer.head_dim)
+            error = (found.float() - wanted.float()).abs().max().item()
+            assert error <= TOLERANCE[dtype], (layer, batch.chunks)
+
+
+def test_the_reference_by_hand() -> None:
+    """Two equal keys share the weight; a window of one leaves the last; a sink takes its share and gives nothing."""
+    q, keys = torch.zeros(1, 1, 2), torch.zeros(2, 1, 2)
+    values = torch.tensor([[[2.0, 0.0]], [[0.0, 4.0]]])
+
+    def attend(**changes: Any) -> list[float]:
+        layer = LayerSpec(1, 1, 2, 1.0, **changes)
+        return attention(layer, q, keys, values, 1).flatten().tolist()
+
+    assert attend() == [1.0, 2.0]
+    assert attend(window=1) == [0.0, 4.0]
+    assert attend(sinks=torch.zeros(1)) == pytest.approx([2 / 3, 4 / 3])
+
+
+def test_fresh_blocks_are_those_begun_and_not_filled() -> None:
+    blocks = np.array([7, 3, 9], np.int64)
+
+    def fresh(count: int, start: int) -> list[int]:
+        used = -(-(start + count) // 4)
+        return make_batch([Chunk(0, count, start, blocks[:used])], 4).fresh_blocks.tolist()
+
+    assert fresh(1, 0) == [7]  # begins block 7
+    assert fresh(1, 1) == []  # goes on in it
+    assert fresh(8, 0) == []  # fills 7 and 3
+    assert fresh(6, 0) == [3]  # fills 7, begins 3
+    assert fresh(3, 6) == [9]  # ends 3, begins 9
+    assert fresh(1, 8) == [9]
+
+
+def test_cells_are_block_and_offset() -> None:
+    batch = make_batch([Chunk(0, 1, 5, np.array([7, 3])), Chunk(1, 3, 2, np.array([1, 0]))], 4)
+    assert batch.cells.tolist() == [3 * 4 + 1, 1 * 4 + 2, 1 * 4 + 3, 0]
+    assert batch.num_single == 1
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
+    story = Story(3, torch.float32, torch.device("cpu"))
+    backend = story.backend(BACKENDS[name], 5.0)
+    backend.zero([1, 4])
+    pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
+    for pool, layer in zip(pools, story.layers * 2, strict=True):
+        zeros = int((pool == 0).sum())
+        padding = 0 if name == "reference" else 1  # the block that stays zero
+        assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
+
+
+def test_memory_of_a_block() -> None:
+    layers = [LayerSpec(8, 2, 64, 1.0), LayerSpec(8, 4, 32, 1.0)]
+    assert block_bytes(layers, 16, torch.bfloat16) == 16 * 2 * 2 * (2 * 64 + 4 * 32)
+
+
+def test_an_unknown_backend_is_named_with_those_there_are() -> None:
+    assert choose("auto", torch.device("cpu")) == "torch_paged"
+    with pytest.raises(ValueError, match=r"no attention backend 'fast'.*reference.*torch_paged"):
+        choose("fast", torch.device("cpu"))

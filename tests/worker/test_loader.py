@@ -1,0 +1,277 @@
+"""A model that could not be served correctly is refused at load, with a sentence that says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from support.families import VOCAB_SIZE, tiny_config, tiny_model
+
+from lineclear.worker.loader import ModelRefused, adopt, load
+
+CPU = torch.device("cpu")
+
+
+def saved(directory: Path, family: str = "llama", **config_changes: Any) -> Path:
+    """A checkpoint on disk."""
+    tiny_model(family).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config_changes))
+    return directory
+
+
+def refusal(source: str | Path) -> str:
+    with pytest.raises(ModelRefused) as caught:
+        load(str(source), CPU, None)
+    return str(caught.value)
+
+
+def from_config(config: Any) -> Any:
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+# --- what is loaded ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+    loaded = load(str(saved(tmp_path / "tiny-llama")), CPU, None)
+    assert (loaded.model_id, loaded.family, loaded.vocab_size) == ("tiny-llama", "llama", VOCAB_SIZE)
+    assert (loaded.max_model_len, loaded.eos_token_ids, loaded.dtype) == (256, (2,), torch.float32)
+    assert loaded.selects_rows
+
+
+def test_the_checkpoints_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert load(str(tmp_path), CPU, None).dtype is torch.bfloat16
+    assert load(str(tmp_path), CPU, torch.float32).dtype is torch.float32
+
+
+def test_eos_ids_are_those_of_the_generation_config() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [7, 5, VOCAB_SIZE + 3]
+    assert adopt(model).eos_token_ids == (5, 7)
+
+
+def test_a_shorter_context_can_be_chosen_and_a_longer_one_not() -> None:
+    assert adopt(tiny_model("llama"), max_model_len=100).max_model_len == 100
+    with pytest.raises(ModelRefused, match="max_model_len 300 is more than the 256 positions"):
+        adopt(tiny_model("llama"), max_model_len=300)
+
+
+def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
+    config = tf.Phi3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        pad_token_id=0,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        },
+    )
+    assert adopt(from_config(config)).max_model_len == 64
+
+
+def test_an_unverified_family_is_served_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    config = tf.NemotronConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    assert adopt(from_config(config)).family == "nemotron"
+    assert "model_family_not_verified" in capsys.readouterr().out
+
+
+# --- refused for its files -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_downloaded() -> None:
+    assert "neither a directory nor a repository in the local Hugging Face cache" in refusal("nobody/nothing-here")
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    assert "no config.json" in refusal(tmp_path)
+
+
+def test_pickled_weights(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "pickle files, which can run code" in refusal(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    assert "no *.safetensors weights" in refusal(tmp_path)
+
+
+def test_code_of_its_own_for_a_model_transformers_does_not_have(tmp_path: Path) -> None:
+    code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
+    assert "code that comes with a checkpoint is never run" in refusal(
+        saved(tmp_path, model_type="mine", auto_map=code)
+    )
+
+
+def test_code_of_its_own_is_not_needed_for_a_model_transformers_has(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
+    code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    assert load(str(saved(tmp_path, auto_map=code)), CPU, None).family == "llama"
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    changes = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert "quantised" in refusal(saved(tmp_path, **changes))
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    weights = saved(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot load this checkpoint" in refusal(tmp_path)
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    assert "lacks weights" in refusal(saved(tmp_path, num_hidden_layers=3))
+
+
+# --- refused for what it is ----------------------------------------------------------------------------------------
+
+
+def falcon() -> Any:
+    return tf.FalconConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+    )
+
+
+def bloom() -> Any:
+    return tf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=4)
+
+
+def gptj() -> Any:
+    return tf.GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
+
+
+def mamba() -> Any:
+    return tf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, state_size=4)
+
+
+def deepseek() -> Any:
+    return tf.DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+    )
+
+
+def jamba() -> Any:
+    return tf.JambaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    )
+
+
+def llama4() -> Any:
+    return tf.Llama4TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        num_local_experts=2,
+        max_position_embeddings=64,
+        attention_chunk_size=16,
+    )
+
+
+def bidirectional() -> Any:
+    config = tiny_config("gemma3_text")
+    config.use_bidirectional_attention = True
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (falcon, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
+        (bloom, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
+        (gptj, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
+        (mamba, "layers of type linear_attention are not supported"),
+        (jamba, "1 of the model's 2 layers call the attention interface|layers of type"),
+        (deepseek, "heads of unequal size .*multi-head latent attention"),
+        (llama4, "layers of type chunked_attention are not supported"),
+        (bidirectional, "attends to later tokens"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_an_attention_that_pages_cannot_carry(config: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(ModelRefused, match=reason):
+        adopt(from_config(config()))
+
+
+def test_a_window_that_the_layer_does_not_pass_on() -> None:
+    config = tiny_config("llama")
+    config.layer_types = ["sliding_attention", "full_attention"]
+    config.sliding_window = 8
+    with pytest.raises(ModelRefused, match="does not pass it to its attention"):
+        adopt(from_config(config))
+
+
+def test_a_model_with_a_state_beside_its_attention() -> None:
+    """Each token's embedding is mixed with that of the token before: invisible to the interface, seen by the probe."""
+    model = tiny_model("llama")
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
+    with pytest.raises(ModelRefused, match="its logits over paged attention are not its own"):
+        adopt(model)
+
+
+def test_a_vocabulary_with_fewer_embeddings_than_logits() -> None:
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Linear(48, VOCAB_SIZE + 5)
+    with pytest.raises(ModelRefused, match="no embedding for"):
+        adopt(model)

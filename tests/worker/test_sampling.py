@@ -1,0 +1,325 @@
+"""Sampling means what transformers' logits processors mean, and its draws follow the distribution they leave."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from lineclear.wire.types import Sampling
+from lineclear.worker import sampling as module
+from lineclear.worker.parameters import ParameterTable
+from lineclear.worker.rng import uniform
+from lineclear.worker.sampling import Sampled, sample
+
+CPU = torch.device("cpu")
+
+
+def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int], int]] | None = None) -> Sampled:
+    """Sample with one slot a row; `history` gives each row's tokens so far and how many of them were the prompt."""
+    history = history or [([0], 1)] * len(parameters)
+    table = ParameterTable(len(parameters), CPU)
+    tokens = torch.zeros(len(parameters), max(len(said) for said, _ in history) + 1, dtype=torch.int64)
+    for slot, (said, _) in enumerate(history):
+        table.enter(slot, parameters[slot])
+        tokens[slot, : len(said)] = torch.tensor(said)
+    slots = np.arange(len(parameters))
+    positions = np.array([len(said) for said, _ in history], np.int64)
+    rows = table.select(slots, positions, np.array([prompt for _, prompt in history], np.int64))
+    return sample(logits.clone(), rows, tokens)
+
+
+def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# --- greedy --------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
+    assert run(logits, [Sampling()] * 3).tokens.tolist() == [1, 0, 0]
+
+
+def test_ties_in_a_wide_bfloat16_row() -> None:
+    logits = torch.zeros(2, 50_000, dtype=torch.bfloat16)
+    logits[0, [40_001, 777, 30_000]] = 2.0
+    assert run(logits, [Sampling()] * 2).tokens.tolist() == [777, 0]
+
+
+# --- against transformers ------------------------------------------------------------------------------------------
+
+
+def kept_by_transformers(logits: Tensor, s: Sampling) -> Tensor:
+    """The distribution that transformers would draw from."""
+    processors: list[Any] = [tf.TemperatureLogitsWarper(s.temperature)]
+    if s.top_k:
+        processors.append(tf.TopKLogitsWarper(s.top_k))
+    if s.top_p < 1:
+        processors.append(tf.TopPLogitsWarper(s.top_p))
+    if s.min_p:
+        processors.append(tf.MinPLogitsWarper(s.min_p))
+    for processor in processors:
+        logits = processor(torch.zeros(1, 1, dtype=torch.int64), logits)
+    return torch.softmax(logits, dim=-1)
+
+
+def weights_of(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list[Sampling]) -> Tensor:
+    """The weights that our draw is made from."""
+    seen: list[Tensor] = []
+    pick = module._pick
+
+    def spy(weights: Tensor, noise: Tensor) -> Tensor:
+        seen.append(weights.clone())
+        return pick(weights, noise)
+
+    monkeypatch.setattr(module, "_pick", spy)
+    run(logits, parameters)
+    return seen[0]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 6000])
+def test_truncation_equals_transformers(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+    rng = random.Random(vocabulary)
+    parameters = [
+        Sampling(
+            temperature=rng.choice([0.01, 0.3, 0.8, 1.0, 2.0, 10.0]),
+            top_k=rng.choice([0, 0, 1, 2, 20, 300, vocabulary]),
+            top_p=rng.choice([1.0, 1.0, 0.01, 0.5, 0.9, 0.999]),
+            min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
+        )
+        for _ in range(80)
+    ]
+    logits = random_logits(80, vocabulary)
+    weights = weights_of(monkeypatch, logits, parameters)
+    for row, s in enumerate(parameters):
+        wanted = kept_by_transformers(logits[row : row + 1], s)[0]
+        found = weights[row] / weights[row].sum()
+        assert torch.equal(found > 0, wanted > 0), s
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    logits = random_logits(3, 40)
+    said = [[3, 5, 5, 9], [1, 2, 3, 4, 5, 6, 7], [39]]
+    parameters = [Sampling(repetition_penalty=p, logprobs=40) for p in (1.3, 0.5, 4.0)]
+    found = run(logits, parameters, [(tokens, 1) for tokens in said])
+    for row, (tokens, s) in enumerate(zip(said, parameters, strict=True)):
+        processor = tf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)
+        wanted = torch.log_softmax(processor(torch.tensor([tokens]), logits[row : row + 1].clone()), dim=-1)[0]
+        torch.testing.assert_close(all_logprobs(found, row, 40), wanted)
+
+
+def all_logprobs(sampled: Sampled, row: int, vocabulary: int) -> Tensor:
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    return torch.zeros(vocabulary).scatter(0, sampled.top_ids[row], sampled.top_logprobs[row])
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.zeros(3, 8)
+    s = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logprobs=8)
+    history = [([1, 1, 2, 3, 3, 3, 4], 3), ([1, 1, 2], 3), ([7, 6], 1)]
+    found = run(logits, [s, s, s], history)
+    changed = [
+        torch.tensor([0, 0, 0, -1.25, -0.75, 0, 0, 0]),
+        torch.zeros(8),
+        torch.tensor([0, 0, 0, 0, 0, 0, -0.75, 0]),
+    ]
+    for row, wanted in enumerate(changed):
+        torch.testing.assert_close(all_logprobs(found, row, 8), torch.log_softmax(wanted, dim=-1))
+
+
+def test_penalties_leave_other_rows_alone() -> None:
+    logits = random_logits(3, 40)
+    penalised = Sampling(repetition_penalty=2.0, presence_penalty=1.0, logprobs=40)
+    found = run(logits, [Sampling(logprobs=40), penalised, Sampling(logprobs=40)], [([1, 2, 3], 1)] * 3)
+    plain = torch.log_softmax(logits, dim=-1)
+    torch.testing.assert_close(all_logprobs(found, 0, 40), plain[0])
+    torch.testing.assert_close(all_logprobs(found, 2, 40), plain[2])
+    assert not torch.allclose(all_logprobs(found, 1, 40), plain[1])
+
+
+# --- lists ---------------------------------------------------------------------------------------------------------
+
+
+def test_bias_bans_and_allowances() -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0, 3.0, 4.0, 5.0]]).repeat(6, 1)
+    parameters = [
+        Sampling(banned_ids=(0, 5)),
+        Sampling(allowed_ids=(1, 2)),
+        Sampling(allowed_ids=(1, 2), banned_ids=(2,)),
+        Sampling(logit_bias=((3, 100.0), (0, -100.0))),
+        Sampling(allowed_ids=(1, 3), logit_bias=((1, 50.0),)),
+        Sampling(),
+    ]
+    assert run(logits, parameters).tokens.tolist() == [4, 2, 1, 3, 1, 0]
+
+
+def test_a_bias_is_added_before_penalties() -> None:
+    # 1 + 3 = 4, halved by the repetition penalty: 2. The other way round it would be 3.5.
+    found = run(torch.tensor([[1.0, 0.0]]), [Sampling(logit_bias=((0, 3.0),), repetition_penalty=2.0, logprobs=2)])
+    torch.testing.assert_close(all_logprobs(found, 0, 2), torch.log_softmax(torch.tensor([2.0, 0.0]), dim=-1))
+
+
+def test_stop_tokens_are_banned_until_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 1.0, 9.0]]).repeat(3, 1)
+    s = Sampling(stop_ids=(2,), min_tokens=2)
+    history = [([0, 0], 2), ([0, 0, 1], 2), ([0, 0, 1, 1], 2)]
+    assert run(logits, [s] * 3, history).tokens.tolist() == [1, 1, 2]
+
+
+def test_a_row_with_nothing_left_to_say_is_bad() -> None:
+    found = run(torch.zeros(2, 4), [Sampling(allowed_ids=(1,), banned_ids=(1,), temperature=1.0), Sampling()])
+    assert found.bad.tolist() == [True, False]
+
+
+# --- not finite ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bad_row_is_found_and_its_neighbours_do_not_notice(poison: float, dtype: torch.dtype) -> None:
+    logits = random_logits(4, 5000).to(dtype)
+    parameters = [Sampling(temperature=1.0, top_p=0.9, seed=i, logprobs=2) for i in range(4)]
+    clean = run(logits, parameters)
+    logits[1, 4321] = poison
+    found = run(logits, parameters)
+    assert found.bad.tolist() == [False, True, False, False]
+    assert found.tokens.tolist() == [clean.tokens[0].item(), 0, clean.tokens[2].item(), clean.tokens[3].item()]
+    assert run(logits, [Sampling()] * 4).bad.tolist() == [False, True, False, False]
+
+
+def test_ids_the_model_never_says_do_not_make_a_row_bad() -> None:
+    logits = random_logits(2, 20)
+    logits[:, 7:] = -math.inf
+    found = run(logits, [Sampling(temperature=1.0, seed=3), Sampling()])
+    assert not found.bad.any()
+    assert found.tokens.max() < 7
+
+
+# --- logprobs ------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_before_temperature_and_truncation() -> None:
+    logits = random_logits(3, 100)
+    parameters = [
+        Sampling(temperature=0.3, top_k=1, logprobs=5),
+        Sampling(),
+        Sampling(temperature=1.5, top_p=0.5, seed=9, logprobs=0),
+    ]
+    found = run(logits, parameters)
+    wanted = torch.log_softmax(logits, dim=-1)
+    assert found.logprobs is not None
+    assert found.top_ids is not None
+    torch.testing.assert_close(found.logprobs, wanted[[0, 2], found.tokens[[0, 2]]])
+    assert found.top_ids[0].tolist() == wanted[0].topk(5).indices.tolist()
+
+
+def test_equal_logprobs_are_listed_lowest_id_first() -> None:
+    found = run(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [Sampling(logprobs=4)])
+    assert found.top_ids is not None
+    assert found.top_ids.tolist() == [[1, 2, 4, 0]]
+
+
+# --- noise and distribution ----------------------------------------------------------------------------------------
+
+
+def test_noise_is_uniform_and_fresh_for_every_seed_and_position() -> None:
+    seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(500, dtype=np.int64))
+    noise = uniform(seeds.ravel(), positions.ravel())
+    assert 0 <= noise.min() < 1e-4
+    assert 1 - 1e-4 < noise.max() < 1
+    assert len(np.unique(noise)) == noise.size
+    assert chi_square(np.histogram(noise, bins=64, range=(0, 1))[0], np.full(64, 1 / 64)) < bound(63)
+    grid = noise.reshape(500, 200)
+    for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
+
+
+def test_noise_never_changes() -> None:
+    """Stored seeds must give the same answers in every release: a change here breaks what users rely on."""
+    noise = uniform(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 2**20], np.int64))
+    assert noise.tolist() == [0.28176129772258496, 0.36818951565166946, 0.1602476128897703]
+
+
+def chi_square(observed: Any, probabilities: Any) -> float:
+    expected = np.asarray(probabilities) * observed.sum()
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+def bound(degrees: int) -> float:
+    """Exceeded by chance about once in a hundred thousand (Wilson and Hilferty's approximation)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.3 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=6),
+        Sampling(temperature=1.3, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=2.0, top_k=9, top_p=0.9, min_p=0.05),
+    ],
+    ids=lambda s: f"t{s.temperature}k{s.top_k}p{s.top_p}m{s.min_p}",
+)
+def test_draws_follow_the_distribution(s: Sampling) -> None:
+    logits = random_logits(1, 12, seed=4) / 2
+    draws = 20_000
+    tokens = run(logits.repeat(draws, 1), [replace(s, seed=i) for i in range(draws)]).tokens
+    observed = torch.bincount(tokens, minlength=12).numpy()
+    probabilities = kept_by_transformers(logits, s)[0].double().numpy()
+    assert (observed[probabilities == 0] == 0).all()
+    kept = probabilities > 0
+    assert chi_square(observed[kept], probabilities[kept] / probabilities.sum()) < bound(int(kept.sum()) - 1)
+
+
+def test_draws_of_one_seed_over_positions_follow_the_distribution() -> None:
+    logits = random_logits(1, 12, seed=4) / 2
+    history = [([0] * n, 1) for n in range(1, 3001)]
+    tokens = run(logits.repeat(3000, 1), [Sampling(temperature=1.0, seed=77)] * 3000, history).tokens
+    probabilities = torch.softmax(logits[0].double(), dim=-1).numpy()
+    assert chi_square(torch.bincount(tokens, minlength=12).numpy(), probabilities) < bound(11)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    rng = random.Random(1)
+    logits = random_logits(40, 7000)
+    parameters = [
+        Sampling(
+            temperature=rng.choice([0.0, 0.5, 1.0, 5.0]),
+            top_k=rng.choice([0, 1, 40]),
+            top_p=rng.choice([1.0, 0.9, 0.99999]),
+            min_p=rng.choice([0.0, 0.02]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            seed=rng.getrandbits(64),
+            logprobs=rng.choice([-1, 3]),
+        )
+        for _ in range(40)
+    ]
+    history = [([rng.randrange(7000) for _ in range(rng.randint(2, 30))], 1) for _ in range(40)]
+    together = run(logits, parameters, history).tokens.tolist()
+    alone = [run(logits[i : i + 1], [parameters[i]], [history[i]]).tokens.item() for i in range(40)]
+    assert together == alone
+
+
+def test_the_draw_is_the_inverse_of_the_running_sum() -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]])
+    for noise, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.9, 3), (1 - 2**-52, 3)):
+        assert module._pick(weights, torch.tensor([[noise]], dtype=torch.float64)).tolist() == [token]
+
+
+def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None:
+    weights = torch.rand(20, 3001, generator=torch.Generator().manual_seed(0)) ** 8
+    noise = torch.rand(20, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    running = weights.double().cumsum(dim=-1)
+    wanted = (running <= noise * running[:, -1:]).sum(dim=-1)
+    assert module._pick(weights, noise).tolist() == wanted.tolist()
