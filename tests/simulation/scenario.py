@@ -1,0 +1,166 @@
+"""What a seed stands for: limits, workers, a crowd of requests and a share of faults. Draws only; nothing happens here.
+
+Swarm testing: each seed switches most faults and policies off and turns the rest up, so that few things happen often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Sampling
+
+_FAULTS = ("cancel", "stop", "crash", "replace", "oom", "oov", "malformed", "stale", "forget", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one worker can hold."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    max_model_len: int
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything about a run that is fixed before its first call."""
+
+    seed: int
+    liveness: bool
+    """Faults stop at the end of `ticks`, and then all must finish. Otherwise faults go on to the end."""
+    ticks: int
+    limits: CoreLimits
+    capacity: Capacity
+    vocab_size: int
+    weights: dict[str, float]
+    """How often each kind of thing happens."""
+    late: float
+    """Share of turns in which the engine does not plan, or not all it could."""
+    bad_per_mille: int
+    """Share of contexts whose logits are not finite."""
+    step_seconds: tuple[float, float, float]
+    codec: bool
+    """Messages cross the wire codec in the second run."""
+    templates: tuple[tuple[int, ...], ...]
+    salts: tuple[bytes, ...]
+    deadlines: float
+    """Share of requests with one."""
+    num_ids: int
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed: even ones run under faults to the end, odd ones in peace."""
+    rng = random.Random(seed)
+    capacity = draw_capacity(rng)
+    vocab_size = rng.choice((3, 5, 17, 97))
+    weights = {"submit": rng.choice((0.5, 1.0, 3.0)), "burst": rng.choice((0.0, 0.2, 0.6)), "idle": 0.3}
+    weights["launch"] = rng.choice((2.0, 5.0))
+    weights["deliver"] = rng.choice((2.0, 5.0))
+    for fault in _FAULTS:
+        if rng.random() < 0.35:
+            weights[fault] = rng.choice((0.05, 0.2, 0.8)) * (0.15 if fault in ("drain", "replace", "oom") else 1.0)
+    return Scenario(
+        seed=seed,
+        liveness=seed % 2 == 1,
+        ticks=rng.choice((30, 60, 90, 120)),
+        limits=_draw_limits(rng),
+        capacity=capacity,
+        vocab_size=vocab_size,
+        weights=weights,
+        late=rng.choice((0.0, 0.0, 0.3)),
+        bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
+        step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
+        codec=rng.random() < 0.25,
+        templates=tuple(
+            tuple(rng.randrange(vocab_size) for _ in range(rng.choice((4, 20, 60)))) for _ in range(rng.randrange(3))
+        ),
+        salts=(b"", b"a", b"b")[: rng.randint(1, 3)],
+        deadlines=rng.choice((0.0, 0.0, 0.2, 0.7)),
+        num_ids=rng.choice((6, 1000, 1000, 1000)),
+    )
+
+
+def draw_capacity(rng: random.Random) -> Capacity:
+    """A worker from tiny to roomy."""
+    return Capacity(
+        num_blocks=rng.choice((rng.randint(1, 8), rng.randint(4, 24), rng.randint(16, 64))),
+        block_size=rng.choice((1, 2, 3, 4, 4, 8, 16)),
+        num_slots=rng.randint(1, 8),
+        max_model_len=rng.choice((12, 40, 64, 200)),
+        max_step_tokens=rng.choice((rng.randint(1, 16), 64, 4096)),
+    )
+
+
+def _draw_limits(rng: random.Random) -> CoreLimits:
+    return CoreLimits(
+        max_batch_size=rng.randint(1, 8),
+        target_batch_tokens=rng.choice((rng.randint(1, 4), rng.randint(1, 16), rng.randint(16, 64))),
+        pipeline_depth=rng.randint(1, 3),
+        max_queue_size=rng.choice((rng.randint(1, 4), rng.randint(4, 40), 1000)),
+        max_queue_tokens=rng.choice((rng.randint(1, 100), 400, 1_000_000)),
+        max_preemptions=rng.randint(0, 4),
+        max_bypasses=rng.choice((0, 1, 3, 16)),
+        prefix_cache=rng.random() < 0.7,
+        cache_secret=b"secret" if rng.random() < 0.5 else b"",
+        strategy=rng.choice(tuple(STRATEGIES)),
+        order=rng.choice(tuple(ORDERS)),
+        victim=rng.choice(tuple(VICTIMS)),
+        policy=PolicySettings(
+            min_batch_size=rng.choice((1, 1, 2, 4)),
+            batch_timeout_seconds=rng.choice((0.0, 0.05, 0.1, rng.random())),
+            ageing_seconds=rng.choice((0.01, 1.0, 30.0)),
+            inter_token_target_seconds=rng.choice((0.0, 0.005, 0.05, 0.2)),
+        ),
+    )
+
+
+def draw_request(
+    rng: random.Random, scenario: Scenario, number: int, now: float, told: Sequence[tuple[int, ...]]
+) -> Request:
+    """One of the crowd. `number` becomes its seed, by which the oracle knows it; `told` are prompts with their answers,
+    some of which go on as the next turn of a conversation."""
+    capacity, vocab_size = scenario.capacity, scenario.vocab_size
+    room = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
+    length = min(
+        rng.choice((1, rng.randint(1, 6), rng.randint(1, 24), rng.randint(1, max(1, room // 2)), rng.randint(1, room))),
+        200,
+    )
+    prompt: list[int] = []
+    if told and rng.random() < 0.2:
+        prompt += told[rng.randrange(len(told))]
+    elif scenario.templates and rng.random() < 0.6:
+        template = rng.choice(scenario.templates)
+        prompt += template[: rng.randint(1, len(template))]
+    prompt = prompt[:length]
+    prompt += [rng.randrange(vocab_size) for _ in range(length - len(prompt))]
+    max_tokens = 1 if rng.random() < 0.15 else rng.randint(1, 24)
+    if rng.random() < 0.9:
+        max_tokens = max(1, min(max_tokens, room - length))
+    eos = frozenset({0}) if rng.random() < 0.6 else frozenset()
+    stop = frozenset({rng.randrange(vocab_size)}) - eos if rng.random() < 0.2 else frozenset()
+    deadline = None
+    if rng.random() < scenario.deadlines:
+        deadline = now + rng.choice((-0.1, 0.0, rng.random() * 0.1, rng.random() * 3))
+    return Request(
+        request_id=f"r{rng.randrange(scenario.num_ids) if scenario.num_ids < 1000 else number}",
+        prompt=tuple(prompt),
+        sampling=Sampling(
+            seed=number,
+            stop_ids=tuple(sorted(eos | stop)),
+            min_tokens=rng.choice((0, 0, 0, rng.randint(1, 8))) if len(eos | stop) < vocab_size else 0,
+            logprobs=rng.choice((-1, -1, -1, 0, 2)),
+        ),
+        max_tokens=max_tokens,
+        eos_ids=eos,
+        stop_ids=stop,
+        priority=rng.choice((128, 128, 0, 3, 255)),
+        deadline=deadline,
+        cache_salt=rng.choice(scenario.salts),
+    )
