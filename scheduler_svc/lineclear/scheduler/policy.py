@@ -41,9 +41,10 @@ class View:
     """Keys and values the running sequences read in a step."""
     model: StepModel
 
-    def waited(self) -> float:
-        """Seconds the oldest waiting request has waited."""
-        return 0.0 if self.oldest_arrival is None else self.now - self.oldest_arrival
+    def has_waited(self, seconds: float) -> bool:
+        """Whether the oldest waiting request has waited this long."""
+        # Not `now - arrival >= seconds`: at the very moment `arrival + seconds` that may be false by a rounding error.
+        return self.oldest_arrival is not None and self.now >= self.oldest_arrival + seconds
 
 
 class Strategy(Protocol):
@@ -89,7 +90,7 @@ class Continuous:
             view.num_active > 0
             or view.draining
             or view.num_waiting >= min(self._settings.min_batch_size, view.num_slots)
-            or view.waited() >= self._settings.batch_timeout_seconds
+            or view.has_waited(self._settings.batch_timeout_seconds)
         )
 
 
@@ -132,7 +133,7 @@ class DynamicTimeout(Continuous):
         full = view.num_waiting >= max(1, free) or (
             self._settings.min_batch_size > 1 and view.num_waiting >= self._settings.min_batch_size
         )
-        return full or view.draining or view.waited() >= self._settings.batch_timeout_seconds
+        return full or view.draining or view.has_waited(self._settings.batch_timeout_seconds)
 
 
 class Adaptive(Continuous):
