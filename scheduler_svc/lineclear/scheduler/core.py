@@ -174,7 +174,8 @@ class Scheduler:
             heapq.heappop(self._deadlines)
         moments = [self._deadlines[0][0]] if self._deadlines else []
         oldest = self._fresh.oldest()
-        if oldest is not None and self._hello is not None:
+        # While the pipeline is full nobody can join, and the result that makes room will be heard of.
+        if oldest is not None and self._hello is not None and len(self._flights) < self.limits.pipeline_depth:
             # At its own arrival it has not waited yet, so the strategy names the moment that ends the wait. Once plan()
             # was called past that moment, time has no more to add.
             moment = self._world.strategy.next_moment(self._world.view(oldest.arrival))
