@@ -270,6 +270,10 @@ class Scheduler:
             raise BadResult(f"step {result.step} is not the oldest in flight")
         if len(result.tokens) != len(flight.samples) or len(result.logprobs) not in (0, len(flight.samples)):
             raise BadResult(f"{len(result.tokens)} tokens for {len(flight.samples)} samples")
+        if not all(0 <= index < len(flight.samples) for index in result.bad_rows):
+            raise BadResult(f"a bad row beyond the {len(flight.samples)} samples")
+        if not 0.0 <= result.step_seconds < float("inf"):  # NaN fails this too
+            raise BadResult(f"a step of {result.step_seconds} seconds")
         self._flights.popleft()
         self._world.model.observe(flight.num_tokens, flight.kv_tokens, result.step_seconds)
         events: list[Event] = []
