@@ -1,8 +1,35 @@
-"""Engine, both links and the worker's loop together: real sockets, real worker processes, exact answers."""
+"""The engine over real sockets and real worker processes: what goes in, what comes out, and in which order."""
 
 from __future__ import annotations
 
-from support.world import World, request
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from support.toy_worker import ToyOptions
+from support.world import Stream, World, eventually, request
+
+from lineclear.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    LineclearError,
+    PromptTooLong,
+    QueueFull,
+    WorkerUnavailable,
+)
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.engine import EngineLimits
+from lineclear.scheduler.events import Event, Failed, Finished, FinishReason
+from lineclear.scheduler.sequence import Request
+
+SLOW = ToyOptions(min_step_seconds=0.02, max_step_seconds=0.02)
+
+
+def error_of(stream: Stream) -> LineclearError:
+    assert isinstance(stream.end, Failed)
+    return stream.end.error
 
 
 def test_many_answers_are_exact_through_sockets() -> None:
@@ -16,3 +43,190 @@ def test_many_answers_are_exact_through_sockets() -> None:
         snapshot = world.engine.snapshot()
         assert snapshot.incarnation == 1
         assert snapshot.link.bad_frames == snapshot.link.stale_messages == 0
+
+
+def test_requests_from_many_threads_are_all_answered() -> None:
+    with World() as world:
+        world.start_worker()
+        streams: list[Stream] = []
+
+        def send(first: int) -> None:
+            streams.extend([world.submit(request(i, max_tokens=10)) for i in range(first, first + 10)])
+
+        threads = [threading.Thread(target=send, args=(10 * i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(streams) == 80
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+
+
+def test_stop_tokens_end_an_answer() -> None:
+    with World() as world:
+        world.start_worker()
+        streams = [world.submit(request(i, max_tokens=200, stop_ids=frozenset(range(10)))) for i in range(20)]
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+            assert isinstance(stream.end, Finished)
+            assert stream.end.reason is FinishReason.STOP_TOKEN
+
+
+def test_a_cancelled_request_ends_and_its_neighbours_do_not_notice() -> None:
+    with World(options=SLOW) as world:
+        world.start_worker()
+        streams = [world.submit(request(i, max_tokens=50)) for i in range(4)]
+        world.wait(lambda: len(streams[0].tokens) > 5)
+        world.engine.cancel("r0")
+        world.engine.cancel("r1", WorkerUnavailable("given up"))
+        world.engine.cancel("nobody")
+        world.wait_ended(streams)
+        assert isinstance(error_of(streams[0]), Cancelled)
+        assert isinstance(error_of(streams[1]), WorkerUnavailable)
+        for stream in streams[2:]:
+            stream.check(world.options.vocab_size)
+
+
+def test_a_stop_string_found_by_the_service_completes_the_answer() -> None:
+    with World(options=SLOW) as world:
+        world.start_worker()
+        stream = world.submit(request(1, max_tokens=200))
+        world.wait(lambda: len(stream.tokens) >= 6)
+        world.engine.finish("r1", 5)
+        world.wait_ended([stream])
+        assert isinstance(stream.end, Finished)
+        assert stream.end.reason is FinishReason.STOP_STRING
+        assert stream.end.record.completion_tokens == 5
+
+
+def test_a_deadline_passes_without_any_message_to_wake_the_engine() -> None:
+    with World() as world:
+        begin = time.monotonic()
+        stream = world.submit(Request("late", (1, 2, 3), request(1).sampling, 5, deadline=begin + 0.1))
+        world.wait_ended([stream])
+        assert isinstance(error_of(stream), DeadlineExceeded)
+        assert 0.1 <= time.monotonic() - begin < 1.0
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
+    with World(options=SLOW) as world:
+        world.start_worker()
+        before = world.submit(request(1))
+        world.engine.drain()
+        after = world.submit(request(2))
+        world.wait_ended([before, after])
+        before.check(world.options.vocab_size)
+        assert isinstance(error_of(after), Draining)
+
+
+def test_a_request_the_core_refuses_fails_with_the_reason() -> None:
+    with World() as world:
+        world.start_worker()
+        world.wait_joined()
+        stream = world.submit(request(1, prompt_len=500, max_tokens=500))
+        world.wait_ended([stream])
+        assert isinstance(error_of(stream), PromptTooLong)
+
+
+def test_more_requests_than_the_inbox_holds_are_refused_and_the_rest_are_exact() -> None:
+    with World(engine=EngineLimits(max_inbox=10)) as world:
+        world.start_worker()
+        world.wait_joined()
+        with world.held():  # the engine sits in publish() and cannot empty its inbox
+            streams = [world.submit(request(i)) for i in range(15)]
+        world.wait_ended(streams)
+        for stream in streams[:10]:
+            stream.check(world.options.vocab_size)
+        for stream in streams[10:]:
+            assert isinstance(error_of(stream), QueueFull)
+            assert error_of(stream).retry_after_seconds is not None
+
+
+def test_a_full_queue_is_the_cores_word() -> None:
+    with World(core=CoreLimits(max_queue_size=3)) as world:
+        streams = [world.submit(request(i)) for i in range(5)]
+        world.wait_ended(streams[3:])
+        world.start_worker()
+        world.wait_ended(streams)
+        assert [type(s.end) for s in streams] == [Finished] * 3 + [Failed] * 2
+
+
+def test_the_death_of_the_engine_is_loud() -> None:
+    world = World()
+    with world:
+        world.start_worker()
+        world.wait_joined()
+
+        def broken(now: float) -> None:
+            raise KeyError("a bug")
+
+        world.core.expire = broken  # type: ignore[assignment]
+        world.engine.submit(request(1))
+        world.wait(lambda: bool(world.fatal))
+        assert isinstance(world.engine.failure, KeyError)
+        assert world.fatal == [world.engine.failure]
+
+
+def test_plans_are_sent_before_their_events_are_published() -> None:
+    """A reader that takes its time does not keep the device waiting: the worker computes meanwhile."""
+    with World() as world:
+        world.start_worker()
+        world.wait_joined()
+        sent: list[int] = []
+
+        def slow(events: Sequence[Event]) -> None:
+            sent.append(world.link.counters.plans)
+
+        world.on_publish = slow
+        stream = world.submit(request(1, max_tokens=5))
+        world.wait_ended([stream])
+        assert sent[0] >= 1, "the first events came before the first plan"
+
+
+def test_a_snapshot_tells_what_was_done() -> None:
+    with World() as world:
+        assert world.engine.worker is None
+        world.start_worker()
+        streams = [world.submit(request(i, max_tokens=100)) for i in range(30)]
+        world.wait_ended(streams)
+        eventually(lambda: world.engine.snapshot().core.counters.requests_finished == 30)
+        snapshot = world.engine.snapshot()
+        assert snapshot.hello == world.engine.worker
+        assert snapshot.core.steps_in_flight == snapshot.core.requests_running == 0
+        steps = snapshot.core.counters.steps
+        assert snapshot.link.plans == steps == len(snapshot.step_times)
+        assert [t.step for t in snapshot.step_times] == list(range(1, steps + 1))
+        assert sum(t.num_rows for t in snapshot.step_times) == snapshot.core.counters.rows
+        assert all(0 < t.total_seconds < 60 for t in snapshot.step_times)
+        assert snapshot.link.bytes_sent > snapshot.link.bytes_received > 0
+        for seconds in (
+            snapshot.link.encode_seconds,
+            snapshot.link.decode_seconds,
+            snapshot.counters.plan_seconds,
+            snapshot.counters.apply_seconds,
+            snapshot.counters.publish_seconds,
+        ):
+            assert 0 < seconds < 60
+
+
+def test_an_idle_engine_turns_only_for_heartbeats() -> None:
+    with World(options=ToyOptions(heartbeat_seconds=0.1)) as world:
+        world.start_worker()
+        world.wait_joined()
+        eventually(lambda: world.engine.snapshot().link.messages >= 2)
+        before = world.engine.snapshot()
+        eventually(lambda: world.engine.snapshot().link.messages >= before.link.messages + 10)
+        after = world.engine.snapshot()
+        assert after.counters.turns - before.counters.turns <= 3 * (after.link.messages - before.link.messages)
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_stop_ends_the_thread_and_leaves_the_link_to_the_caller(num_stops: int) -> None:
+    with World() as world:
+        for _ in range(num_stops):
+            world.engine.stop()
+        assert world.link.receive() == []
+        world.engine.submit(request(1))  # into the void, without harm

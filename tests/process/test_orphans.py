@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.toy_worker import ToyOptions
-from support.world import ENVIRONMENT, World, eventually, request, short_directory
+from support.world import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
 
 from lineclear.lifeline import ORPHANED, Lifeline, hold
 
@@ -27,36 +26,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-class ToyScheduler:
-    """A scheduler process; supervises a toy worker if it is given the options of one. Ends with the `with` block."""
-
-    def __init__(self, directory: Path, num_streams: int = 0, options: ToyOptions | None = None) -> None:
-        worker = options.arguments(directory) if options else []
-        command = [sys.executable, "-m", "support.toy_scheduler", str(directory), str(num_streams), json.dumps(worker)]
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> ToyScheduler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end(signal.SIGKILL)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def hear(self, key: str) -> int:
-        """The pid in the next line that has `key`."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if key in (said := json.loads(line)):
-                return int(said[key])
-        raise AssertionError(f"the scheduler ended before it said {key}")
-
-    def end(self, number: signal.Signals) -> int:
-        """Send a signal and reap."""
-        self.process.send_signal(number)
-        return self.process.wait(20)
 
 
 @pytest.fixture

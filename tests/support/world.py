@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from support.toy import expected
@@ -99,6 +102,7 @@ class World:
         self.supervisor: Supervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         self.core = Scheduler(core or CoreLimits(max_batch_size=self.options.num_slots))
+        self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
         self._changed = threading.Condition()
 
         self.link = Link(self.directory)
@@ -167,7 +171,25 @@ class World:
             self.fatal.append(error)
             self._changed.notify_all()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the engine from doing anything."""
+        entered, released = threading.Event(), threading.Event()
+
+        def hold(events: Sequence[Event]) -> None:
+            self.on_publish = lambda events: None
+            entered.set()
+            released.wait()
+
+        self.on_publish = hold
+        bait = self.submit(request(10_000, max_tokens=1))
+        assert entered.wait(10.0)
+        yield
+        released.set()
+        self.wait_ended([bait])
+
     def _publish(self, events: Sequence[Event]) -> None:
+        self.on_publish(events)
         with self._changed:
             for event in events:
                 if isinstance(event, WorkerJoined):
@@ -177,6 +199,36 @@ class World:
                 else:
                     self.streams[event.request_id].hear(event)
             self._changed.notify_all()
+
+
+class ToyScheduler:
+    """A scheduler process; supervises a toy worker if it is given the options of one. Ends with the `with` block."""
+
+    def __init__(self, directory: Path, num_streams: int = 0, options: ToyOptions | None = None) -> None:
+        worker = options.arguments(directory) if options else []
+        command = [sys.executable, "-m", "support.toy_scheduler", str(directory), str(num_streams), json.dumps(worker)]
+        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> ToyScheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def hear(self, key: str) -> int:
+        """The pid in the next line that has `key`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if key in (said := json.loads(line)):
+                return int(said[key])
+        raise AssertionError(f"the scheduler ended before it said {key}")
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal and reap."""
+        self.process.send_signal(number)
+        return self.process.wait(20)
 
 
 def request(

@@ -110,7 +110,7 @@ class Collector:
     def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
         if self.failure is not None:
             return
-        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, stack=_places(error))
+        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, places=_places(error))
         if not self._abandoned:
             self._socket.send(StepError(self._epoch, step, kind, summary))
         self.failure = kind

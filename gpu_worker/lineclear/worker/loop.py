@@ -132,6 +132,7 @@ class _Loop:
 
     def run(self, supervised: bool) -> Exit:
         """One epoch after the other."""
+        log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
         while not self._stopping:
             ending = self._serve_epoch()
             if ending is _Ending.REFUSED and not supervised:

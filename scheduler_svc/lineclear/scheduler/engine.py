@@ -205,11 +205,11 @@ class Engine:
                 self._turn()
         except BaseException as error:
             self.failure = error
+            self._on_fatal(error)  # first: nothing may come between a death and its news
             # Type and places, not the message: it may quote what a user wrote.
             frames = traceback.extract_tb(error.__traceback__)
-            stack = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
-            log.error("engine_died", error=type(error).__name__, stack=stack)
-            self._on_fatal(error)
+            places = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+            log.error("engine_died", error=type(error).__name__, places=places)
 
     def _turn(self) -> None:
         now = self._clock()
