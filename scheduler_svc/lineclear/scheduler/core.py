@@ -47,7 +47,7 @@ from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, Step
 
 __all__ = ["BadResult", "CoreLimits", "CoreSnapshot", "Request", "Scheduler"]
 
-_RECOVERY_STEPS = 200  # until a token budget halved by an out-of-memory step is whole again
+_RECOVERY_STEPS = 200  # until a token budget halved by an out-of-memory step is doubled again
 
 
 class BadResult(ValueError):
@@ -93,7 +93,8 @@ class Scheduler:
         self._hello: Hello | None = None
         self._step = 0
         self._planned_at = float("-inf")
-        self._shrunk_until = 0  # the step up to which the token budget stays halved
+        self._halvings = 0  # of the token budget, by steps that ran out of memory
+        self._steps_to_doubling = 0  # while it is halved
 
     # --- requests come and go --------------------------------------------------------------------------------------
 
@@ -210,7 +211,8 @@ class Scheduler:
             sequence.known = len(sequence.tokens)
             sequence.keys.clear()  # another worker may have another block size
         self._hello = hello
-        self._step = self._shrunk_until = 0
+        # The halved token budget stays: after an out-of-memory step the worker joins again with the same memory.
+        self._step = 0
         self._world.model = StepModel()
         if hello is not None:
             events.append(WorkerJoined(hello.epoch))
@@ -226,13 +228,15 @@ class Scheduler:
     def fail_step(self, error: StepError, now: float) -> list[Event]:
         """The oldest step in flight ran out of memory: fail its request if it had but one, else halve the budget.
 
-        What is in flight is void; the caller has the worker join again, and the requests run again.
+        The budget is halved again by every further such step, and doubled again after 200 steps without one. What is in
+        flight is void; the caller has the worker join again, and the requests run again.
         """
-        if not self._flights or error.kind is not StepErrorKind.OUT_OF_MEMORY:
+        flight = self._flights[0] if self._flights else None
+        if flight is None or error.step != flight.step or error.kind is not StepErrorKind.OUT_OF_MEMORY:
             return []
-        flight = self._flights[0]
         if len(flight.owners) > 1:
-            self._shrunk_until = _RECOVERY_STEPS
+            self._halvings += 1
+            self._steps_to_doubling = _RECOVERY_STEPS
             return []
         sequence = flight.owners[0][0]
         if sequence.state is State.FINISHED:
@@ -249,12 +253,17 @@ class Scheduler:
         self._planned_at = now
         step = self._step + 1
         budget = min(self.limits.target_batch_tokens, self._hello.max_step_tokens)
-        planning = Planning(self._world, step, budget if step > self._shrunk_until else max(1, budget // 2), now)
+        planning = Planning(self._world, step, max(1, budget >> self._halvings), now)
         planning.run()
         self._events.extend(planning.events)
         if not planning.rows:
             return None
         self._step = step
+        if self._halvings:
+            self._steps_to_doubling -= 1
+            if self._steps_to_doubling == 0:
+                self._halvings -= 1
+                self._steps_to_doubling = _RECOVERY_STEPS
         self._counters.steps += 1
         self._counters.rows += len(planning.rows)
         self._flights.append(
