@@ -110,8 +110,9 @@ class Scheduler:
         """
         try:
             self._refuse(request)
-        except LineclearError:
+        except LineclearError as error:
             self._counters.requests_rejected += 1
+            self._world.refusing = self._world.refusing or isinstance(error, QueueFull)
             raise
         self._num_arrivals += 1
         sequence = Sequence(request, (self._world.order.key(request, now), self._num_arrivals), now)

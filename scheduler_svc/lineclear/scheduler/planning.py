@@ -36,6 +36,8 @@ class World:
     model: StepModel
     counters: Counters
     draining: bool = False
+    refusing: bool = False
+    """The queue was full for a request, and nobody has left it for a slot since."""
 
     def view(self, now: float) -> View:
         """What the strategy sees."""
@@ -47,6 +49,7 @@ class World:
             num_slots=max(1, self.residents.num_slots),
             oldest_arrival=None if oldest is None else oldest.arrival,
             draining=self.draining,
+            refusing=self.refusing,
             kv_tokens=sum(s.planned for s in self.residents.running) if self.strategy.reads_kv_tokens else 0,
             model=self.model,
         )
@@ -165,6 +168,7 @@ class Planning:
                 if sequence in world.fresh:
                     room -= 1
                     world.strategy.joined()
+                    world.refusing = False
                 self._begin(sequence)
             else:
                 passed_over.append(sequence)

@@ -37,6 +37,8 @@ class View:
     oldest_arrival: float | None
     """Of those that never ran."""
     draining: bool
+    refusing: bool
+    """A request was refused because the queue is full, and nobody has left the queue for a slot since."""
     kv_tokens: int
     """Keys and values the running sequences read in a step."""
     model: StepModel
@@ -95,19 +97,24 @@ class Continuous:
 
 
 class FixedSize:
-    """Static batching: exactly as many as there are slots begin together, and nobody joins until all have ended."""
+    """Static batching: exactly as many as there are slots begin together, and nobody joins until all have ended.
+
+    A batch smaller than that begins when the queue has to refuse requests: it would never fill.
+    """
 
     reads_kv_tokens = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._places = 0  # of the batch being admitted, which may take several steps
+        self._begun_at = float("-inf")
 
     def room(self, view: View) -> int:
-        if view.num_active == 0:
-            full = view.num_waiting >= view.num_slots or view.draining
-            self._places = view.num_slots if full else 0
-        elif view.num_waiting == 0:
-            self._places = 0  # whoever comes now comes too late for this batch
+        # Who was there when the batch began belongs to it, even when its first members have ended already.
+        if self._places and view.oldest_arrival is not None and view.oldest_arrival <= self._begun_at:
+            return self._places
+        full = view.num_waiting >= view.num_slots or view.refusing or view.draining
+        self._places = view.num_slots if full and view.num_active == 0 else 0
+        self._begun_at = view.now
         return self._places
 
     def joined(self) -> None:
