@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
 
 # Test processes at a time. Tests of one file stay in one process, in order.
 JOBS ?= 2
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
 .PHONY: help demo test serve lint format stubs clean
 .DEFAULT_GOAL := help
@@ -59,11 +59,11 @@ $(STAMP): pyproject.toml constraints.txt
 		"apt install python3 python3-venv), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	@'$(PYTHON)' -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "PYTHON=$(PYTHON) is not a Python >= 3.11 with the venv module."; exit 1; }
-	@echo "--- set-up: $(VENV) with $$('$(PYTHON)' --version), about 1 GB of packages; once, a few minutes"
+	@echo "--- set-up: $(VENV) with $$('$(PYTHON)' --version), once; a minute and more, with the network"
 	@$(BIN)/python -c 'import pip' 2>/dev/null || '$(PYTHON)' -m venv --clear $(VENV)
 	@sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
 	@echo "--- set-up: build backend" && $(PIP) hatchling
-	@echo "--- set-up: $(TORCH)" && $(PIP) '$(TORCH)'
+	@echo "--- set-up: $(TORCH), 0.2 GB for a CPU and some GB with CUDA" && $(PIP) '$(TORCH)'
 	@echo "--- set-up: lineclear, its dependencies and the development tools"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@ && echo "--- set-up: done"
