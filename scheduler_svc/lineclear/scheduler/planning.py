@@ -196,9 +196,6 @@ class Planning:
         positions = sequence.limit - 1 if sequence.pinned else sequence.known
         shared, taken = self._residents.enter(sequence, positions)
         start = sequence.planned
-        recomputed = max(0, sequence.high_water - start)
-        sequence.recomputed_tokens += recomputed
-        world.counters.recomputed_tokens += recomputed
         world.counters.looked_up_tokens += len(sequence.tokens)
         world.counters.cached_tokens += start
         if sequence.started_at is None:
@@ -220,6 +217,10 @@ class Planning:
         sample = end == sequence.known
         self.rows.append(Row(sequence.slot, start, count, sample, new_blocks))
         self.owners.append((sequence, sequence.residence, end))
+        if start < sequence.high_water:
+            again = min(end, sequence.high_water) - start
+            sequence.recomputed_tokens += again
+            self._world.counters.recomputed_tokens += again
         sequence.planned = end
         sequence.planned_step = self._step
         if sample:

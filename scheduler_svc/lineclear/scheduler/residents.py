@@ -54,13 +54,13 @@ class Residents:
         else:
             self.pool.release(sequence.blocks)
         heapq.heappush(self.free_slots, sequence.slot)
-        _strip(sequence, state)
+        _strip(sequence, state, computed=sequence.planned)  # plans in flight will run
 
     def evict_all(self) -> list[Sequence]:
         """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first."""
         evicted, self.running = self.running, []
         for sequence in evicted:
-            _strip(sequence, State.WAITING)
+            _strip(sequence, State.WAITING, computed=sequence.computed)
         self.open(0, 0, 1)
         return evicted
 
@@ -96,9 +96,9 @@ class Residents:
         return keys[index], tokens
 
 
-def _strip(sequence: Sequence, state: State) -> None:
+def _strip(sequence: Sequence, state: State, computed: int) -> None:
     sequence.state = state
-    sequence.high_water = max(sequence.high_water, sequence.computed)
+    sequence.high_water = max(sequence.high_water, computed)
     sequence.slot = -1
     sequence.blocks = []
     sequence.planned = sequence.computed = sequence.saved = sequence.planned_step = 0

@@ -98,7 +98,7 @@ class Sequence:
         self.known = self.prompt_len  # len(tokens) + in_flight
         self.keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
         self.saved = 0  # leading positions in blocks that the prefix cache knows
-        self.high_water = 0  # most positions ever computed: what a new start computes again
+        self.high_water = 0  # most positions computed in earlier stays: what a new one computes again
         self.preemptions = self.recoveries = self.bypasses = 0
         self.pinned = False  # preempted too often: holds all the blocks it can ever need and is no victim any more
         self.cached_tokens = self.recomputed_tokens = self.last_step = 0
