@@ -119,15 +119,12 @@ def _is_beside(path: Path, module: str) -> bool:
 # Modules that a distribution shares with others, and what is asked for only where it is there.
 DISTRIBUTION = {"google.rpc": "googleapis-common-protos", "google.protobuf": "protobuf"}
 OPTIONAL = {"triton", "flashinfer", "flash_attn"}
-PYTHON = [
-    p for p in sorted(REPOSITORY.rglob("*.py")) if not {".venv", "node_modules"} & set(p.relative_to(REPOSITORY).parts)
-]
 
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("protos", ("scheduler", "worker")),
+        ("protos/lineclear", ("scheduler", "worker")),
         ("scheduler_svc", ("scheduler",)),
         ("gpu_worker", ("worker",)),
         ("client", ("cli",)),
@@ -136,7 +133,7 @@ PYTHON = [
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     known, distributions = declared(*extras), packages_distributions()
-    paths = [p for p in PYTHON if p.relative_to(REPOSITORY).parts[0] == folder and p.name != "generate.py"]
+    paths = [p for p in tracked() if p.suffix == ".py" and p.is_relative_to(REPOSITORY / folder)]
     missing = []
     for module, place in third_party(paths):
         shared = {d for prefix, d in DISTRIBUTION.items() if module.startswith(prefix)}
