@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import sys
 import threading
-from typing import TextIO
+import traceback
+from typing import Any, TextIO
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _level = logging.INFO
@@ -54,8 +56,7 @@ class LineWriter:
         while (text := self._lines.get()) is not None:
             try:
                 self._target.write(text)
-                if self._lines.empty():
-                    self._target.flush()
+                self._target.flush()
             except (OSError, ValueError):  # disk full, reader gone, stream closed
                 self.num_dropped += 1
 
@@ -76,17 +77,12 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         lambda logger, method, event: {"process": process, **event},
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
+        _tell_exception,
     ]
-    ending: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
-        if console
-        # Tracebacks as text, without the values of locals: those may be a prompt.
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
+    ending = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else _JSON
     structlog.configure(
-        processors=[*shared, *ending],
-        wrapper_class=structlog.BoundLogger,
+        processors=[*shared, ending],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # the level that holds can change
         logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # asks for write and flush only
         cache_logger_on_first_use=True,
     )
@@ -101,9 +97,26 @@ def set_level(level: str) -> None:
     _level = LEVELS[level]
 
 
-def _drop_below_level(
-    logger: object, method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:  # a processor, because the level may change while loggers are cached
+def places(error: BaseException) -> list[str]:
+    """Where an exception came through, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+
+
+_JSON = structlog.processors.JSONRenderer()
+
+
+def _drop_below_level(logger: Any, method: str, event: EventDict) -> EventDict:
     if LEVELS.get(method, logging.ERROR) < _level:
         raise structlog.DropEvent
+    return event
+
+
+def _tell_exception(logger: Any, method: str, event: EventDict) -> EventDict:
+    """`exc_info` becomes type and places. Not the message, nor any variable: they may quote what a user wrote."""
+    error = event.pop("exc_info", None)
+    if error is True:
+        error = sys.exc_info()[1]
+    if isinstance(error, BaseException):
+        event["error"], event["places"] = type(error).__name__, places(error)
     return event

@@ -5,14 +5,13 @@ Decides how a failure is told; what follows from it is the loop's business.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
-import traceback
 from typing import NamedTuple
 
 import structlog
 
+from lineclear.logs import places
 from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind
 from lineclear.worker.heart import Progress
 from lineclear.worker.link import Bell, ResultSocket
@@ -110,7 +109,7 @@ class Collector:
     def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
         if self.failure is not None:
             return
-        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, places=_places(error))
+        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, places=places(error))
         if not self._abandoned:
             self._socket.send(StepError(self._epoch, step, kind, summary))
         self.failure = kind
@@ -119,10 +118,5 @@ class Collector:
 
 def _describe(error: Exception) -> str:
     """Type and place. Not the message: it may quote what a user wrote."""
-    places = _places(error)
-    return f"{type(error).__name__} at {places[-1]}" if places else type(error).__name__
-
-
-def _places(error: Exception) -> list[str]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+    where = places(error)
+    return f"{type(error).__name__} at {where[-1]}" if where else type(error).__name__

@@ -7,10 +7,8 @@ the link's, what events mean to a caller is the service's.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -21,6 +19,7 @@ from typing import NamedTuple
 import structlog
 
 from lineclear.errors import LineclearError, QueueFull
+from lineclear.logs import places
 from lineclear.scheduler.core import BadResult, CoreSnapshot, Scheduler
 from lineclear.scheduler.events import Event, Failed, Record
 from lineclear.scheduler.link import Arrival, Link, LinkCounters, WorkerGone
@@ -206,10 +205,7 @@ class Engine:
         except BaseException as error:
             self.failure = error
             self._on_fatal(error)  # first: nothing may come between a death and its news
-            # Type and places, not the message: it may quote what a user wrote.
-            frames = traceback.extract_tb(error.__traceback__)
-            places = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
-            log.error("engine_died", error=type(error).__name__, places=places)
+            log.error("engine_died", error=type(error).__name__, places=places(error))
 
     def _turn(self) -> None:
         now = self._clock()
