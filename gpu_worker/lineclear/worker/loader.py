@@ -32,7 +32,6 @@ a model that loses a mask, a bias or a state is wrong by the size of the logits 
 
 _HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class ModelRefused(Exception):
@@ -77,22 +76,13 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
     config = _read_config(directory)
     _check_weights(directory)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
+        model, report = _from_pretrained(directory, config, "auto" if dtype is None else dtype)
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
         raise ModelRefused(
-            f"the checkpoint lacks weights that config.json asks for: {len(missing)}, {missing[0]} first"
+            f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
         )
     model_id = directory.resolve().name if Path(source).is_dir() else source
     return adopt(model.to(device), model_id, max_model_len)
@@ -106,12 +96,32 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     model.eval().requires_grad_(False)
     config = model.config.get_text_config()
     _check_config(config)
-    with torch.inference_mode():
-        loaded = _probe(model, config, model_id, max_model_len)
-        _check_against_eager(loaded)
+    try:
+        with torch.inference_mode():
+            loaded = _probe(model, config, model_id, max_model_len)
+            _check_against_eager(loaded)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise ModelRefused(
+            f"{type(model).__name__} cannot compute packed tokens: {type(error).__name__}: {_first_line(error)}"
+        ) from error
     if loaded.family not in VERIFIED:
         log.warning("model_family_not_verified", family=loaded.family, model_id=model_id)
     return loaded
+
+
+def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model, in eager attention, and transformers' report of what it did not find."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    return loaded[0], loaded[1]
 
 
 # --- the checkpoint ------------------------------------------------------------------------------------------------
@@ -295,14 +305,13 @@ def _max_model_len(config: Any, wanted: int) -> int:
 
 
 def _rope_limit(config: Any) -> int:
-    """Up to which length a RoPE that depends on the length is constant; 0 when it does not depend."""
+    """Up to which length a RoPE that depends on the length is constant; 0 when it does not depend.
+
+    The "dynamic" one changes only beyond max_position_embeddings, which is the limit anyway.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     groups = [parameters] if "rope_type" in parameters else [x for x in parameters.values() if isinstance(x, dict)]
-    limits = [
-        int(group.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for group in groups
-        if group.get("rope_type") in _LENGTH_DEPENDENT_ROPE
-    ]
+    limits = [int(x["original_max_position_embeddings"]) for x in groups if x.get("rope_type") == "longrope"]
     return min(limits, default=0)
 
 

@@ -1,0 +1,90 @@
+"""Settings: a flag beats the environment beats the default, and what is wrong is said in one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineclear.worker.attention.backends import BACKENDS
+from lineclear.worker.memory import blocks_that_fit
+from lineclear.worker.settings import ConfigurationError, WorkerSettings, load
+from lineclear.worker.start import choose_device
+
+REQUIRED = ["--model", "a-model", "--directory", "/run/sockets"]
+
+
+def test_a_flag_beats_a_variable_beats_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(REQUIRED).num_slots == 64
+    monkeypatch.setenv("LINECLEAR_WORKER_NUM_SLOTS", "9")
+    assert load(REQUIRED).num_slots == 9
+    assert load([*REQUIRED, "--num-slots", "7"]).num_slots == 7
+    assert load([*REQUIRED, "--num-slots=5"]).num_slots == 5
+
+
+def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINECLEAR_WORKER_MODEL", "m")
+    monkeypatch.setenv("LINECLEAR_WORKER_DIRECTORY", "/d")
+    monkeypatch.setenv("LINECLEAR_WORKER_NOBODY_KNOWS", "this")
+    assert load([]).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ([], "model: Field required\ndirectory: Field required"),
+        ([*REQUIRED, "--num-slots", "0"], "num_slots: .*greater than or equal to 1"),
+        ([*REQUIRED, "--device", "tpu"], "device: .*'cuda'"),
+        ([*REQUIRED, "--kv-memory-fraction", "1"], "kv_memory_fraction: .*less than 1"),
+        ([*REQUIRED, "--no-such-flag", "1"], "no-such-flag"),
+    ],
+)
+def test_what_is_wrong_is_said(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        load(flags)
+
+
+def test_every_setting_is_documented_and_bounded() -> None:
+    for name, field in WorkerSettings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+        if field.annotation is int:
+            assert {type(rule).__name__ for rule in field.metadata} >= {"Ge", "Le"}, name
+
+
+def test_the_backends_of_the_settings_are_those_there_are() -> None:
+    choices = WorkerSettings.model_fields["attention_backend"].annotation
+    assert set(getattr(choices, "__args__")) == {"auto", *BACKENDS}  # noqa: B009  # a Literal's, unknown to mypy
+
+
+def test_a_device_that_is_not_there_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ConfigurationError, match="no cuda device"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto").type == "cuda"
+
+
+def test_blocks_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("lineclear.worker.memory._available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("lineclear.worker.memory._cgroup_bytes", lambda: 400_000)
+    assert blocks_that_fit(1000, most=10_000, fraction=0.0, device=cpu) == 200
+    assert blocks_that_fit(1000, most=10_000, fraction=0.9, device=cpu) == 360
+    assert blocks_that_fit(1000, most=30, fraction=0.9, device=cpu) == 30
+    assert blocks_that_fit(10**9, most=30, fraction=0.9, device=cpu) == 0
+
+
+def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -> None:
+    from lineclear.worker.memory import _cgroup_bytes
+
+    assert _cgroup_bytes(tmp_path) > 2**60
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 250000\nactive_file 1\n")
+    assert _cgroup_bytes(tmp_path) == 550_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_bytes(tmp_path) > 2**60

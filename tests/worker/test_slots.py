@@ -1,0 +1,123 @@
+"""A plan that contradicts the slots is refused before it changes anything; one that does not is laid out for speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker.protocol import StepFailed
+from lineclear.worker.slots import Capacity, Packed, Slots
+
+CAPACITY = Capacity(num_slots=4, num_blocks=10, block_size=4, max_model_len=18, max_step_tokens=16, vocab_size=50)
+
+
+def init(slot: int, num_tokens: int, blocks: tuple[int, ...] = (), prompt_len: int | None = None) -> SlotInit:
+    return SlotInit(slot, tuple(range(1, num_tokens + 1)), prompt_len or num_tokens, blocks, Sampling())
+
+
+def plan(*rows: Row, inits: tuple[SlotInit, ...] = (), zero_blocks: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(1, 1, rows, inits, zero_blocks)
+
+
+def slots_with_one() -> Slots:
+    """Slot 2 has computed positions [0, 6) of 6 and sampled the seventh token."""
+    slots = Slots(CAPACITY, torch.device("cpu"))
+    go(slots, plan(Row(2, 0, 6, True, (3, 4)), inits=(init(2, 6),)))
+    return slots
+
+
+def go(slots: Slots, step: StepPlan) -> Packed:
+    slots.check(step)
+    return slots.apply(step)
+
+
+GOOD = plan(Row(2, 6, 1, True))
+BAD: dict[str, tuple[StepPlan, str]] = {
+    "a gap": (plan(Row(2, 7, 1, False)), "6 are computed"),
+    "a repetition": (plan(Row(2, 5, 1, False)), "6 are computed"),
+    "a token nobody knows": (plan(Row(2, 6, 2, True)), "7 tokens are known"),
+    "sampling in the middle": (plan(Row(1, 0, 2, True, (5,)), inits=(init(1, 3),)), "3 tokens are known"),
+    "no positions": (plan(Row(2, 6, 0, False)), "row of 0 positions"),
+    "a slot without an owner": (plan(Row(0, 0, 1, True, (5,))), "0 tokens are known"),
+    "a slot that is not there": (plan(Row(4, 0, 1, True)), "slot 4 of 4"),
+    "a negative slot": (plan(Row(-1, 0, 1, True)), "slot -1 of 4"),
+    "two rows of a slot": (plan(Row(2, 6, 1, True), Row(2, 6, 1, True)), "two rows"),
+    "two owners of a slot": (plan(inits=(init(1, 3), init(1, 3))), "two owners"),
+    "a block outside the pool": (plan(Row(2, 6, 1, True, (10,))), "outside the pool"),
+    "a negative block": (plan(Row(2, 6, 1, True, (-1,))), "outside the pool"),
+    "a zeroed block outside the pool": (plan(zero_blocks=(10,)), "outside the pool"),
+    "too few blocks": (plan(Row(1, 0, 5, True, (5,)), inits=(init(1, 5),)), "1 blocks for 5 positions"),
+    "too many blocks": (plan(Row(2, 6, 1, True, (5, 6, 7, 8))), "6 blocks"),
+    "a token outside the vocabulary": (plan(inits=(init(1, 51),)), "51 tokens"),
+    "a token id too large": (plan(inits=(replace(init(1, 3), tokens=(1, 50, 2)),)), "outside the vocabulary"),
+    "a negative token": (plan(inits=(replace(init(1, 3), tokens=(1, -1, 2)),)), "outside the vocabulary"),
+    "an empty sequence": (plan(inits=(init(1, 0),)), "a sequence of 0 tokens"),
+    "a sequence beyond the context": (plan(inits=(init(1, 19),)), "a sequence of 19 tokens"),
+    "a prompt longer than the sequence": (plan(inits=(init(1, 3, prompt_len=4),)), "a prompt of 4"),
+    "nothing left to compute": (plan(inits=(init(1, 4, (5,)),)), "nothing is left to compute"),
+    "too many tokens": (
+        plan(Row(0, 0, 9, True, (5, 6, 7)), Row(1, 0, 8, True, (8, 9)), inits=(init(0, 9), init(1, 8))),
+        "more than 16 tokens",
+    ),
+    "a banned token outside the vocabulary": (
+        plan(inits=(replace(init(1, 3), sampling=Sampling(banned_ids=(50,))),)),
+        "sampling parameters name",
+    ),
+    "a negative temperature": (
+        plan(inits=(replace(init(1, 3), sampling=Sampling(temperature=-1.0)),)),
+        "sampling parameters out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_contradiction_is_refused_and_changes_nothing(name: str) -> None:
+    bad, reason = BAD[name]
+    slots = slots_with_one()
+    with pytest.raises(StepFailed, match=reason) as caught:
+        slots.check(bad)
+    assert caught.value.kind is StepErrorKind.PROTOCOL
+    assert go(slots, GOOD).positions.tolist() == [6]
+
+
+def test_the_last_position_of_the_context_can_be_computed_and_followed() -> None:
+    slots = Slots(CAPACITY, torch.device("cpu"))
+    packed = go(slots, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
+    packed = go(slots, plan(Row(0, 16, 2, True, (4,))))
+    assert packed.sample_positions.tolist() == [18]
+    slots.write_sampled(packed, torch.tensor([42]))
+    assert slots.tokens[0].tolist() == [*range(1, 19), 42]
+
+
+def test_after_a_reset_nobody_owns_a_slot() -> None:
+    slots = slots_with_one()
+    slots.reset()
+    with pytest.raises(StepFailed, match="0 tokens are known"):
+        slots.check(GOOD)
+
+
+def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None:
+    slots = Slots(CAPACITY, torch.device("cpu"))
+    first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 3, True, (2,)), inits=(init(0, 7), init(3, 3)))
+    slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
+    packed = go(slots, plan(Row(1, 0, 4, True, (5,)), Row(0, 7, 1, True), Row(3, 3, 1, True), inits=(init(1, 4),)))
+    assert [(chunk.num_queries, chunk.start, chunk.blocks.tolist()) for chunk in packed.chunks] == [
+        (1, 3, [2]),
+        (1, 7, [0, 1]),
+        (4, 0, [5]),
+    ]
+    assert slots.tokens.view(-1)[torch.from_numpy(packed.reads)].tolist() == [31, 30, 1, 2, 3, 4]
+    assert packed.positions.tolist() == [3, 7, 0, 1, 2, 3]
+    assert packed.sample_rows.tolist() == [5, 1, 0]
+    assert packed.sample_slots.tolist() == [1, 0, 3]
+    assert packed.sample_positions.tolist() == [4, 8, 4]
+
+
+def test_cached_blocks_are_the_start_of_the_table() -> None:
+    slots = Slots(CAPACITY, torch.device("cpu"))
+    packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
+    assert packed.chunks[0].blocks.tolist() == [7, 6, 9]
+    assert packed.positions.tolist() == [8, 9, 10]
