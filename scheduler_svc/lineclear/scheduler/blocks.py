@@ -95,12 +95,11 @@ class BlockPool:
                     self._empty.append(block)
 
     def release_dirty(self, blocks: Sequence[int]) -> None:
-        """Give back blocks whose content is not to be trusted: nobody shares them again, and whoever takes one next
-        gets it zeroed."""
+        """Give back blocks whose content is not to be trusted: nobody shares them again, and whoever takes one next,
+        when its last holder has let go, gets it zeroed."""
         for block in blocks:
             self._unpublish(block)
-            if self._references[block] == 1:
-                self._dirty.add(block)
+            self._dirty.add(block)
         self.release(blocks)
 
     def drain_to_zero(self) -> tuple[int, ...]:
@@ -153,4 +152,4 @@ class BlockPool:
         assert self._cached.keys() <= self._published.keys()
         assert not set(self._empty) & self._published.keys(), "an empty block in the prefix index"
         assert {key: block for block, (key, _) in self._published.items()} == self._by_key
-        assert not self._dirty & (held | self._published.keys()), "a dirty block in use"
+        assert not self._dirty & self._published.keys(), "a dirty block in the prefix index"
