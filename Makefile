@@ -36,8 +36,8 @@ test: $(STAMP) ## Everything that must hold: ruff, mypy, pytest
 	echo "--- $$(( $$(date +%s) - start )) s"; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
 
-serve: $(STAMP) ## Serve MODEL, a folder: make serve MODEL=path ARGS='--help'
-	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+serve: $(STAMP) ## Serve MODEL, a folder, or else the demonstration model: make serve MODEL=path ARGS=--help
+	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy
