@@ -7,7 +7,8 @@ How contents are kept from writing special tokens: before rendering, every chara
 special token is swapped for a stand-in that occurs nowhere in the conversation; after rendering, what the template
 wrote is sealed (`Tokenizer.seal`), and only then the stand-ins are swapped back. The swap is one character for one, so
 a template may cut, join and trim contents as it likes, and put them between its own words, and still no character of
-theirs becomes part of a special token.
+theirs becomes part of a special token. (Marks it looks for, as "</think>", are left to be found. What it cannot do is
+change the case of contents.)
 """
 
 from __future__ import annotations

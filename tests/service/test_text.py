@@ -1,0 +1,263 @@
+"""Incremental text equals the text of the whole, and stop strings neither leak nor depend on how the text is cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lineclear.scheduler.text import (
+    REPLACE_EACH,
+    AnswerText,
+    IncrementalDecoder,
+    StopMatcher,
+    StopStrings,
+    decode,
+)
+
+SPECIAL = 999
+
+
+class Bytes:
+    """Token i is the i-th of a list of byte strings; SPECIAL is special. The first piece loses a leading space."""
+
+    def __init__(self, table: Sequence[bytes], errors: str = "replace", strips: bool = False) -> None:
+        self.table, self.errors, self.strips = table, errors, strips
+
+    def piece(self, token_id: int, *, first: bool) -> bytes | None:
+        if token_id == SPECIAL:
+            return b"<s>"
+        if token_id >= len(self.table):
+            return None
+        piece = self.table[token_id]
+        return piece[1:] if first and self.strips and piece.startswith(b" ") else piece
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == SPECIAL
+
+
+EVERY_BYTE = Bytes([bytes([b]) for b in range(256)])
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Where the answer ends and why: the stop string complete first, the longest of those that end together."""
+    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return None
+    end, _, stop = min(found)
+    return end - len(stop), stop
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=40))
+@example("é€😀".encode()[:-1])
+@example(b"\xf0\x9f\x98")
+@example(b"\xed\xa0\x80")
+def test_bytes_one_by_one_are_the_bytes_at_once(data: bytes) -> None:
+    assert decode(EVERY_BYTE, data, keep_special=False) == data.decode("utf-8", "replace")
+
+
+@given(st.lists(st.binary(min_size=1, max_size=6), max_size=12))
+def test_the_cut_into_tokens_does_not_matter(pieces: list[bytes]) -> None:
+    decoder = IncrementalDecoder(Bytes(pieces), keep_special=False)
+    parts = [decoder.push(i) for i in range(len(pieces))]
+    assert "".join(parts) + decoder.flush() == b"".join(pieces).decode("utf-8", "replace")
+
+
+@given(st.text(max_size=20))
+def test_no_character_is_sent_before_it_is_whole_and_none_is_late(text: str) -> None:
+    decoder = IncrementalDecoder(EVERY_BYTE, keep_special=False)
+    data = text.encode()
+    sent = ""
+    for index, byte in enumerate(data):
+        sent += decoder.push(byte)
+        held = data[len(sent.encode()) : index + 1]
+        assert text.startswith(sent)
+        assert len(held) <= 3
+    assert sent == text
+
+
+def test_every_split_of_every_length_of_character() -> None:
+    for character in ("é", "€", "😀"):
+        data = character.encode()
+        for cut in range(1, len(data)):
+            decoder = IncrementalDecoder(Bytes([data[:cut], data[cut:]]), keep_special=False)
+            assert [decoder.push(0), decoder.push(1), decoder.flush()] == ["", character, ""]
+            unfinished = IncrementalDecoder(Bytes([data[:cut]]), keep_special=False)
+            assert [unfinished.push(0), unfinished.flush()] == ["", "\ufffd"]
+
+
+def test_byte_fallback_has_one_replacement_for_each_byte() -> None:
+    each = Bytes([b"\xe5", b"\x85", b"a"], REPLACE_EACH)
+    assert decode(each, [0, 1, 2], keep_special=False) == "\ufffd\ufffda"
+    assert decode(each, [2, 0, 1], keep_special=False) == "a\ufffd\ufffd"
+
+
+def test_the_first_piece_is_the_first_that_is_there() -> None:
+    pieces = Bytes([b" a", b" b"], strips=True)
+    assert decode(pieces, [SPECIAL, 5, 0, 1], keep_special=False) == "a b"
+    assert decode(pieces, [SPECIAL, 0, 1], keep_special=True) == "<s> a b"
+
+
+def test_special_tokens_are_left_out_even_inside_a_character() -> None:
+    assert decode(Bytes([b"\xc3", b"\xa9"]), [0, SPECIAL, 1], keep_special=False) == "é"
+
+
+def test_a_token_costs_the_same_however_long_the_text_is() -> None:
+    """A decoder that looks back over undecodable bytes takes 64 times as long for 8 times as many."""
+
+    def seconds(count: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            decoder = IncrementalDecoder(EVERY_BYTE, keep_special=False)
+            begin = time.perf_counter()
+            for _ in range(count):
+                decoder.push(0xF0)
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    assert seconds(40_000) < 24 * seconds(5_000)
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+FEW = st.text(alphabet="ab", min_size=1, max_size=4)
+
+
+@settings(max_examples=500)
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(FEW, min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+    include=st.booleans(),
+)
+def test_what_is_released_is_the_text_before_the_first_stop(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    matcher = StopMatcher(StopStrings(stops), include_stop_string=include)
+    bounds = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    expected = first_stop(text, stops)
+    until = text if expected is None else text[: expected[0]] + (expected[1] if include else "")
+    released = ""
+    for begin, end in pairwise(bounds):
+        released += matcher.push(text[begin:end])
+        if matcher.matched is not None:
+            break
+        held = text[len(released) : end]
+        # Nothing may be taken back later, and nothing is held that cannot be the beginning of a stop string.
+        assert until.startswith(released)
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+    if matcher.matched is None:
+        released += matcher.flush()
+    assert released == until
+    assert matcher.matched == (None if expected is None else expected[1])
+
+
+def test_the_longest_beginning_is_held_and_no_more() -> None:
+    matcher = StopMatcher(StopStrings(["</s>", "\n\n"]), include_stop_string=False)
+    assert matcher.push("a<") == "a"
+    assert matcher.push("/") == ""
+    assert matcher.push("x\n") == "</x"
+    assert matcher.push("b") == "\nb"
+    assert matcher.flush() == ""
+
+
+def test_an_unfinished_beginning_is_text_in_the_end() -> None:
+    matcher = StopMatcher(StopStrings(["STOP"]), include_stop_string=False)
+    assert matcher.push("a STO") == "a "
+    assert matcher.flush() == "STO"
+
+
+def test_of_two_stops_the_one_complete_first_counts_even_inside_the_other() -> None:
+    matcher = StopMatcher(StopStrings(["abcdef", "cd"]), include_stop_string=False)
+    assert matcher.push("xabcdef") == "xab"
+    assert matcher.matched == "cd"
+
+
+def test_of_two_that_end_together_the_longer_counts() -> None:
+    matcher = StopMatcher(StopStrings(["d", "bcd"]), include_stop_string=False)
+    assert matcher.push("abcd") == "a"
+    assert matcher.matched == "bcd"
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+PIECES = [b"a", b"b", b"ab", b" c", b"\xc3", b"\xa9", b"ba", b"\n"]
+
+
+@settings(max_examples=500)
+@given(
+    ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=20),
+    stops=st.lists(st.sampled_from(["ab", "ba", "a c", "é", "bb\n", "\ufffd", "aab"]), min_size=1, max_size=3),
+    include=st.booleans(),
+)
+def test_an_answer_is_its_text_up_to_the_stop(ids: list[int], stops: list[str], include: bool) -> None:
+    pieces = Bytes(PIECES)
+    answer = AnswerText(pieces, stops=StopStrings(stops), include_stop_string=include)
+    text, used = "", 0
+    for token_id in ids:
+        text, used = text + answer.push(token_id), used + 1
+        if answer.match is not None:
+            break
+    else:
+        text += answer.finish()
+    whole = decode(pieces, ids, keep_special=False)
+    expected = first_stop(whole, stops)
+    if expected is None:
+        assert (text, answer.match) == (whole, None)
+        return
+    start, stop = expected
+    assert text == whole[:start] + (stop if include else "")
+    assert answer.match is not None
+    assert answer.match.string == stop
+    assert answer.match.num_tokens == used
+    # And not one token earlier: without the last one the text has no stop string yet.
+    before = IncrementalDecoder(pieces, keep_special=False)
+    shorter = "".join(before.push(i) for i in ids[: used - 1])
+    assert used == len(ids) or first_stop(shorter, stops) is None
+
+
+def test_a_stop_string_before_min_tokens_is_text() -> None:
+    answer = AnswerText(Bytes([b"x", b"STOP", b"y"]), stops=StopStrings(["STOP"]), min_tokens=3)
+    assert [answer.push(0), answer.push(1), answer.push(2)] == ["x", "STOP", "y"]
+    assert answer.push(1) == ""
+    assert answer.match is not None
+    assert answer.match.num_tokens == 4
+
+
+def test_a_stop_string_complete_with_the_last_required_token_counts() -> None:
+    answer = AnswerText(Bytes([b"ST", b"OP"]), stops=StopStrings(["STOP"]), min_tokens=2)
+    assert [answer.push(0), answer.push(1)] == ["", ""]
+    assert answer.match is not None
+
+
+def test_a_stop_string_may_begin_before_min_tokens() -> None:
+    answer = AnswerText(Bytes([b"S", b"T"]), stops=StopStrings(["SST"]), min_tokens=3)
+    assert [answer.push(0), answer.push(0), answer.push(1)] == ["", "", ""]
+    assert answer.match is not None
+
+
+def test_stop_tokens_have_no_text() -> None:
+    answer = AnswerText(Bytes([b"x", b"END"]), silent_ids=frozenset({1}))
+    assert answer.push(0) + answer.push(1) + answer.finish() == "x"
+
+
+def test_near_misses_cost_the_same_however_long_the_text_is() -> None:
+    """The worst case for a matcher that starts again at every character: each one almost completes the stop string."""
+
+    def seconds(count: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            matcher = StopMatcher(StopStrings(["a" * 63 + "b"]), include_stop_string=False)
+            begin = time.perf_counter()
+            released = sum(len(matcher.push("a")) for _ in range(count))
+            best = min(best, time.perf_counter() - begin)
+            assert released == count - 63
+        return best
+
+    assert seconds(40_000) < 24 * seconds(5_000)
