@@ -47,7 +47,7 @@ def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator
 class ScriptedServer(pb_grpc.InferenceServiceServicer):
     """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self.script: Script = echo
         self.failures: list[LineclearError] = []
         self.requests: list[pb.GenerateRequest] = []
@@ -65,7 +65,10 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),)
         )
-        port = self._server.add_insecure_port(address)
+        if credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
         self.target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
         self._server.start()
 

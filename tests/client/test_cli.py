@@ -324,9 +324,9 @@ def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyP
     became: list[list[str]] = []
     monkeypatch.setattr(serve, "missing", list)
     monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments]))
-    cli("serve", "--model", "DIR", "--listen=[::]:1", "--demo", "--help")
+    cli("serve", "--model", "DIR", "--listen=[::]:1", "--demo", "--help", "--", "--device", "cpu")
     module = ["-m", "lineclear.scheduler.main", "--spawn-worker"]
-    rest = ["--model", "DIR", "--listen=[::]:1", "--demo", "--help"]
+    rest = ["--model", "DIR", "--listen=[::]:1", "--demo", "--help", "--", "--device", "cpu"]
     assert became == [[sys.executable, sys.executable, "-P", *module, *rest]]
 
 
@@ -431,6 +431,32 @@ def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
     assert b"all as the server has them" in err
     assert "hello there" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
+
+
+def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(server: Any) -> None:
+    alive = server.script
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.tokens(0, 1, text="begun")
+        server.wait_for_end(context)
+
+    server.script = script
+    told, ours = pty.openpty()
+    run = spawn("chat", "--target", server.target, stdin=ours, stdout=ours)
+    os.close(ours)
+    os.write(told, b"first\n")
+    seen = b""
+    while b"begun" not in seen:
+        seen += os.read(told, 1 << 16)
+    run.send_signal(signal.SIGINT)
+    assert server.ended.wait(PATIENCE_SECONDS)
+    server.script = alive
+    os.write(told, b"second one\n/exit\n")
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    os.close(told)
+    assert run.returncode == 0, err
+    assert b"stopped; the message is not kept" in err
+    assert [turn.content for turn in server.requests[1].chat.messages] == ["second one"]
 
 
 # -- as a process

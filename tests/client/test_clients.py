@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ def hold(server: Any) -> Any:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.started()
         yield server.tokens(0, 1, text="a")
-        assert server.ended.wait(PATIENCE_SECONDS)
+        server.wait_for_end(context)
 
     return script
 
@@ -71,7 +73,7 @@ def test_a_gap_is_data_loss_and_the_call_is_cancelled(server: Any, client: Any) 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.tokens(0, 1)
         yield server.tokens(2, 3)
-        assert server.ended.wait(PATIENCE_SECONDS)
+        server.wait_for_end(context)
 
     server.script = script
     with pytest.raises(errors.DataLoss, match="token 2, token 1 was expected"):
@@ -138,6 +140,26 @@ def test_a_unix_socket_is_a_target(tmp_path: Path, server: Any) -> None:
             assert client.generate("a b").text == "a b"
     finally:
         local.stop()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path, server: Any, client: Any) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    pair = (key.read_bytes(), certificate.read_bytes())
+    secure = type(server)("localhost:0", grpc.ssl_server_credentials([pair]))
+    try:
+        client.target = secure.target.replace("127.0.0.1", "localhost")
+        trusting = client.with_settings(credentials=grpc.ssl_channel_credentials(certificate.read_bytes()))
+        assert trusting.generate("a b").text == "a b"
+        with pytest.raises(Unreachable):
+            client.with_settings(credentials=grpc.ssl_channel_credentials()).generate("a b")
+    finally:
+        secure.stop()
 
 
 @pytest.mark.parametrize(
@@ -350,11 +372,58 @@ def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: An
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.started()
         threading.Thread(target=server.stop).start()
-        assert server.ended.wait(PATIENCE_SECONDS)
+        server.wait_for_end(context)
 
     server.script = script
-    with pytest.raises((Unreachable, errors.Cancelled)):
+    with pytest.raises(Unreachable):
         client.generate("x")
+
+
+def test_a_call_that_the_server_cancels_is_unreachable_and_may_be_tried_again(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if len(server.requests) == 1:
+            context.abort(grpc.StatusCode.CANCELLED, "stopping")  # as a server does that is being stopped
+        yield server.finished(0)
+
+    server.script = script
+    with pytest.raises(Unreachable, match="it ended the call"):
+        client.generate("x")
+    server.requests.clear()
+    client.with_settings(max_attempts=2).generate("x")
+    assert len(server.requests) == 2
+
+
+def test_closing_the_client_cancels_what_is_running(server: Any) -> None:
+    server.script = hold(server)
+    client = Client(server.target)
+    with client.stream("x") as stream:
+        next(stream)
+        next(stream)
+        threading.Thread(target=client.close).start()
+        with pytest.raises(errors.Cancelled):
+            next(stream)
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.generate("x")
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client, client.stream("x") as stream:
+            await anext(stream)
+            await anext(stream)
+            closing = asyncio.create_task(client.close())
+            with pytest.raises(errors.Cancelled):
+                await anext(stream)
+            await closing
+            with pytest.raises(RuntimeError, match="the client is closed"):
+                await client.generate("x")
+
+    asyncio.run(run())
+
+
+def test_an_async_client_belongs_to_one_event_loop(server: Any) -> None:
+    client = AsyncClient(server.target)
+    assert asyncio.run(client.generate("a b")).text == "a b"
+    with pytest.raises(RuntimeError, match="event loop of its first call"):
+        asyncio.run(client.generate("a b"))
 
 
 # -- retries

@@ -72,6 +72,7 @@ class Answer:
         self._assembly = Assembly()
         self._heard = False  # a first response came: from here on nothing is tried again
         self._ended = False
+        self._result: Generation | None = None
 
     @property
     def text(self) -> str:
@@ -88,7 +89,9 @@ class Answer:
         """The whole answer. Raises RuntimeError before the loop over the pieces has ended."""
         if not (self._ended and self._assembly.complete):
             raise RuntimeError("the answer is not complete: read the stream to its end first")
-        return self._assembly.generation()
+        if self._result is None:
+            self._result = self._assembly.generation()
+        return self._result
 
 
 def settings(

@@ -83,15 +83,16 @@ class GrpcTransport:
             self._channel = grpc.insecure_channel(self.target, options=chosen)
         else:
             self._channel = grpc.secure_channel(self.target, credentials, options=chosen)
+        self.closed = False
 
     def unary(self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs) -> Res:
         call: Any = self._channel.unary_unary(method.path)
         try:
             data = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
         except grpc.RpcError as error:
-            raise failure(error, self.target) from error
+            raise failure(error, self.target, cancelled=self.closed) from error
         except ValueError as error:
-            raise _closed(error) from error
+            raise _closed(self.closed, error) from error
         return decoded(method, data)
 
     def stream(
@@ -101,27 +102,31 @@ class GrpcTransport:
         try:
             started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
         except ValueError as error:
-            raise _closed(error) from error
-        return _GrpcCall(method, started, self.target)
+            raise _closed(self.closed, error) from error
+        return _GrpcCall(method, started, self)
 
     def close(self) -> None:
+        self.closed = True
         self._channel.close()
 
 
 class _GrpcCall(Call[Res]):
-    def __init__(self, method: Method[Any, Res], call: Any, target: str) -> None:
+    def __init__(self, method: Method[Any, Res], call: Any, transport: GrpcTransport) -> None:
         self._method = method
         self._call = call
-        self._target = target
+        self._transport = transport
+        self._cancelled = False
 
     def __next__(self) -> Res:
         try:
             data = next(self._call)
         except grpc.RpcError as error:
-            raise failure(error, self._target) from error
+            cancelled = self._cancelled or self._transport.closed
+            raise failure(error, self._transport.target, cancelled) from error
         return decoded(self._method, data)
 
     def cancel(self) -> None:
+        self._cancelled = True
         self._call.cancel()
 
 
@@ -134,7 +139,7 @@ class AioTransport:
         self._options = channel_options(options)
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
+        self.closed = False
 
     async def unary_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
@@ -143,7 +148,11 @@ class AioTransport:
         try:
             data = await call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
         except grpc.aio.AioRpcError as error:
-            raise failure(error, self.target) from error
+            raise failure(error, self.target, cancelled=self.closed) from error
+        except asyncio.CancelledError:
+            if self.hung_up(False):
+                raise errors.Cancelled("the call was cancelled") from None
+            raise
         return decoded(method, data)
 
     def stream_async(
@@ -151,16 +160,24 @@ class AioTransport:
     ) -> AsyncCall[Res]:
         call: Any = self._open().unary_stream(method.path)
         started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
-        return _AioCall(method, started, self.target)
+        return _AioCall(method, started, self)
 
     async def close_async(self) -> None:
-        self._closed = True
+        self.closed = True
         if self._channel is not None:
             await self._channel.close()
 
+    def hung_up(self, cancelled: bool) -> bool:
+        """Whether a CancelledError is about the call, which this side ended, and not about the task that waits.
+
+        gRPC raises it for both; only the second may unwind the task.
+        """
+        task = asyncio.current_task()
+        return (cancelled or self.closed) and not (task is not None and task.cancelling())
+
     def _open(self) -> grpc.aio.Channel:
         loop = asyncio.get_running_loop()
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
             self._loop = loop
@@ -174,22 +191,19 @@ class AioTransport:
 
 
 class _AioCall(AsyncCall[Res]):
-    def __init__(self, method: Method[Any, Res], call: Any, target: str) -> None:
+    def __init__(self, method: Method[Any, Res], call: Any, transport: AioTransport) -> None:
         self._method = method
         self._call = call
-        self._target = target
+        self._transport = transport
         self._cancelled = False
 
     async def __anext__(self) -> Res:
         try:
             data = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise failure(error, self._target) from error
+            raise failure(error, self._transport.target, self._cancelled or self._transport.closed) from error
         except asyncio.CancelledError:
-            # gRPC raises this both when the reading task is cancelled and when the call is; only the first may
-            # unwind the task.
-            task = asyncio.current_task()
-            if self._cancelled and not (task is not None and task.cancelling()):
+            if self._transport.hung_up(self._cancelled):
                 raise errors.Cancelled("the call was cancelled") from None
             raise
         if data is grpc.aio.EOF:
@@ -244,8 +258,11 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
     return list((chosen | dict(options)).items())
 
 
-def failure(error: Any, target: str) -> errors.LineclearError:
-    """What ended a call, as a LineclearError: the server's own, or the one that says what happened on the way."""
+def failure(error: Any, target: str, cancelled: bool) -> errors.LineclearError:
+    """What ended a call, as a LineclearError: the server's own, or the one that says what happened on the way.
+
+    `cancelled` says that this side hung up.
+    """
     code = error.code().name
     trailer = dict(error.trailing_metadata() or ()).get(status.TRAILER)
     found = status.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
@@ -255,7 +272,10 @@ def failure(error: Any, target: str) -> errors.LineclearError:
         if isinstance(found, errors.DeadlineExceeded):
             return errors.DeadlineExceeded("the deadline of the call passed before the answer was complete")
         if isinstance(found, errors.Cancelled):
-            return errors.Cancelled("the call was cancelled")
+            if cancelled:
+                return errors.Cancelled("the call was cancelled")
+            # A server that stops ends what comes in late like this. Nobody hung up: whoever asked may ask again.
+            return errors.Unreachable(f"no answer from {target}: it ended the call")
     return found
 
 
@@ -266,6 +286,6 @@ def decoded(method: Method[Any, Res], data: bytes) -> Res:
         raise errors.DataLoss(f"the server's answer to {method.path} is no such message") from None
 
 
-def _closed(error: ValueError) -> Exception:
+def _closed(closed: bool, error: ValueError) -> Exception:
     """gRPC reports a call on a closed channel as a ValueError, which says nothing to a caller of ours."""
-    return RuntimeError("the client is closed") if "closed channel" in str(error) else error
+    return RuntimeError("the client is closed") if closed else error

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
+from typer.core import TyperCommand
 
 from lineclear.errors import LineclearError
 
@@ -91,7 +92,7 @@ def generate(
         Path | None,
         typer.Option(
             help='Prompts, one a line, or a JSON object a line: {"prompt": ..., "max_tokens": ...}. -: standard input.',
-            exists=True, dir_okay=False, allow_dash=True, show_default=False, rich_help_panel="Many prompts",
+            dir_okay=False, show_default=False, rich_help_panel="Many prompts",
         ),
     ] = None,
     file_format: Annotated[
@@ -182,16 +183,17 @@ def converse(
                     talk.say(line.rstrip("\n"))
 
 
-@command(
-    name="serve",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-    add_help_option=False,
-)
-def start(context: typer.Context) -> None:
-    """Start a server here: scheduler and worker. All flags are the scheduler's; --help shows them.
+class _Verbatim(TyperCommand):
+    """A command that takes every word as it stands, `--` and --help too."""
 
-    Examples: lineclear serve --model DIR; lineclear serve --demo
-    """
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+@command(name="serve", cls=_Verbatim)
+def start(context: typer.Context) -> None:
+    """Start a server here: scheduler and worker. All flags are the scheduler's; `serve --help` shows them."""
     serve.run(context.args)
 
 
