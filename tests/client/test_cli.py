@@ -491,6 +491,26 @@ def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
     assert server.ended.wait(PATIENCE_SECONDS)
 
 
+def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        for index in range(1_000_000):
+            if not context.is_active():
+                return
+            yield server.tokens(index, 1, text="many words ")
+
+    server.script = script
+    run = spawn("generate", "x", "--target", server.target)
+    assert run.stdout is not None
+    assert run.stdout.read(4) == b"many"
+    run.stdout.close()
+    assert run.stderr is not None
+    err = run.stderr.read()
+    run.stderr.close()
+    assert run.wait(PATIENCE_SECONDS) == 1
+    assert err == b""
+    assert server.ended.wait(PATIENCE_SECONDS)
+
+
 def test_interrupting_a_file_of_prompts_cancels_them_and_keeps_what_is_done(server: Any, tmp_path: Path) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "a":

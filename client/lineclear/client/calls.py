@@ -11,7 +11,7 @@ from typing import Unpack
 from lineclear.v1 import inference_pb2 as pb
 
 from .assembly import Assembly
-from .requests import UNSET, Metadata, Params, Prompt, Request, Sampling, Unset, pairs
+from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
 from .results import Generation
 from .retries import Attempts, RetryPolicy
 from .transport import Pairs
@@ -107,6 +107,3 @@ def settings(
     if max_attempts is not None:
         retry = RetryPolicy(max_attempts=max_attempts)
     return Settings(timeout_seconds, retry or RetryPolicy(), pairs(metadata), sampling)
-
-
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "UNSET", "Answer", "Outgoing", "Settings", "settings"]
