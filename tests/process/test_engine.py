@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+import zmq
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request
 
@@ -23,6 +24,8 @@ from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.engine import EngineLimits
 from lineclear.scheduler.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.sequence import Request
+from lineclear.wire.codec import ProtocolMismatch, encode
+from lineclear.wire.types import PROTOCOL, Heartbeat
 
 SLOW = ToyOptions(min_step_seconds=0.02, max_step_seconds=0.02)
 
@@ -168,6 +171,35 @@ def test_the_death_of_the_engine_is_loud() -> None:
         world.wait(lambda: bool(world.fatal))
         assert isinstance(world.engine.failure, KeyError)
         assert world.fatal == [world.engine.failure]
+
+
+def test_a_worker_of_another_release_ends_the_engine_with_both_versions_named() -> None:
+    with World() as world:
+        frame = bytearray(encode(Heartbeat(7, 0)))
+        frame[4] += 1  # the protocol, little-endian
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        peer = context.socket(zmq.PUSH)
+        peer.connect(f"ipc://{world.directory}/result.sock")
+        peer.send(bytes(frame))
+        world.wait(lambda: bool(world.fatal))
+        context.destroy(linger=0)
+        assert isinstance(world.fatal[0], ProtocolMismatch)
+        assert f"protocol {PROTOCOL + 1}, this one {PROTOCOL}" in str(world.fatal[0])
+
+
+def test_a_process_that_stood_still_does_not_blame_its_worker() -> None:
+    """After a suspend the clock has gone on, and what the worker said is still in the kernel's buffers."""
+    ahead = [0.0]
+    with World(options=SLOW, clock=lambda: time.monotonic() + ahead[0]) as world:
+        world.start_worker()
+        stream = world.submit(request(1, max_tokens=40))
+        for count in (10, 20, 30):
+            world.wait(lambda count=count: len(stream.tokens) >= count)
+            ahead[0] += 3600.0
+        world.wait_ended([stream])
+        stream.check(world.options.vocab_size)
+        assert world.losses == []
+        assert world.broken == []
 
 
 def test_plans_are_sent_before_their_events_are_published() -> None:

@@ -6,20 +6,12 @@ Real sockets, threads, signals and exit codes; no torch, so it is up in a quarte
 from __future__ import annotations
 
 import json
-import os
-import random
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from support.toy import ToyFlight, ToyRunner
-
 from lineclear.lifeline import hold
-from lineclear.logs import configure
-from lineclear.wire.types import StepErrorKind, StepPlan, StepResult
-from lineclear.worker.loop import LoopLimits, run
-from lineclear.worker.protocol import StepFailed
 
 
 @dataclass(frozen=True)
@@ -51,60 +43,15 @@ class ToyOptions:
         return [sys.executable, "-m", "support.toy_worker", str(directory), json.dumps(asdict(self))]
 
 
-class _MoodyFlight:
-    def __init__(self, flight: ToyFlight, seconds: float, fault: str) -> None:
-        self._flight, self._seconds, self._fault = flight, seconds, fault
-
-    def result(self) -> StepResult:
-        result = self._flight.result()
-        match self._fault:
-            case "exception":
-                raise StepFailed(StepErrorKind.EXCEPTION, "ToyFailure at toy_worker.py")
-            case "memory":
-                raise StepFailed(StepErrorKind.OUT_OF_MEMORY, "ToyOutOfMemory at toy_worker.py")
-            case "hang":
-                time.sleep(3600)
-            case "exit":
-                os._exit(3)
-            case "tokens":
-                result = replace(result, tokens=(*result.tokens, 1))
-        time.sleep(self._seconds)
-        return result
-
-
-class MoodyRunner(ToyRunner):
-    """A toy that takes its time and can fail on demand."""
-
-    def __init__(self, options: ToyOptions) -> None:
-        super().__init__(
-            options.num_blocks, options.block_size, options.num_slots, options.max_model_len, options.vocab_size
-        )
-        self._options = options
-        self._random = random.Random(options.seed)
-
-    def launch(self, plan: StepPlan) -> _MoodyFlight:  # type: ignore[override]
-        """Run the plan at once; its result takes the time of a step, or does not come."""
-        options = self._options
-        fault = options.fault if plan.step == options.fault_step and self._may_fail() else ""
-        if options.max_rows and len(plan.rows) > options.max_rows:
-            fault = "memory"
-        assert fault != "assertion", "the toy's own"
-        seconds = self._random.uniform(options.min_step_seconds, options.max_step_seconds)
-        return _MoodyFlight(super().launch(plan), seconds, fault)
-
-    def _may_fail(self) -> bool:
-        if not self._options.fault_once:
-            return True
-        try:
-            os.close(os.open(self._options.fault_once, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
-
-
 def main() -> int:
     """Run until told to stop."""
     supervised = hold()
+    # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
+    from support.moody import MoodyRunner
+
+    from lineclear.logs import configure
+    from lineclear.worker.loop import LoopLimits, run
+
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")
     time.sleep(options.load_seconds)

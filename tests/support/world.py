@@ -89,6 +89,7 @@ class World:
         core: CoreLimits | None = None,
         engine: EngineLimits | None = None,
         options: ToyOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.root = short_directory()
         self.directory = directory or self.root / "run"
@@ -105,11 +106,12 @@ class World:
         self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
         self._changed = threading.Condition()
 
-        self.link = Link(self.directory)
+        self.link = Link(self.directory, clock=clock)
         self.engine = Engine(
             self.core,
             self.link,
             self._publish,
+            clock,
             limits=engine or EngineLimits(),
             on_joined=self._joined,
             on_broken=self._broken,
