@@ -37,6 +37,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, service: str) -> None:
+        self.is_stopping = False
+        """The listeners are being closed: calls end because we cut them, and that is no incident."""
         self._prefix = f"/{service}/"
         self._guarded: dict[str, Handler] = {}
 
@@ -53,12 +55,44 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:  # gRPC answers UNIMPLEMENTED
                 return handler
-            self._guarded[method] = _guard(method, handler)
+            self._guarded[method] = self._guard(method, handler)
         return self._guarded[method]
 
+    def _guard(self, method: str, handler: Handler) -> Handler:
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._ending_well(method, handler.unary_stream),
+                request_deserializer=_total(handler.request_deserializer),
+                response_serializer=handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._ending_well(method, handler.unary_unary),
+            request_deserializer=_total(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
 
-def _guard(method: str, handler: Handler) -> Handler:
-    deserialize = handler.request_deserializer
+    def _ending_well(self, method: str, behavior: Any) -> Behavior:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                if request is _MALFORMED:
+                    raise Malformed("the bytes are no message of lineclear.v1; a string in it may be no UTF-8")
+                return await behavior(request, context)
+            except LineclearError as error:
+                return await abort(context, error)
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError:
+                # A call that ends like this sends no status: right if the caller is gone, but otherwise it would wait.
+                if context.cancelled() or self.is_stopping:
+                    raise
+                return await abort(context, incident(method, None))
+            except Exception as error:
+                return await abort(context, incident(method, error))
+
+        return guarded
+
+
+def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     assert deserialize is not None
 
     def total(data: bytes) -> Any:
@@ -67,38 +101,7 @@ def _guard(method: str, handler: Handler) -> Handler:
         except DecodeError:
             return _MALFORMED
 
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(
-            _ending_well(method, handler.unary_stream),
-            request_deserializer=total,
-            response_serializer=handler.response_serializer,
-        )
-    return grpc.unary_unary_rpc_method_handler(
-        _ending_well(method, handler.unary_unary),
-        request_deserializer=total,
-        response_serializer=handler.response_serializer,
-    )
-
-
-def _ending_well(method: str, behavior: Any) -> Behavior:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            if request is _MALFORMED:
-                raise Malformed("the bytes are no message of lineclear.v1; a string in it may be no UTF-8")
-            return await behavior(request, context)
-        except LineclearError as error:
-            return await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError:
-            # A call that ends like this sends no status. Right if the caller is gone; otherwise it would wait for ever.
-            if context.cancelled():
-                raise
-            return await abort(context, incident(method, None))
-        except Exception as error:
-            return await abort(context, incident(method, error))
-
-    return guarded
+    return total
 
 
 def incident(where: str, error: BaseException | None) -> InternalError:

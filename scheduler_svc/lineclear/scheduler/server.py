@@ -45,9 +45,8 @@ class Server:
     def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
         self.health = Health((*READY, LIVE))
-        self._server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(service_module.NAME),), options=_options(settings)
-        )
+        self._interceptor = ErrorInterceptor(service_module.NAME)
+        self._server = grpc.aio.server(interceptors=(self._interceptor,), options=_options(settings))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if settings.reflection:
@@ -80,6 +79,7 @@ class Server:
         health are let go here.
         """
         self.health.close()
+        self._interceptor.is_stopping = True
         servers = [self._server] if self._health_server is None else [self._server, self._health_server]
         await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
 

@@ -1,0 +1,263 @@
+"""A server in this process for tests: the real service and listeners over an engine whose every word the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+from service.small_tokenizers import byte_level, definition
+
+from lineclear.errors import Cancelled, Draining, LineclearError
+from lineclear.scheduler.chat import ChatTemplate
+from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.engine import EngineSnapshot
+from lineclear.scheduler.events import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Record,
+    Started,
+    TokensReady,
+    WorkerJoined,
+    WorkerLost,
+)
+from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.server import Server
+from lineclear.scheduler.service import InferenceService
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.tokenizer import Tokenizer
+from lineclear.status import TRAILER, from_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.types import Hello, Logprobs
+
+BOUND_SECONDS = 20.0
+"""How long a test waits for what must happen."""
+
+EOS = 1
+HELLO = Hello(
+    epoch=7,
+    num_blocks=64,
+    block_size=16,
+    num_slots=8,
+    max_model_len=128,
+    vocab_size=512,
+    eos_token_ids=(EOS,),
+    max_step_tokens=256,
+    model_id="test-model",
+    family="llama",
+    dtype="float32",
+    device="cpu",
+    attention_backend="toy",
+    pid=4711,
+    torch_version="0",
+    transformers_version="0",
+)
+TOKENIZER = Tokenizer(definition(byte_level()))
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run a test on the event loop that the server has in production."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(scenario, 6 * BOUND_SECONDS))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that must happen."""
+    async with asyncio.timeout(BOUND_SECONDS):
+        while not condition():  # noqa: ASYNC110  # conditions of many kinds, some in other threads
+            await asyncio.sleep(0.001)
+
+
+class FakeEngine:
+    """Says what the test makes it say, or answers at once where `answer` is set.
+
+    Keeps what it was told: `requests` by key, `cancelled`, `stopped` (key, num_tokens), `is_draining`.
+    """
+
+    def __init__(self, publish: Callable[[Sequence[Event]], None]) -> None:
+        self.requests: dict[str, Request] = {}
+        self.submitted: list[Request] = []
+        self.cancelled: list[str] = []
+        self.stopped: list[tuple[str, int]] = []
+        self.is_draining = False
+        self.answer: Callable[[Request], Sequence[int]] | None = None
+        self.refusal: LineclearError | None = None
+        self.worker: Hello | None = None
+        self._publish = publish
+        self._records: dict[str, Record] = {}
+        self._core = Scheduler(CoreLimits())
+
+    # --- what the service calls ---
+
+    def submit(self, request: Request) -> None:
+        self.submitted.append(request)
+        self._records[request.request_id] = Record(monotonic(), len(request.prompt))
+        if self.is_draining or self.refusal is not None:
+            self.requests[request.request_id] = request
+            self.fail(request.request_id, self.refusal or Draining("no"))
+            return
+        self.requests[request.request_id] = request
+        self._publish([Admitted(request.request_id)])
+        if self.answer is not None:
+            self.start(request.request_id)
+            tokens = list(self.answer(request))
+            for token in tokens:
+                self.tokens(request.request_id, [token])
+            self.finish_by(request.request_id, FinishReason.LENGTH)
+
+    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
+        self.cancelled.append(request_id)
+        if request_id in self.requests:
+            self.fail(request_id, error or Cancelled("cancelled"))
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        self.stopped.append((request_id, num_tokens))
+        if request_id in self.requests:
+            record = self._records[request_id]
+            self._records[request_id] = replace(record, completion_tokens=num_tokens)
+            self.finish_by(request_id, FinishReason.STOP_STRING)
+
+    def drain(self) -> None:
+        self.is_draining = True
+
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self._core.snapshot(), self.worker, int(self.worker is not None))
+
+    # --- what the test says ---
+
+    async def next_request(self, number: int = 1) -> str:
+        """The key of the number-th request, once it is there."""
+        await until(lambda: len(self.submitted) >= number)
+        return self.submitted[number - 1].request_id
+
+    def join(self, hello: Hello = HELLO) -> None:
+        self.worker = hello
+        self._publish([WorkerJoined(hello.epoch)])
+
+    def lose(self) -> None:
+        self.worker = None
+        self._publish([WorkerLost(HELLO.epoch)])
+
+    def start(self, key: str, cached_tokens: int = 0) -> None:
+        self._records[key] = replace(self._records[key], started_at=monotonic(), cached_tokens=cached_tokens)
+        self._publish([Started(key, 3, 12, cached_tokens)])
+
+    def tokens(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
+        record, now = self._records[key], monotonic()
+        self._publish([TokensReady(key, record.completion_tokens, tuple(tokens), tuple(logprobs))])
+        self._records[key] = replace(
+            record,
+            completion_tokens=record.completion_tokens + len(tokens),
+            first_token_at=record.first_token_at or now,
+            last_token_at=now,
+        )
+
+    def finish_by(self, key: str, reason: FinishReason, matched_token_id: int | None = None) -> None:
+        if self.requests.pop(key, None) is not None:
+            self._publish([Finished(key, reason, matched_token_id, self._end(key))])
+
+    def fail(self, key: str, error: LineclearError) -> None:
+        if self.requests.pop(key, None) is not None:
+            self._publish([Failed(key, error, self._end(key))])
+
+    def _end(self, key: str) -> Record:
+        return replace(self._records[key], ended_at=monotonic())
+
+
+class Serving:
+    """A server that listens, its engine, and a client."""
+
+    def __init__(self, service: InferenceService, server: Server, engine: FakeEngine, channel: Any) -> None:
+        self.service, self.server, self.engine, self.channel = service, server, engine, channel
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+
+    def generate(self, request: pb.GenerateRequest | None = None, **options: Any) -> Any:
+        """A call in progress."""
+        return self.stub.Generate(request or text_request(), **options)
+
+    async def idle(self) -> None:
+        """Nothing of any request is left."""
+        await until(lambda: len(self.service.streams) == 0)
+
+
+def text_request(text: str = "quick", **fields: Any) -> pb.GenerateRequest:
+    """The smallest good request."""
+    return pb.GenerateRequest(text=text, **fields)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    path: Path,
+    *,
+    joined: bool = True,
+    template: str | None = TEMPLATE,
+    model_defaults: dict[str, Any] | None = None,
+    tokenizer: Any = TOKENIZER,
+    **settings: Any,
+) -> AsyncIterator[Serving]:
+    """A server on a unix socket below `path`, with a worker joined."""
+    chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
+    chat = None if template is None else ChatTemplate(template, tokenizer, {})
+    service = InferenceService(chosen, tokenizer, chat, model_defaults)
+    engine = FakeEngine(service.publish)
+    service.attach(engine)
+    server = Server(chosen, service)
+    service.on_worker = server.set_ready
+    await server.start()
+    if joined:
+        engine.join()
+        await until(lambda: server.health.is_serving(""))
+    channel = grpc.aio.insecure_channel(server.address)
+    try:
+        yield Serving(service, server, engine, channel)
+    finally:
+        await channel.close()
+        await server.stop(0)
+        service.close()
+
+
+async def error_of(call: Any) -> LineclearError:
+    """The error that a call ends with, as a client library sees it."""
+    try:
+        if hasattr(call, "read"):
+            while (await call.read()) is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        trailers = dict(error.trailing_metadata() or ())
+        return from_trailer(error.code().name, error.details() or "", trailers.get(TRAILER))
+    raise AssertionError("the call went well")
+
+
+async def read_all(call: Any) -> list[pb.GenerateResponse]:
+    """Every response of a call that ends well, checked for gaps."""
+    responses: list[pb.GenerateResponse] = []
+    expected = 0
+    while (response := await call.read()) is not grpc.aio.EOF:
+        assert response.first_index == expected
+        expected += len(response.token_ids)
+        responses.append(response)
+    assert [r.HasField("started") for r in responses] == [True] + [False] * (len(responses) - 1)
+    assert [r.HasField("finished") for r in responses] == [False] * (len(responses) - 1) + [True]
+    return responses
+
+
+def tokens_of(responses: Sequence[pb.GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+def text_of(responses: Sequence[pb.GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)

@@ -1,0 +1,230 @@
+"""Every bound of the schema, from both sides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, request
+from service.serving import EOS, error_of, read_all, run, serving
+
+from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
+from lineclear.scheduler.validation import (
+    RANGES,
+    Bounds,
+    check,
+    check_detokenize,
+    check_tokenize,
+    resolve,
+    sampling_defaults,
+)
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
+
+BOUNDS = Bounds(
+    context_length=CONTEXT,
+    vocab_size=VOCABULARY,
+    max_prompt_bytes=MAX_BYTES,
+    default_max_tokens=16,
+    eos_ids=frozenset({EOS}),
+)
+PROTOS = Path(__file__).parents[2] / "protos" / "lineclear" / "v1"
+
+
+def test_there_are_enough_cases_and_no_two_alike() -> None:
+    assert len(CASES) >= 150
+    assert len({case.request.SerializeToString(deterministic=True) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_bad_request_is_refused_by_name_and_field(case: Bad) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(case.request, BOUNDS)
+    assert caught.value.reason == case.reason
+    assert {v.field for v in caught.value.violations} == set(case.fields)
+    _assert_nothing_is_echoed(case, caught.value)
+
+
+def _assert_nothing_is_echoed(case: Bad, error: InvalidRequest) -> None:
+    """A sentence names the limit and never the value; sizes are no values."""
+    said = str(error) + "".join(v.description for v in error.violations)
+    for value in ("9999", "nan", "inf", "1e+30", "4294967295", "a/b", "a b", "xxxx", "im_start", "😀"):
+        assert value not in said
+
+
+def test_no_bad_request_reaches_the_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_prompt_bytes=MAX_BYTES) as s:
+            for case in CASES:
+                error = await error_of(s.generate(case.request))
+                assert (error.code, error.reason) == ("INVALID_ARGUMENT", case.reason), case.name
+                assert {v.field for v in error.violations} == set(case.fields)
+                assert error.retry_after_seconds is None
+            assert s.engine.submitted == []
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+def test_so_many_faults_still_fit_the_trailer(tmp_path: Path) -> None:
+    many = [sampling_pb2.LogitBias(token_id=2**32 - 1, bias=1e9) for _ in range(300)]
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            error = await error_of(s.generate(request(sampling={"logit_bias": many})))
+            assert error.reason == "INVALID_REQUEST"
+            assert 10 <= len(error.violations) <= 20
+            assert "(and 599 more)" in str(error)
+
+    run(scenario())
+
+
+# --- the good side of each bound -------------------------------------------------------------------------------------
+
+GOOD_SAMPLING: list[dict[str, Any]] = [
+    *({"temperature": t} for t in (0.0, -0.0, 0.01, 1.0, 10.0)),
+    *({"top_k": k} for k in (0, 1, VOCABULARY)),
+    *({"top_p": p} for p in (1e-30, 0.5, 1.0)),
+    *({"min_p": p} for p in (0.0, 0.05, 1.0)),
+    *({"repetition_penalty": p} for p in (0.01, 1.0, 10.0)),
+    *({"presence_penalty": p} for p in (-2.0, 0.0, 2.0)),
+    *({"frequency_penalty": p} for p in (-2.0, 0.0, 2.0)),
+    *({"seed": s} for s in (0, 2**64 - 1)),
+    *({"max_tokens": n} for n in (1, CONTEXT - 1)),
+    *({"min_tokens": n} for n in (0, CONTEXT)),
+    {"min_tokens": 4, "max_tokens": 4},
+    {"allowed_token_ids": [VOCABULARY - 1] * 4096},
+    {"banned_token_ids": [VOCABULARY - 1] * 4096},
+    {"banned_token_ids": list(range(1, VOCABULARY))},
+    {"allowed_token_ids": [EOS]},
+    {"logit_bias": [sampling_pb2.LogitBias(token_id=i, bias=100 - 200 * (i % 2)) for i in range(300)]},
+]
+
+
+@pytest.mark.parametrize("sampling", GOOD_SAMPLING, ids=lambda s: str(s)[:40])
+def test_the_bound_itself_is_good(sampling: dict[str, Any]) -> None:
+    checked = check(request(sampling=sampling), BOUNDS)
+    for name, value in sampling.items():
+        if hasattr(checked.sampling, name) and name != "logit_bias":
+            assert getattr(checked.sampling, name) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        request(request_id="x" * 64),
+        request(request_id="A-z_0.9:".replace("_", "-")),
+        request(priority=0),
+        request(priority=255),
+        request(stop={"strings": ["x" * 64, "é" * 32, "\n", " ", "a", "b", "c", "d"]}),
+        request(stop={"token_ids": [VOCABULARY - 1] * 16}),
+        request(output={"logprobs": True, "top_logprobs": 20}),
+        request(output={"top_logprobs": 1}),
+        request(output={"logprobs": False, "top_logprobs": 0}),
+        request(text="x" * MAX_BYTES),
+        request(text="😀" * (MAX_BYTES // 4)),
+        request(text="\x00"),
+        request(token_ids=pb.TokenIds(ids=[VOCABULARY - 1] * (CONTEXT - 1))),
+        request(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="x" * 32, content="")])),
+    ],
+    ids=range(14),
+)
+def test_the_largest_good_request_is_good(good: pb.GenerateRequest) -> None:
+    check(good, BOUNDS)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_are_those_written_in_the_schema(name: str) -> None:
+    """The .proto is what callers read: its comment and our bound are the same interval."""
+    text = (PROTOS / "sampling.proto").read_text()
+    comment = re.search(rf"((?:  //.*\n)+)  optional float {name} = ", text)
+    assert comment is not None
+    intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", comment[1].replace("\n  //", ""))
+    assert [str(RANGES[name]).removeprefix("0 or in ").removeprefix("in ")] == intervals
+
+
+# --- what depends on the prompt --------------------------------------------------------------------------------------
+
+
+def test_the_context_is_shared_by_prompt_and_output() -> None:
+    def max_tokens_for(prompt_len: int, **sampling: int) -> int:
+        checked = check(request(sampling=sampling), BOUNDS)
+        return resolve(checked, "k", [3] * prompt_len, None, BOUNDS).max_tokens
+
+    assert max_tokens_for(100, max_tokens=28) == 28
+    assert max_tokens_for(CONTEXT - 1) == 1
+    assert max_tokens_for(CONTEXT - 5) == 5  # what is left
+    assert max_tokens_for(10) == 16  # the server's default
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "field", "figures"),
+    [
+        (100, 29, "sampling.max_tokens", {"prompt_tokens": "100", "max_tokens": "29", "context_length": "128"}),
+        (CONTEXT, None, "text", {"prompt_tokens": "128", "context_length": "128"}),
+        (CONTEXT + 1, 1, "text", {"prompt_tokens": "129", "context_length": "128"}),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_is_told_the_figures(
+    prompt_len: int, max_tokens: int | None, field: str, figures: dict[str, str]
+) -> None:
+    sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
+    checked = check(request(sampling=sampling), BOUNDS)
+    with pytest.raises(PromptTooLong) as caught:
+        resolve(checked, "k", [3] * prompt_len, None, BOUNDS)
+    assert caught.value.metadata == figures
+    assert [v.field for v in caught.value.violations] == [field]
+
+
+def test_min_tokens_must_be_reachable() -> None:
+    checked = check(request(sampling={"min_tokens": 20}), BOUNDS)
+    with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens"):
+        resolve(checked, "k", [3], None, BOUNDS)
+
+
+def test_a_text_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="text: has no tokens"):
+        resolve(check(request(), BOUNDS), "k", [], None, BOUNDS)
+
+
+def test_a_tokenizer_that_is_not_the_models_is_noticed() -> None:
+    with pytest.raises(TokenOutOfVocabulary):
+        resolve(check(request(), BOUNDS), "k", [VOCABULARY], None, BOUNDS)
+
+
+# --- the other calls -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "fields"),
+    [
+        (pb.TokenizeRequest(), {"input"}),
+        (pb.TokenizeRequest(text="x" * (MAX_BYTES + 1)), {"text"}),
+        (pb.TokenizeRequest(chat=pb.ChatMessages()), {"chat.messages"}),
+        (pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="")])), {"chat.messages[0].role"}),
+    ],
+)
+def test_bad_tokenize_requests(bad: pb.TokenizeRequest, fields: set[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_tokenize(bad, MAX_BYTES)
+    assert {v.field for v in caught.value.violations} == fields
+
+
+def test_an_empty_text_may_be_tokenized() -> None:
+    check_tokenize(pb.TokenizeRequest(text=""), MAX_BYTES)
+
+
+def test_bad_detokenize_requests() -> None:
+    with pytest.raises(TokenOutOfVocabulary):
+        check_detokenize(pb.DetokenizeRequest(token_ids=[VOCABULARY]), VOCABULARY, 10)
+    with pytest.raises(InvalidRequest, match="more than 10"):
+        check_detokenize(pb.DetokenizeRequest(token_ids=[1] * 11), VOCABULARY, 10)
+
+
+def test_only_good_defaults_are_taken_from_the_model() -> None:
+    config = {"temperature": 0.7, "top_p": 0, "top_k": -1, "min_p": "0.5", "repetition_penalty": None, "bos": 1}
+    assert sampling_defaults(config) == {"temperature": 0.7}
+    assert sampling_defaults({"temperature": float("nan"), "top_k": 2.5}) == {}
