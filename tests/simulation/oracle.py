@@ -149,7 +149,7 @@ class Oracle:
         self.turned_away = False
         self.batch_places, self.batch_begun_at = 0, float("-inf")
         self.halvings = self.small_steps = 0
-        self.planned_at = float("-inf")
+        self.yielded: set[Track] = set()  # who gave his blocks back while the plan was made: nobody can say when
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -255,13 +255,13 @@ class Oracle:
         assert self.hello is not None
         hold((plan.epoch, plan.step) == (self.hello.epoch, self.step + 1), "I9", "steps of an epoch in order")
         self.step += 1
-        self.planned_at = now
         budget = self._budget()
         ready = sorted((t for t in self.running.values() if t.todo == 1), key=lambda t: t.rank)
         partial = sorted((t for t in self.running.values() if t.todo > 1), key=lambda t: t.rank)
         slots = {row.slot for row in plan.rows}
         hold(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
         started = self._heard(events, plan, ready)
+        self.yielded = {self.live[e.request_id] for e in events if isinstance(e, Preempted)}
         fresh_may = self._fresh_may_join(now)
         flight = _Flight(plan.step)
         inits = {init.slot: init for init in plan.inits}
@@ -351,7 +351,8 @@ class Oracle:
             if self.batch_places and oldest <= self.batch_begun_at:
                 return True  # the batch is still being admitted
             full = waiting >= self.num_slots or self.draining or self.turned_away
-            return active == 0 and full
+            self.batch_places, self.batch_begun_at = self.num_slots if full and active == 0 else 0, now
+            return self.batch_places > 0
         if self.limits.strategy == "dynamic_timeout":
             full = waiting >= max(1, self.num_slots - active) or waiting >= policy.min_batch_size > 1
             return late or full
@@ -371,7 +372,9 @@ class Oracle:
         self._overtakes(track)
         if track in self.fresh:
             hold(fresh_may, "strategy", "nobody joins before the strategy lets him")
-            self._count_into_batch(now)
+            self.batch_places -= 1
+            fixed = self.limits.strategy == "fixed_size"
+            hold(not fixed or self.batch_places >= 0, "strategy", "a fixed batch has as many places as slots")
             self.turned_away = False
             del self.fresh[track]
         else:
@@ -392,13 +395,6 @@ class Oracle:
             event = Started(track.request.request_id, init.slot, step, track.planned)
             hold(started.pop(track.request.request_id, None) == event, "I11", "the first start is told")
 
-    def _count_into_batch(self, now: float) -> None:
-        if self.limits.strategy == "fixed_size":
-            if not (self.batch_places and min(t.arrival for t in self.fresh) <= self.batch_begun_at):
-                self.batch_places, self.batch_begun_at = self.num_slots, now
-            self.batch_places -= 1
-            hold(self.batch_places >= 0, "strategy", "a fixed batch has as many places as slots")
-
     def _cached_prefix(self, track: Track) -> list[int]:
         found: list[int] = []
         tokens = track.tokens
@@ -413,7 +409,7 @@ class Oracle:
     def _overtakes(self, track: Track) -> None:
         peers = [*self.resuming, *self.fresh] if track in self.fresh else self.resuming
         for other in peers:
-            if other.rank < track.rank:
+            if other.rank < track.rank and other not in self.yielded:
                 hold(other.in_flight == 0, "I14", "nobody overtakes who only waits for his own samples")
                 other.bypasses += 1
                 hold(other.bypasses <= self.limits.max_bypasses, "I14", "overtaken no more often than the bound")
@@ -451,7 +447,7 @@ class Oracle:
         hold(0 <= block < len(self.holders) and not self.holders[block], "I1", "a block nobody holds")
         if block in self.key_of:
             empty = sum(not h and b not in self.key_of for b, h in enumerate(self.holders))
-            hold(empty == 0, "I4", "a cached block is given away only when no empty one is left")
+            hold(empty == 0 or bool(self.yielded), "I4", "a cached block is given away only when no empty one is left")
             del self.index[self.key_of.pop(block)]
         if block in self.dirty:
             hold(block in zeroed, "I18", "a dirty block is zeroed before it is used again")
@@ -461,7 +457,7 @@ class Oracle:
 
     def _fair(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
         """Decodes go first, oldest first, and the oldest prompt goes on, unless the order says prompts first."""
-        if not self.limits.order == "prefill_first":
+        if self.limits.order != "prefill_first":
             for track in ready:
                 if track.running and track.slot not in slots:
                     if track.planned < len(track.table) * self._size:
@@ -481,8 +477,6 @@ class Oracle:
     def _nothing_to_plan(self, now: float) -> None:
         if self.hello is None or len(self.flights) >= self.limits.pipeline_depth:
             return
-        if self.live:
-            self.planned_at = now
         if not self.flights:
             hold(not self.running and not self.resuming, "I13", "who runs goes on, or an older one does")
             hold(not self._fresh_may_join(now), "I13", "an idle worker takes whom the strategy lets join")

@@ -31,9 +31,8 @@ def show(seed: int) -> int:
             plan = what[0]
             print(f"{now:.4f} PLAN {plan.epoch}:{plan.step} zero={plan.zero_blocks}")
             for init in plan.inits:
-                print(
-                    f"    init slot {init.slot} number {init.sampling.seed} tokens {len(init.tokens)} blocks {init.blocks}"
-                )
+                number, length = init.sampling.seed, len(init.tokens)
+                print(f"    init slot {init.slot} number {number} tokens {length} blocks {init.blocks}")
             for row in plan.rows:
                 sample = " sample" if row.sample else ""
                 print(f"    row  slot {row.slot} [{row.start}, {row.start + row.num_tokens}){sample} +{row.new_blocks}")

@@ -41,6 +41,8 @@ class Scenario:
     vocab_size: int
     weights: dict[str, float]
     """How often each kind of thing happens."""
+    pace: int
+    """How many plans the worker computes, and results come back, between two things that happen."""
     late: float
     """Share of turns in which the engine does not plan, or not all it could."""
     bad_per_mille: int
@@ -59,8 +61,8 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed: even ones run under faults to the end, odd ones in peace."""
     rng = random.Random(seed)
     capacity = draw_capacity(rng)
-    vocab_size = rng.choice((3, 5, 17, 97))
-    weights = {"submit": rng.choice((0.5, 1.0, 3.0)), "burst": rng.choice((0.0, 0.2, 0.6)), "idle": 0.3}
+    vocab_size = rng.choice((3, 17, 97, 97))
+    weights = {"submit": rng.choice((0.5, 1.0, 2.0)), "burst": rng.choice((0.0, 0.1, 0.4)), "idle": 0.3}
     weights["launch"] = rng.choice((2.0, 5.0))
     weights["deliver"] = rng.choice((2.0, 5.0))
     for fault in _FAULTS:
@@ -74,6 +76,7 @@ def draw(seed: int) -> Scenario:
         capacity=capacity,
         vocab_size=vocab_size,
         weights=weights,
+        pace=rng.choice((0, 1, 2)),
         late=rng.choice((0.0, 0.0, 0.3)),
         bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
         step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
@@ -88,23 +91,25 @@ def draw(seed: int) -> Scenario:
 
 
 def draw_capacity(rng: random.Random) -> Capacity:
-    """A worker from tiny to roomy."""
+    """A worker from tiny to roomy. Most have room for a few sequences only, so that blocks are fought for."""
+    block_size = rng.choice((1, 1, 2, 3, 4, 4, 8, 16))
+    positions = rng.choice((rng.randint(4, 40), rng.randint(20, 80), rng.randint(40, 120), rng.randint(100, 600)))
     return Capacity(
-        num_blocks=rng.choice((rng.randint(1, 8), rng.randint(4, 24), rng.randint(16, 64))),
-        block_size=rng.choice((1, 2, 3, 4, 4, 8, 16)),
-        num_slots=rng.randint(1, 8),
-        max_model_len=rng.choice((12, 40, 64, 200)),
+        num_blocks=max(1, min(64, positions // block_size)),
+        block_size=block_size,
+        num_slots=rng.choice((rng.randint(1, 8), 8)),
+        max_model_len=rng.choice((16, 64, 200, 200)),
         max_step_tokens=rng.choice((rng.randint(1, 16), 64, 4096)),
     )
 
 
 def _draw_limits(rng: random.Random) -> CoreLimits:
     return CoreLimits(
-        max_batch_size=rng.randint(1, 8),
-        target_batch_tokens=rng.choice((rng.randint(1, 4), rng.randint(1, 16), rng.randint(16, 64))),
+        max_batch_size=rng.choice((rng.randint(1, 8), 8)),
+        target_batch_tokens=rng.choice((rng.randint(1, 4), rng.randint(4, 16), rng.randint(16, 64), 64)),
         pipeline_depth=rng.randint(1, 3),
-        max_queue_size=rng.choice((rng.randint(1, 4), rng.randint(4, 40), 1000)),
-        max_queue_tokens=rng.choice((rng.randint(1, 100), 400, 1_000_000)),
+        max_queue_size=rng.choice((rng.randint(1, 4), rng.randint(4, 40), 1000, 1000)),
+        max_queue_tokens=rng.choice((rng.randint(1, 100), 400, 1_000_000, 1_000_000)),
         max_preemptions=rng.randint(0, 4),
         max_bypasses=rng.choice((0, 1, 3, 16)),
         prefix_cache=rng.random() < 0.7,
@@ -128,10 +133,8 @@ def draw_request(
     some of which go on as the next turn of a conversation."""
     capacity, vocab_size = scenario.capacity, scenario.vocab_size
     room = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
-    length = min(
-        rng.choice((1, rng.randint(1, 6), rng.randint(1, 24), rng.randint(1, max(1, room // 2)), rng.randint(1, room))),
-        200,
-    )
+    lengths = (1, rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 24), rng.randint(1, max(1, room // 2)), room)
+    length = min(rng.choice(lengths), 200)
     prompt: list[int] = []
     if told and rng.random() < 0.2:
         prompt += told[rng.randrange(len(told))]
@@ -140,10 +143,10 @@ def draw_request(
         prompt += template[: rng.randint(1, len(template))]
     prompt = prompt[:length]
     prompt += [rng.randrange(vocab_size) for _ in range(length - len(prompt))]
-    max_tokens = 1 if rng.random() < 0.15 else rng.randint(1, 24)
+    max_tokens = 1 if rng.random() < 0.15 else rng.choice((rng.randint(1, 8), rng.randint(4, 40)))
     if rng.random() < 0.9:
         max_tokens = max(1, min(max_tokens, room - length))
-    eos = frozenset({0}) if rng.random() < 0.6 else frozenset()
+    eos = frozenset({0}) if rng.random() < 0.4 else frozenset()
     stop = frozenset({rng.randrange(vocab_size)}) - eos if rng.random() < 0.2 else frozenset()
     deadline = None
     if rng.random() < scenario.deadlines:

@@ -94,6 +94,10 @@ class World:
             self._let_time_pass()
             getattr(self, f"_do_{name}")()
             self._turn(late=self.rng.random() < self.scenario.late)
+            for _ in range(self.scenario.pace):
+                self._do_launch()
+                self._do_deliver()
+                self._turn(late=self.rng.random() < self.scenario.late)
             if self.worker is None and self.rng.random() < 0.3:
                 self._join(self._next_capacity())
                 self._turn()

@@ -1,0 +1,25 @@
+"""How many seeds: `pytest tests/simulation --seeds 50000`, or SIMULATION_SEEDS=50000 in the environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+DEFAULT_SEEDS = 2000
+_CHUNKS = 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known when this folder is named on the command line; a run of everything takes the variable."""
+    parser.addoption("--seeds", type=int, default=None, help="how many seeds the simulation runs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`seeds`: the run's seeds in equal pieces, even ones for safety and odd ones for liveness."""
+    if "seeds" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--seeds", default=None)
+        count = int(os.environ.get("SIMULATION_SEEDS", DEFAULT_SEEDS)) if asked is None else asked
+        step = -(-count // _CHUNKS)
+        pieces = [range(begin, min(begin + step, count)) for begin in range(0, count, step)]
+        metafunc.parametrize("seeds", pieces, ids=lambda r: f"{r.start}-{r.stop - 1}")
