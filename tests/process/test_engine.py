@@ -190,14 +190,16 @@ def test_a_worker_of_another_release_ends_the_engine_with_both_versions_named() 
 def test_a_process_that_stood_still_does_not_blame_its_worker() -> None:
     """After a suspend the clock has gone on, and what the worker said is still in the kernel's buffers."""
     ahead = [0.0]
-    with World(options=SLOW, clock=lambda: time.monotonic() + ahead[0]) as world:
+    with World(options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0]) as world:
         world.start_worker()
-        stream = world.submit(request(1, max_tokens=40))
-        for count in (10, 20, 30):
-            world.wait(lambda count=count: len(stream.tokens) >= count)
-            ahead[0] += 3600.0
-        world.wait_ended([stream])
-        stream.check(world.options.vocab_size)
+        world.wait_joined()
+        for number in range(5):
+            heard = world.engine.snapshot().link.messages
+            eventually(lambda heard=heard: world.engine.snapshot().link.messages > heard)
+            ahead[0] += 3600.0  # just after a heartbeat: the next word of the worker is half a second away
+            stream = world.submit(request(number))
+            world.wait_ended([stream])
+            stream.check(world.options.vocab_size)
         assert world.losses == []
         assert world.broken == []
 
