@@ -1,0 +1,427 @@
+"""Every way a call can fail, as a client sees it: code, reason, figures, and whether to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from service.serving import BOUND_SECONDS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_request, until
+from structlog.testing import capture_logs
+
+from lineclear.errors import (
+    CannotFit,
+    DeadlineExceeded,
+    DeviceOutOfMemory,
+    Foreign,
+    LineclearError,
+    NonFiniteLogits,
+    QueueFull,
+    WorkerUnavailable,
+    tree,
+)
+from lineclear.v1 import inference_pb2 as pb
+
+GENERATE = "/lineclear.v1.InferenceService/Generate"
+MARKER = "open-sesame"
+
+
+def test_before_a_worker_joined(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False) as s:
+            for call in (s.generate(), s.stub.GetModel(pb.GetModelRequest())):
+                error = await error_of(call)
+                assert (error.code, error.reason) == ("UNAVAILABLE", "STARTING")
+                assert error.retry_after_seconds is not None
+            s.engine.join()
+            await until(lambda: s.server.health.is_serving(""))
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+def test_while_leaving(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            await s.service.drain(timeout_seconds=0)
+            error = await error_of(s.generate())
+            assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
+            assert error.retry_after_seconds is not None
+            assert s.engine.is_draining
+
+    run(scenario())
+
+
+def test_without_any_worker_to_come(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.service.refuse(lambda: WorkerUnavailable("gave up"))
+            assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
+
+    run(scenario())
+
+
+def test_two_requests_of_one_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            first = s.generate(text_request(request_id="same"))
+            key = await s.engine.next_request()
+            error = await error_of(s.generate(text_request(request_id="same")))
+            assert (error.code, error.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
+            assert s.engine.cancelled == []  # the first one does not suffer
+            s.engine.start(key)
+            assert (await first.read()).started.request_id == "same"
+
+    run(scenario())
+
+
+def test_a_full_queue_is_told_before_the_prompt_is_tokenized(tmp_path: Path) -> None:
+    class NoTokenizer:
+        def __getattr__(self, name: str) -> Any:
+            assert name != "encode", "tokenized although the queue is full"
+            return getattr(TOKENIZER, name)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_queue_size=2, tokenizer=NoTokenizer()) as s:
+            ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
+            calls = [s.generate(ids), s.generate(ids)]
+            await s.engine.next_request(2)
+            error = await error_of(s.generate(text_request("x" * 100_000)))
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+            assert error.metadata == {"waiting": "2", "limit": "2"}
+            assert error.retry_after_seconds is not None
+            s.engine.start(await s.engine.next_request(1))
+            await calls[0].read()
+            s.generate(ids)  # there is room again
+            await s.engine.next_request(3)
+
+    run(scenario())
+
+
+def test_too_many_large_texts_at_once(tmp_path: Path) -> None:
+    release, entered = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def encode(self, text: str) -> list[int]:
+            entered.set()
+            release.wait(BOUND_SECONDS)
+            return [5]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, tokenizer=Slow(), max_tokenizing=1) as s:
+            s.engine.answer = lambda request: []
+            first = s.generate(text_request("x" * 2000))
+            await until(entered.is_set)
+            assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
+            first.cancel()
+            await s.idle()
+            # The caller left, the thread is still at it: its place is not free.
+            assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
+            release.set()
+
+            async def accepted() -> bool:
+                try:
+                    await read_all(s.generate(text_request("x" * 2000)))
+                except grpc.aio.AioRpcError:
+                    return False
+                return True
+
+            async with asyncio.timeout(BOUND_SECONDS):
+                while not await accepted():
+                    pass
+
+    run(scenario())
+
+
+def test_a_text_too_long_for_the_context(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            error = await error_of(s.generate(text_request("a b " * 200)))
+            assert (error.code, error.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
+            assert error.metadata["context_length"] == str(HELLO.max_model_len)
+            assert int(error.metadata["prompt_tokens"]) == len(TOKENIZER.encode("a b " * 200))
+            assert [v.field for v in error.violations] == ["text"]
+            prompt = len(TOKENIZER.encode("quick"))
+            fits = HELLO.max_model_len - prompt
+            error = await error_of(s.generate(text_request(sampling={"max_tokens": fits + 1})))
+            assert [v.field for v in error.violations] == ["sampling.max_tokens"]
+            assert error.metadata["max_tokens"] == str(fits + 1)
+            s.engine.answer = lambda request: []
+            await read_all(s.generate(text_request(sampling={"max_tokens": fits})))
+
+    run(scenario())
+
+
+def test_a_conversation_for_a_model_without_a_template(tmp_path: Path) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+
+    async def scenario() -> None:
+        async with serving(tmp_path, template=None) as s:
+            for call in (s.generate(pb.GenerateRequest(chat=chat)), s.stub.Tokenize(pb.TokenizeRequest(chat=chat))):
+                error = await error_of(call)
+                assert (error.code, error.reason) == ("FAILED_PRECONDITION", "NO_CHAT_TEMPLATE")
+            assert not (await s.stub.GetModel(pb.GetModelRequest())).has_chat_template
+
+    run(scenario())
+
+
+def test_a_role_that_the_template_does_not_know(tmp_path: Path) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="im_start", content="hi")])
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            error = await error_of(s.generate(pb.GenerateRequest(chat=chat)))
+            assert [v.field for v in error.violations] == ["chat.messages[0].role"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        QueueFull("1024 requests are waiting", retry_after_seconds=2.5, metadata={"waiting": "1024"}),
+        CannotFit("needs 9 blocks", metadata={"need": "9", "have": "8"}),
+        DeviceOutOfMemory("no memory"),
+        NonFiniteLogits("not finite"),
+        DeadlineExceeded("the deadline passed in the queue"),
+    ],
+    ids=lambda error: error.reason,
+)
+@pytest.mark.parametrize("after_tokens", [False, True])
+def test_what_the_engine_says_is_what_the_caller_hears(
+    tmp_path: Path, error: LineclearError, after_tokens: bool
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.generate()
+            key = await s.engine.next_request()
+            if after_tokens:
+                s.engine.start(key)
+                s.engine.tokens(key, [40, 41])
+            s.engine.fail(key, error)
+            if after_tokens:
+                assert list((await call.read()).token_ids) == [40, 41]  # what was made is not lost
+            heard = await error_of(call)
+            assert (heard.code, heard.reason, str(heard)) == (error.code, error.reason, str(error))
+            assert heard.metadata == error.metadata
+            assert heard.retry_after_seconds == error.retry_after_seconds
+            await s.idle()
+            assert s.engine.cancelled == []
+
+    run(scenario())
+
+
+def test_a_request_refused_by_the_engine_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
+            assert (await error_of(s.generate())).reason == "QUEUE_FULL"
+            s.engine.refusal = None
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+def test_the_deadline_of_the_call(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.generate(timeout=0.05)
+            assert (await error_of(call)).code == "DEADLINE_EXCEEDED"
+            await s.idle()
+            assert s.engine.cancelled == [request.request_id for request in s.engine.submitted]
+
+    run(scenario())
+
+
+# --- readers that do not read ----------------------------------------------------------------------------------------
+
+
+def test_too_many_unread_tokens(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unread_tokens=16) as s:
+            call = s.generate()
+            key = await s.engine.next_request()
+            s.engine.start(key)
+            s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+            assert error.metadata == {"unread_tokens": "17", "limit": "16"}
+            await s.idle()
+            assert key in s.engine.cancelled
+
+    run(scenario())
+
+
+def test_exactly_as_many_unread_tokens_as_allowed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unread_tokens=16) as s:
+            s.engine.answer = lambda request: [40] * 16
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+    """The transport's windows fill up, a write blocks, and the request does not keep its place for ever."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
+            call = s.generate(text_request(output={"token_timings": True}))
+            key = await s.engine.next_request()
+            s.engine.start(key)
+            await call.read()
+            while s.engine.requests:  # until a write blocks
+                s.engine.tokens(key, [40] * 5000)
+                await asyncio.sleep(0.001)
+            await s.idle()
+            assert key in s.engine.cancelled
+            error = await error_of(call)  # reads what was sent, then the status
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+            before = len(asyncio.all_tasks())
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+            await until(lambda: len(asyncio.all_tasks()) <= before)
+
+    run(scenario())
+
+
+# --- bytes that are no message, and bugs of ours ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x12\x02\xff\xfe", b"\x0a\x01\xff", b"\xff\xff\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x2a\x03\x0d\x00", b"\x08"],
+    ids=range(6),
+)
+def test_bytes_that_are_no_message(tmp_path: Path, data: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(data)
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("INVALID_ARGUMENT", "MALFORMED")
+            unary = s.channel.unary_unary(
+                "/lineclear.v1.InferenceService/Tokenize", request_serializer=bytes, response_deserializer=bytes
+            )
+            assert (await error_of(unary(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
+
+    run(scenario())
+
+
+def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: []
+            data = text_request().SerializeToString() + b"\xfa\x3e\x03abc"
+            call = s.channel.unary_stream(
+                GENERATE, request_serializer=bytes, response_deserializer=pb.GenerateResponse.FromString
+            )(data)
+            await read_all(call)
+
+    run(scenario())
+
+
+def test_an_unknown_method(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.channel.unary_unary(
+                "/lineclear.v1.InferenceService/Nothing", request_serializer=bytes, response_deserializer=bytes
+            )(b"")
+            assert (await error_of(call)).code == "UNIMPLEMENTED"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
+def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def encode(self, text: str) -> list[int]:
+            raise RuntimeError(f"cannot encode {text}")
+
+    async def scenario() -> None:
+        async with serving(tmp_path, tokenizer=Broken()) as s:
+            with capture_logs() as logs:
+                tokenize = pb.TokenizeRequest(text=MARKER)
+                call = s.generate(text_request(MARKER)) if rpc == "Generate" else s.stub.Tokenize(tokenize)
+                error = await error_of(call)
+                await s.idle()
+            assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+            assert MARKER not in str(error)
+            assert "RuntimeError" not in str(error)
+            incident = next(entry for entry in logs if entry["event"] == "incident")
+            assert incident["incident_id"] == error.metadata["incident_id"]
+            assert incident["exception"] == "RuntimeError"
+            assert any("test_errors.py" in frame for frame in incident["frames"])
+            assert MARKER not in str(logs)
+
+    run(scenario())
+
+
+def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
+    """gRPC sends no status for a handler that ends with CancelledError: its caller would wait for ever."""
+
+    class Cancelling:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def encode(self, text: str) -> list[int]:
+            raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        async with serving(tmp_path, tokenizer=Cancelling()) as s:
+            async with asyncio.timeout(BOUND_SECONDS):
+                assert (await error_of(s.generate())).reason == "INTERNAL"
+
+    run(scenario())
+
+
+def test_no_prompt_and_no_answer_is_logged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
+            with capture_logs() as logs:
+                await read_all(s.generate(text_request(MARKER)))
+                await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
+                await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
+                chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
+                await error_of(s.generate(pb.GenerateRequest(chat=chat)))
+                await s.idle()
+            ended = [entry for entry in logs if entry["event"] == "request_ended"]
+            assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
+            assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
+            assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
+            said = str(logs)
+            assert MARKER not in said
+            assert str(TOKENIZER.encode_sealed(MARKER)) not in said
+
+    run(scenario())
+
+
+# --- the tree as a whole ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [k for k in tree() if k not in (LineclearError, Foreign)], ids=lambda k: k.__name__)
+def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[LineclearError]) -> None:
+    """From the engine to a client, whatever it is: the class on the other side is the same."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.generate()
+            key = await s.engine.next_request()
+            s.engine.fail(key, kind("a sentence", retry_after_seconds=0.25, metadata={"figure": "7"}))
+            heard = await error_of(call)
+            assert type(heard) is kind
+            assert (str(heard), heard.metadata, heard.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
+
+    run(scenario())

@@ -1,0 +1,268 @@
+"""Listeners: health, reflection, addresses, limits, and leaving in order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from service.serving import (
+    TOKENIZER,
+    Serving,
+    error_of,
+    read_all,
+    run,
+    serving,
+    text_request,
+    tokens_of,
+    until,
+)
+
+from lineclear.scheduler.events import FinishReason
+from lineclear.scheduler.server import LIVE, READY
+from lineclear.scheduler.settings import ConfigurationError
+from lineclear.v1 import inference_pb2 as pb
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+SERVICE = "lineclear.v1.InferenceService"
+
+
+def health_of(channel: Any) -> Any:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+async def check(s: Serving, name: str) -> int:
+    return int((await health_of(s.channel).Check(health_pb2.HealthCheckRequest(service=name))).status)
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
+    assert set(READY) == {"", "readiness", SERVICE}
+
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False) as s:
+            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 3
+            assert await check(s, LIVE) == SERVING
+            s.engine.join()
+            await until(lambda: s.server.health.is_serving(""))
+            assert [await check(s, name) for name in READY] == [SERVING] * 3
+            s.engine.lose()
+            await until(lambda: not s.server.health.is_serving(""))
+            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 3
+            assert await check(s, LIVE) == SERVING
+
+    run(scenario())
+
+
+def test_an_unknown_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            error = await error_of(health_of(s.channel).Check(health_pb2.HealthCheckRequest(service="nobody")))
+            assert error.code == "NOT_FOUND"
+            watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
+            assert (await watch.read()).status == UNKNOWN
+
+    run(scenario())
+
+
+def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
+    """The library's servicer forgets the others when one watcher leaves."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False) as s:
+            watchers = [health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE)) for _ in range(3)]
+            for watch in watchers:
+                assert (await watch.read()).status == NOT_SERVING
+            watchers[0].cancel()
+            s.engine.join()
+            for watch in watchers[1:]:
+                assert (await watch.read()).status == SERVING
+            s.server.health.close()
+            for watch in watchers[1:]:
+                assert (await watch.read()).status == NOT_SERVING
+                assert (await error_of(watch)).code == "UNAVAILABLE"
+
+    run(scenario())
+
+
+def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            serving(tmp_path, health_listen="0.0.0.0:0") as s,
+            grpc.aio.insecure_channel(s.server.health_address.replace("0.0.0.0", "127.0.0.1")) as probes,
+        ):
+            answer = await health_of(probes).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == SERVING
+            stats = probes.unary_unary(f"/{SERVICE}/GetStats", request_serializer=bytes, response_deserializer=bytes)
+            assert (await error_of(stats(b""))).code == "UNIMPLEMENTED"
+
+    run(scenario())
+
+
+# --- reflection ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, reflection=True) as s:
+            call = s.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            services = {entry.name for entry in (await call.read()).list_services_response.service}
+            assert {SERVICE, "grpc.health.v1.Health"} <= services
+            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
+            assert (await call.read()).file_descriptor_response.file_descriptor_proto
+            await call.done_writing()
+
+    run(scenario())
+
+
+def test_reflection_is_off_unless_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            for version in ("v1", "v1alpha"):
+                call = s.channel.stream_stream(
+                    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                    request_serializer=bytes,
+                    response_deserializer=bytes,
+                )()
+                assert (await error_of(call)).code == "UNIMPLEMENTED"
+
+    run(scenario())
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, listen="127.0.0.1:0") as s:
+            assert not s.server.address.endswith(":0")
+            with pytest.raises(ConfigurationError, match="in use"):
+                async with serving(tmp_path, listen=s.server.address):
+                    pass
+
+    run(scenario())
+
+
+def test_a_socket_in_use_is_not_taken_away_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            with pytest.raises(ConfigurationError, match="another server"):
+                async with serving(tmp_path):
+                    pass
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+        (tmp_path / "s").unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(tmp_path / "s"))
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: []
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("occupant", ["file", "directory"])
+def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
+    if occupant == "file":
+        (tmp_path / "s").write_text("precious")
+    else:
+        (tmp_path / "s").mkdir()
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigurationError, match="something else"):
+            async with serving(tmp_path):
+                pass
+
+    run(scenario())
+    assert (tmp_path / "s").exists()
+
+
+def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_message_bytes=8192) as s:
+            error = await error_of(s.generate(text_request("x" * 10_000)))
+            assert error.code == "RESOURCE_EXHAUSTED"
+            assert s.engine.submitted == []
+
+    run(scenario())
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_path: Path) -> None:
+    """Two that finish in time, one that does not, one that is queued; a watcher holds nothing up."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert (await watch.read()).status == SERVING
+            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(4)]
+            await s.engine.next_request(4)
+            keys = {r.request_id.partition("~")[0]: r.request_id for r in s.engine.submitted}
+            ids = TOKENIZER.encode_sealed("Hello, how")
+            for name in ("r0", "r1", "r2"):
+                s.engine.start(keys[name])
+                s.engine.tokens(keys[name], ids[:2])
+            left = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+            s.server.health.close()
+            await until(lambda: s.engine.is_draining)
+            assert (await error_of(s.generate())).reason == "DRAINING"
+            assert (await watch.read()).status == NOT_SERVING
+            for name in ("r0", "r1"):
+                s.engine.tokens(keys[name], ids[2:])
+                s.engine.finish_by(keys[name], FinishReason.LENGTH)
+            for call in calls[:2]:
+                assert tokens_of(await read_all(call)) == ids
+            assert not left.done()
+            for call, sent in ((calls[2], "2"), (calls[3], "0")):
+                error = await error_of(call)
+                assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINED")
+                assert error.metadata == {"completion_tokens": sent}
+            await left
+            await s.idle()
+            assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
+            async with asyncio.timeout(1.5):  # less than the grace: nothing is left to wait for
+                await s.server.stop(2.0)
+
+    run(scenario())
+
+
+def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            async with asyncio.timeout(1.0):
+                await s.service.drain(timeout_seconds=60.0)
+                await s.server.stop(60.0)
+
+    run(scenario())
+
+
+def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = s.generate()
+            key = await s.engine.next_request()
+            s.engine.start(key)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            await s.service.drain(timeout_seconds=5.0)
+            await s.server.stop(2.0)
+            assert (await read_all(call))[-1].finished.reason == pb.FINISH_REASON_LENGTH
+            assert await call.code() is grpc.StatusCode.OK
+
+    run(scenario())

@@ -1,0 +1,153 @@
+"""Where settings come from, which wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, is_local, load, parse_address
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("LINECLEAR_"):
+            monkeypatch.delenv(name)
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text('model = "file"\nmax_batch_size = 3\norder = "shortest"\nprefix_cache = false\n')
+    monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
+    monkeypatch.setenv("LINECLEAR_ORDER", "priority")
+    settings, _ = load(["--config", str(file), "--order", "deadline"])
+    assert settings.model == "file"
+    assert settings.max_batch_size == 5
+    assert settings.order == "deadline"
+    assert settings.prefix_cache is False
+    assert settings.max_queue_size == 1024
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text("max_batch_size = 3\n")
+    monkeypatch.setenv("LINECLEAR_CONFIG", str(file))
+    assert load([])[0].max_batch_size == 3
+
+
+def test_flags_of_the_worker_come_after_two_dashes() -> None:
+    settings, flags = load(["--model", "m", "--spawn-worker", "--", "--dtype", "float32", "--", "x"])
+    assert settings.spawn_worker
+    assert flags == ("--dtype", "float32", "--", "x")
+
+
+def test_what_kubernetes_puts_beside_a_service_named_lineclear_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "LINECLEAR_PORT": "tcp://10.0.0.1:50051",
+        "LINECLEAR_PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "LINECLEAR_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "LINECLEAR_SERVICE_HOST": "10.0.0.1",
+        "LINECLEAR_SERVICE_PORT": "50051",
+        "LINECLEAR_SERVICE_PORT_GRPC": "50051",
+        "LINECLEAR_SCHEDULER_PORT": "tcp://10.0.0.1:50051",
+        "LINECLEAR_WORKER_DTYPE": "float32",
+        "LINECLEAR_LIFELINE": "1:2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert load([])[0] == SchedulerSettings()
+
+
+def test_no_field_can_be_hit_by_such_a_variable() -> None:
+    for name in SchedulerSettings.model_fields:
+        assert name not in ("port", "service_host", "service_port")
+        assert not name.startswith(("port_", "service_port_"))
+
+
+def test_settings_do_not_change() -> None:
+    settings = SchedulerSettings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.max_batch_size = 7  # type: ignore[misc]
+
+
+def test_every_field_is_explained() -> None:
+    for name, field in SchedulerSettings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+
+
+def test_policies_are_those_of_the_core() -> None:
+    fields = SchedulerSettings.model_fields
+    for name, entries in {"batching_strategy": STRATEGIES, "order": ORDERS, "victim": VICTIMS}.items():
+        assert set(fields[name].annotation.__args__) == set(entries)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-batch-size", "0"], "max_batch_size: .* greater than or equal to 1"),
+        (["--max-batch-size", "x"], "max_batch_size"),
+        (["--order", "best"], "order: .*'fifo'"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["stray"], "stray"),
+        (["--listen"], "listen"),
+        (["--listen", "0.0.0.0:50051"], "insecure_allow_remote"),
+        (["--listen", "[::]:50051"], "insecure_allow_remote"),
+        (["--listen", "example.org:50051"], "insecure_allow_remote"),
+        (["--listen", ""], "listen is empty"),
+        (["--listen", "50051"], "host:port"),
+        (["--listen", "127.0.0.1:99999"], "host:port"),
+        (["--listen", "unix:relative"], "absolute path"),
+        (["--listen", "unix:/" + "x" * 107], "107 bytes"),
+        (["--listen", "::1:50051"], "IPv6"),
+        (["--demo", "--model", "x"], "exclude each other"),
+        (["--min-batch-size", "65"], "min_batch_size is larger"),
+        (["--config", "/does/not/exist.toml"], "No such file"),
+        (["--stall-timeout-seconds", "nan"], "stall_timeout_seconds"),
+        (["--drain-timeout-seconds", "-1"], "drain_timeout_seconds"),
+    ],
+)
+def test_a_wrong_setting_is_named(flags: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load(flags)
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(["--order", "best", "--max-queue-size", "0", "--victim", "me"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("content", ["max_batch_sise = 3", "model = ", "[section]\nx = 1", "\xff"])
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigurationError):
+        load(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed", "local"),
+    [
+        ("127.0.0.1:50051", ("127.0.0.1", 50051), True),
+        ("localhost:0", ("localhost", 0), True),
+        ("[::1]:1", ("[::1]", 1), True),
+        ("127.9.9.9:1", ("127.9.9.9", 1), True),
+        ("0.0.0.0:1", ("0.0.0.0", 1), False),
+        ("10.0.0.1:1", ("10.0.0.1", 1), False),
+        ("unix:/run/x.sock", "/run/x.sock", True),
+        ("unix:///run/x.sock", "/run/x.sock", True),
+    ],
+)
+def test_addresses(address: str, parsed: object, local: bool) -> None:
+    assert parse_address(address) == parsed
+    assert is_local(address) is local
+
+
+def test_an_open_address_may_be_asked_for() -> None:
+    assert load(["--listen", "0.0.0.0:1", "--insecure-allow-remote"])[0].listen == "0.0.0.0:1"

@@ -1,0 +1,73 @@
+"""Figures by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lineclear.scheduler.events import Record
+from lineclear.scheduler.stats import WINDOW_REQUESTS, Durations, Quantiles, Stats, durations, quantiles
+
+
+def test_quantiles_of_a_hundred_numbers() -> None:
+    found = quantiles(float(n) for n in range(100, 0, -1))
+    assert found == Quantiles(mean=50.5, p50=50.0, p90=90.0, p99=99.0, max=100.0, count=100)
+
+
+@pytest.mark.parametrize(
+    ("values", "p50", "p90", "p99"), [([3.0], 3, 3, 3), ([1.0, 2.0], 1, 2, 2), ([1.0, 2.0, 3.0], 2, 3, 3)]
+)
+def test_quantiles_of_few_numbers_are_among_them(values: list[float], p50: float, p90: float, p99: float) -> None:
+    found = quantiles(values)
+    assert (found.p50, found.p90, found.p99) == (p50, p90, p99)
+
+
+def test_quantiles_of_nothing_are_zero() -> None:
+    assert quantiles([]) == Quantiles()
+
+
+def test_where_the_time_went() -> None:
+    record = Record(
+        arrival=10.5, prompt_tokens=3, completion_tokens=5, started_at=11.0, first_token_at=12.0, last_token_at=14.0
+    )
+    assert durations(record, 10.0, 5, 15.0) == Durations(
+        queue=1.0, first_token=2.0, decode=2.0, total=5.0, inter_token=0.5
+    )
+
+
+def test_a_request_that_never_ran_only_has_a_total() -> None:
+    assert durations(Record(10.0, 3), 10.0, 0, 12.0) == Durations(None, None, None, 2.0, None)
+
+
+def test_one_token_has_no_gap() -> None:
+    record = Record(0.0, 3, completion_tokens=1, started_at=1.0, first_token_at=2.0, last_token_at=2.0)
+    assert durations(record, 0.0, 1, 3.0).inter_token is None
+
+
+def test_the_window_forgets() -> None:
+    stats = Stats(0.0)
+    for n in range(WINDOW_REQUESTS + 10):
+        stats.add_finished(Durations(None, None, None, float(n), None))
+    found = stats.window("total")
+    assert found.count == WINDOW_REQUESTS
+    assert found.max == WINDOW_REQUESTS + 9
+    assert stats.window("queue") == Quantiles()
+
+
+def test_the_rate_is_of_the_last_ten_seconds() -> None:
+    stats = Stats(100.0)
+    assert stats.tokens_per_second(100.0) == 0.0
+    stats.add_tokens(50, 100.1)
+    assert stats.tokens_per_second(100.2) == 50.0  # within the first second: as if that were over
+    assert stats.tokens_per_second(105.0) == 10.0
+    stats.add_tokens(50, 109.5)
+    assert stats.tokens_per_second(110.0) == 10.0
+    assert stats.tokens_per_second(112.0) == 5.0
+    assert stats.tokens_per_second(200.0) == 0.0
+
+
+def test_the_rate_keeps_a_bounded_history() -> None:
+    stats = Stats(0.0)
+    for n in range(100_000):
+        stats.add_tokens(1, n * 0.01)
+    assert stats.tokens_per_second(1000.0) == pytest.approx(100.0, rel=0.11)
+    assert len(stats._output) <= 12
