@@ -164,6 +164,7 @@ class Oracle:
         hold(outcome == [Admitted(request.request_id)], "I12", "admitted when nothing speaks against it")
         self.arrivals += 1
         track = Track(request, request.sampling.seed, (self._key(request, now), self.arrivals), now)
+        track.pinned = self.limits.max_preemptions == 0
         track.answer = expected(request.prompt, request.sampling, request.max_tokens, self.scenario.vocab_size)
         self.live[request.request_id] = self.by_number[track.number] = track
         self.fresh[track] = None

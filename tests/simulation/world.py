@@ -13,7 +13,7 @@ from typing import Any
 
 from simulation.oracle import Breach, Oracle, hold, is_bad
 from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request
-from support.toy import HOLE, ToyFlight, ToyRunner
+from support.toy import ToyFlight, ToyRunner
 
 from lineclear.errors import Cancelled, Drained, LineclearError
 from lineclear.scheduler.core import BadResult, Scheduler
@@ -26,15 +26,17 @@ POISON = -2
 
 
 class SoiledRunner(ToyRunner):
-    """Leaves poison in every block of a sequence whose logits were not finite, as a device leaves NaN."""
+    """Leaves poison where a sequence whose logits were not finite wrote, and behind, as a device leaves NaN."""
 
     def launch(self, plan: StepPlan) -> ToyFlight:
         """Run the plan; then soil."""
         flight = super().launch(plan)
-        sampling = [row.slot for row in plan.rows if row.sample]
+        sampling = [row for row in plan.rows if row.sample]
         for index in flight.result().bad_rows:
-            for block in self.slots[sampling[index]].blocks:
-                self.cells[block] = [POISON if cell == HOLE else cell for cell in self.cells[block]]
+            row, size = sampling[index], self.block_size
+            blocks = self.slots[row.slot].blocks
+            for position in range(row.start, len(blocks) * size):
+                self.cells[blocks[position // size]][position % size] = POISON
         return flight
 
 

@@ -116,6 +116,7 @@ class Scheduler:
             raise
         self._num_arrivals += 1
         sequence = Sequence(request, (self._world.order.key(request, now), self._num_arrivals), now)
+        sequence.pinned = self.limits.max_preemptions == 0
         self._live[request.request_id] = sequence
         self._fresh.push(sequence)
         if request.deadline is not None:
