@@ -1,0 +1,212 @@
+"""The whole service as its users meet it: real processes, gRPC, the demo model, compared with transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.service import DEMO_MODEL, Service, running, wait_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lineclear import errors
+from lineclear.client import Client, Generation
+
+PROMPTS = (
+    "The capital of France is",
+    "Today's weather is so",
+    "In machine learning, a transformer is",
+    "Once upon a time in a land far away,",
+    "Quantum computing differs from classical computing because",
+    "The history of the Roman Empire began",
+    "My favourite food is",
+    "A fox and a crow",
+)
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 12345}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running("--max-batch-size", "3", "--target-batch-tokens", "32", "--max-queue-size", "64") as service:
+        yield service
+        wait_for(service.is_idle, "idle at the end")
+
+
+@cache
+def reference(prompt: str, max_tokens: int) -> tuple[int, ...]:
+    """What transformers generates greedily, in fp32."""
+    model, tokenizer = _model()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False)
+    return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+@cache
+def _model() -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def all_at_once(client: Client, **params: Any) -> list[Generation]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: client.generate(prompt, ignore_eos=True, **params), PROMPTS))
+
+
+def greedy(max_tokens: int) -> dict[str, Any]:
+    # transformers bans end-of-sequence to reach min_new_tokens; the same is asked for here.
+    eos = _model()[0].generation_config.eos_token_id
+    banned = [eos] if isinstance(eos, int) else list(eos)
+    return {"temperature": 0.0, "max_tokens": max_tokens, "banned_token_ids": banned}
+
+
+def test_concurrent_streams_equal_generate(service: Service) -> None:
+    answers = all_at_once(service.client, **greedy(24))
+    assert [a.token_ids for a in answers] == [reference(p, 24) for p in PROMPTS]
+    assert {a.started.slot for a in answers} == {0, 1, 2}
+
+
+def test_deltas_concatenate_to_the_answer(service: Service) -> None:
+    with service.client.stream(PROMPTS[2], temperature=0.0, max_tokens=40, ignore_eos=True) as stream:
+        deltas = list(stream)
+    assert "".join(d.text for d in deltas) == stream.result.text
+    assert stream.result.text == _model()[1].decode(stream.result.token_ids, skip_special_tokens=True)
+    assert len(deltas) > 5, "the answer came in one piece"
+
+
+def test_a_seed_gives_one_answer_alone_and_in_company(service: Service) -> None:
+    alone = [service.client.generate(p, ignore_eos=True, max_tokens=24, **SEEDED).token_ids for p in PROMPTS]
+    together = [a.token_ids for a in all_at_once(service.client, max_tokens=24, **SEEDED)]
+    assert together == alone
+    assert alone != [reference(p, 24) for p in PROMPTS], "nothing was sampled"
+
+
+def test_a_stop_string_ends_the_answer_before_it(service: Service) -> None:
+    answer = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True)
+    stop = answer.text[len(answer.text) // 2 :][:4]
+    stopped = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True, stop=stop)
+    assert stopped.text == answer.text[: answer.text.index(stop)]
+    assert stopped.matched_stop == stop
+    assert stopped.token_ids == answer.token_ids[: len(stopped.token_ids)]
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(service: Service) -> None:
+    prompt = "A very long sentence about the sea, the sky and the ships that sail between them. " * 4
+    first = service.client.generate(prompt, max_tokens=2, temperature=0.0)
+    second = service.client.generate(prompt, max_tokens=2, temperature=0.0)
+    size = service.client.model().limits.block_size_tokens
+    assert second.usage.cached_tokens == (first.usage.prompt_tokens - 1) // size * size > 0
+    assert second.token_ids == first.token_ids
+
+
+def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
+    want = [reference(p, 60) for p in PROMPTS]
+    seeded = service.client.generate(PROMPTS[1], ignore_eos=True, max_tokens=60, **SEEDED).token_ids
+    incarnation = service.client.stats().worker.incarnation
+    seen = threading.Event()
+
+    def read(prompt: str, params: dict[str, Any]) -> Generation:
+        with service.client.stream(prompt, ignore_eos=True, **params) as stream:
+            for delta in stream:
+                if delta.first_index >= 10:
+                    seen.set()
+        return stream.result
+
+    with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
+        answers = [pool.submit(read, p, greedy(60)) for p in PROMPTS]
+        sampled = pool.submit(read, PROMPTS[1], {"max_tokens": 60, **SEEDED})
+        assert seen.wait(60)
+        os.kill(service.worker_pid, signal.SIGKILL)
+        assert [a.result().token_ids for a in answers] == want
+        assert sampled.result().token_ids == seeded
+    assert max(a.result().timings.recoveries for a in answers) == 1
+    assert service.client.stats().worker.incarnation == incarnation + 1
+
+
+def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Service) -> None:
+    draw = random.Random(1)
+    tasks = service.client.stats().gauges.tasks
+    plans = [(draw.choice(PROMPTS), draw.randint(1, 30), draw.random() < 0.2, draw.randint(0, 8)) for _ in range(64)]
+
+    def one(plan: tuple[str, int, bool, int]) -> bool:
+        prompt, max_tokens, hangs_up, after = plan
+        with service.client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as stream:
+            for number, _ in enumerate(stream):
+                if hangs_up and number >= after:
+                    return False
+        assert stream.result.token_ids == reference(prompt, 30)[:max_tokens] or hangs_up
+        return True
+
+    with ThreadPoolExecutor(64) as pool:
+        finished = sum(pool.map(one, plans))
+    assert 32 <= finished < 64
+    wait_for(service.is_idle, "nothing left of 64 streams")
+    wait_for(lambda: service.client.stats().gauges.tasks <= tasks, "no task left of 64 streams")
+
+
+def test_what_a_client_is_told(service: Service) -> None:
+    client, vocab = service.client, service.client.model().vocab_size
+
+    def failure(kind: type[errors.LineclearError], prompt: Any = "Hello", **params: Any) -> errors.LineclearError:
+        with pytest.raises(kind) as caught:
+            client.generate(prompt, **params)
+        return caught.value
+
+    context = client.model().context_length
+    assert failure(errors.PromptTooLong, [5] * (context + 1)).reason == "PROMPT_TOO_LONG"
+    assert failure(errors.PromptTooLong, "Hello", max_tokens=context).code == "INVALID_ARGUMENT"
+    (field, _) = failure(errors.TokenOutOfVocabulary, [5, vocab]).violations[0]
+    assert field == "token_ids.ids[1]"
+    assert failure(errors.InvalidRequest, temperature=float("nan")).violations[0].field == "sampling.temperature"
+    with client.stream("Hello", request_id="twice", max_tokens=200, ignore_eos=True) as stream:
+        next(stream)
+        assert failure(errors.DuplicateRequest, request_id="twice").code == "ALREADY_EXISTS"
+
+
+def test_a_deadline_acts_while_queued_and_while_running(service: Service) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stream = service.client.stream(PROMPTS[2], max_tokens=900, ignore_eos=True, temperature=0.0)
+            next(stack.enter_context(stream))
+        with pytest.raises(errors.DeadlineExceeded):
+            service.client.generate("Hello", timeout_seconds=0.2)
+    wait_for(service.is_idle, "idle after the deadline and three hang-ups")
+    with pytest.raises(errors.DeadlineExceeded):
+        service.client.generate(PROMPTS[2], max_tokens=900, ignore_eos=True, timeout_seconds=0.3)
+    wait_for(service.is_idle, "idle after a deadline while running")
+
+
+@pytest.mark.parametrize("depth", ["1", "2"])
+@pytest.mark.parametrize("strategy", ["fixed_size", "dynamic_timeout", "adaptive"])
+def test_strategies_and_depths_change_no_token(strategy: str, depth: str) -> None:
+    flags = ("--batching-strategy", strategy, "--pipeline-depth", depth, "--max-batch-size", "4", "--order", "shortest")
+    with running(*flags) as service:
+        answers = all_at_once(service.client, **greedy(12))
+        assert [a.token_ids for a in answers] == [reference(p, 12) for p in PROMPTS]
+
+
+def test_a_full_queue_says_so() -> None:
+    with running("--max-batch-size", "1", "--max-queue-size", "1") as service, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stream = service.client.stream("Hello", max_tokens=900, ignore_eos=True)
+            stack.enter_context(stream)
+        wait_for(lambda: service.client.stats().gauges.requests_waiting == 1, "one running, one waiting")
+        with pytest.raises(errors.QueueFull) as caught:
+            service.client.generate("Hello")
+        assert caught.value.retry_after_seconds is not None
+        assert caught.value.metadata["limit"] == "1"
+
+
+def test_preemption_changes_no_token() -> None:
+    with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size-tokens", "4")) as service:
+        answers = all_at_once(service.client, **greedy(40))
+        assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
+        assert service.client.stats().totals.preemptions > 0

@@ -1,0 +1,79 @@
+"""A whole service for a test: `lineclear-scheduler` and its worker as real processes, a client connected to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineclear.client import Client, HealthStatus, Stats
+from lineclear.errors import LineclearError
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+START_SECONDS = 120.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Return when `condition()` holds. AssertionError, naming `what`, when it does not within `seconds`."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Service:
+    """Two processes and a client."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    client: Client
+
+    @property
+    def worker_pid(self) -> int:
+        """Of the worker that is joined now."""
+        return self.client.stats().worker.pid
+
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or holds anything."""
+        return is_idle(self.client.stats())
+
+
+def is_idle(stats: Stats) -> bool:
+    """Whether a server holds no request, no block and no stream."""
+    g = stats.gauges
+    return not (g.requests_waiting or g.requests_running or g.steps_in_flight or g.blocks_used or g.streams_open)
+
+
+@contextlib.contextmanager
+def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL) -> Iterator[Service]:
+    """A service on a unix socket, ready; stopped, and its exit code checked, when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="lineclear-test-") as folder:
+        target = f"unix:{folder}/api.sock"
+        command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(model), "--listen", target]
+        command += ["--spawn-worker", "--log-level", "warning", *flags, "--", "--dtype", "float32", *worker]
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            with Client(target, max_attempts=1) as client:
+                wait_for(lambda: _serving(client, process), "ready", START_SECONDS)
+                yield Service(process, target, client)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        if process.poll() is None:
+            process.terminate()
+        assert process.wait(30) in (0, -9), "the scheduler did not leave cleanly"
+
+
+def _serving(client: Client, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, f"the scheduler ended with exit code {process.returncode}"
+    with contextlib.suppress(LineclearError):
+        return client.health(timeout_seconds=1.0) is HealthStatus.SERVING
+    return False
