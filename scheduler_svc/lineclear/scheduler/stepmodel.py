@@ -7,6 +7,8 @@ matrix; nothing here knows what a step does.
 from __future__ import annotations
 
 _FORGET = 0.995  # an observation weighs half after about 140 steps
+_MOST_IGNORANCE = 1000.0  # bound of the covariance's trace: while steps bring no news, nothing more is forgotten
+_LEAST_SECONDS = 1e-12  # for a token; less is no measurement
 _SCALE = (1.0, 1 / 64, 1 / 4096)  # brings the three inputs to the same order of magnitude
 
 
@@ -32,7 +34,7 @@ class StepModel:
     def tokens_within(self, seconds: float, kv_tokens: float) -> float | None:
         """How many tokens a step of `seconds` can compute; None while too little is known to say."""
         base, token, kv = self.coefficients
-        if self.num_observations < 8 or token <= 0:
+        if self.num_observations < 8 or token < _LEAST_SECONDS:
             return None
         return (seconds - base - kv * kv_tokens) / token
 
@@ -40,9 +42,11 @@ class StepModel:
         """Learn from one step."""
         x = [_SCALE[0], tokens * _SCALE[1], kv_tokens * _SCALE[2]]
         p = self._covariance
-        px = [sum(p[i][j] * x[j] for j in range(3)) for i in range(3)]
-        gain = [v / (_FORGET + sum(x[i] * px[i] for i in range(3))) for v in px]
-        error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
-        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
-        self._covariance = [[min(1e6, (p[i][j] - gain[i] * px[j]) / _FORGET) for j in range(3)] for i in range(3)]
+        px = [row[0] * x[0] + row[1] * x[1] + row[2] * x[2] for row in p]
+        # Equal steps for hours say nothing about the other directions; forgetting there would let them grow for ever.
+        forget = _FORGET if p[0][0] + p[1][1] + p[2][2] < _MOST_IGNORANCE else 1.0
+        spread = forget + sum(v * w for v, w in zip(x, px, strict=True))
+        surprise = (seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))) / spread
+        self._weights = [w + v * surprise for w, v in zip(self._weights, px, strict=True)]
+        self._covariance = [[(p[i][j] - px[i] * px[j] / spread) / forget for j in range(3)] for i in range(3)]
         self.num_observations += 1

@@ -1,0 +1,83 @@
+"""The step model learns a machine from its steps, follows it when it changes, and never loses its mind."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from lineclear.scheduler.stepmodel import StepModel
+
+
+def machine(tokens: float, kv_tokens: float) -> float:
+    return 0.005 + 1e-4 * tokens + 2e-7 * kv_tokens
+
+
+def teach(model: StepModel, rng: random.Random, steps: int, *, noise: float = 0.0, slow: float = 1.0) -> None:
+    for _ in range(steps):
+        tokens, kv_tokens = rng.choice((1, 8, 32, 64, 256)), rng.randint(1, 60_000)
+        model.observe(tokens, kv_tokens, slow * machine(tokens, kv_tokens) * (1 + rng.uniform(-noise, noise)))
+
+
+def worst_error(model: StepModel, slow: float = 1.0) -> float:
+    points = [(tokens, kv_tokens) for tokens in (1, 64, 512) for kv_tokens in (100, 20_000, 60_000)]
+    return max(abs(model.predict(*p) / (slow * machine(*p)) - 1) for p in points)
+
+
+def test_knows_nothing_at_first() -> None:
+    model = StepModel()
+    teach(model, random.Random(1), 7)
+    assert model.tokens_within(1.0, 0) is None
+    teach(model, random.Random(2), 1)
+    assert model.tokens_within(1.0, 0) is not None
+
+
+def test_finds_the_three_numbers() -> None:
+    model = StepModel()
+    teach(model, random.Random(1), 100)
+    assert model.coefficients == pytest.approx((0.005, 1e-4, 2e-7), rel=0.01)
+    assert model.tokens_within(0.025, 0) == pytest.approx(200, rel=0.01)
+
+
+def test_sees_through_noise() -> None:
+    model = StepModel()
+    teach(model, random.Random(1), 1000, noise=0.1)
+    assert worst_error(model) < 0.05
+
+
+def test_follows_a_machine_that_slows_down() -> None:
+    model = StepModel()
+    teach(model, random.Random(1), 1000)
+    teach(model, random.Random(2), 1000, slow=3.0)
+    assert worst_error(model, slow=3.0) < 0.02
+
+
+@pytest.mark.parametrize("steps", [1_000, 160_000])
+def test_a_long_night_of_equal_steps_spoils_nothing(steps: int) -> None:
+    # Forgetting without news blows the covariance up, by 1.005 a step: after 150,000 steps it used to be infinite.
+    model, rng = StepModel(), random.Random(1)
+    teach(model, rng, 300, noise=0.05)
+    for _ in range(steps):
+        model.observe(8, 8000, machine(8, 8000) * (1 + rng.uniform(-0.05, 0.05)))
+    assert all(math.isfinite(c) for c in model.coefficients)
+    assert model.predict(8, 8000) == pytest.approx(machine(8, 8000), rel=0.05)
+    teach(model, rng, 300, noise=0.05)
+    assert worst_error(model) < 0.1
+
+
+def test_steps_that_take_no_time_say_nothing() -> None:
+    model = StepModel()
+    for _ in range(100):
+        model.observe(8, 100, 0.0)
+    assert model.coefficients == (0.0, 0.0, 0.0)
+    assert model.tokens_within(0.1, 0) is None
+
+
+def test_an_unbelievably_fast_machine_gives_a_number_of_tokens() -> None:
+    # The answer becomes an integer: infinity would end the engine.
+    model = StepModel()
+    for tokens in range(1, 20):
+        model.observe(tokens, 0, tokens * 5e-324)
+    fitting = model.tokens_within(60.0, 0)
+    assert fitting is None or math.isfinite(fitting)
