@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int], int]] | None = None) -> Sampled:
     """Sample with one slot a row; `history` gives each row's tokens so far and how many of them were the prompt."""
     history = history or [([0], 1)] * len(parameters)
-    table = ParameterTable(len(parameters), CPU)
+    table = ParameterTable(len(parameters), logits.shape[-1], CPU)
     tokens = torch.zeros(len(parameters), max(len(said) for said, _ in history) + 1, dtype=torch.int64)
     for slot, (said, _) in enumerate(history):
         table.enter(slot, parameters[slot])
@@ -49,9 +49,10 @@ def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
 
 
 def test_ties_in_a_wide_bfloat16_row() -> None:
-    logits = torch.zeros(2, 50_000, dtype=torch.bfloat16)
-    logits[0, [40_001, 777, 30_000]] = 2.0
-    assert run(logits, [Sampling()] * 2).tokens.tolist() == [777, 0]
+    for vocabulary in (50_000, 51_200):  # in one piece, and in many
+        logits = torch.zeros(2, vocabulary, dtype=torch.bfloat16)
+        logits[0, [40_001, 777, 778, 30_000]] = 2.0
+        assert run(logits, [Sampling()] * 2).tokens.tolist() == [777, 0]
 
 
 # --- against transformers ------------------------------------------------------------------------------------------
@@ -71,18 +72,25 @@ def kept_by_transformers(logits: Tensor, s: Sampling) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def weights_of(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list[Sampling]) -> Tensor:
-    """The weights that our draw is made from."""
-    seen: list[Tensor] = []
-    pick = module._pick
+def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, s: Sampling) -> Tensor:
+    """The distribution that our draw is made from."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    kept, pick = module._kept, module._pick
 
-    def spy(weights: Tensor, noise: Tensor) -> Tensor:
-        seen.append(weights.clone())
+    def spy_on_kept(*arguments: Any) -> tuple[Tensor, Tensor]:
+        seen.append(kept(*arguments))
+        return seen[-1]
+
+    def spy_on_pick(weights: Tensor, noise: Tensor) -> Tensor:
+        seen.append((weights, torch.arange(weights.shape[-1])[None]))
         return pick(weights, noise)
 
-    monkeypatch.setattr(module, "_pick", spy)
-    run(logits, parameters)
-    return seen[0]
+    monkeypatch.setattr(module, "_kept", spy_on_kept)
+    monkeypatch.setattr(module, "_pick", spy_on_pick)
+    run(logits, [s])
+    ((weights, ids),) = seen
+    monkeypatch.undo()
+    return torch.zeros_like(logits).scatter(1, ids, weights) / weights.sum()
 
 
 @pytest.mark.parametrize("vocabulary", [50, 6000])
@@ -97,11 +105,10 @@ def test_truncation_equals_transformers(monkeypatch: pytest.MonkeyPatch, vocabul
         )
         for _ in range(80)
     ]
-    logits = random_logits(80, vocabulary)
-    weights = weights_of(monkeypatch, logits, parameters)
     for row, s in enumerate(parameters):
-        wanted = kept_by_transformers(logits[row : row + 1], s)[0]
-        found = weights[row] / weights[row].sum()
+        logits = random_logits(1, vocabulary, seed=row)
+        wanted = kept_by_transformers(logits, s)
+        found = kept_by_us(monkeypatch, logits, s)
         assert torch.equal(found > 0, wanted > 0), s
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
@@ -186,8 +193,11 @@ def test_a_row_with_nothing_left_to_say_is_bad() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bad_row_is_found_and_its_neighbours_do_not_notice(poison: float, dtype: torch.dtype) -> None:
-    logits = random_logits(4, 5000).to(dtype)
+@pytest.mark.parametrize("vocabulary", [5000, 5120])
+def test_a_bad_row_is_found_and_its_neighbours_do_not_notice(
+    poison: float, dtype: torch.dtype, vocabulary: int
+) -> None:
+    logits = random_logits(4, vocabulary).to(dtype)
     parameters = [Sampling(temperature=1.0, top_p=0.9, seed=i, logprobs=2) for i in range(4)]
     clean = run(logits, parameters)
     logits[1, 4321] = poison

@@ -7,7 +7,7 @@ is only given what it has to do, and a step of greedy rows is given nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,14 +64,19 @@ class Draws:
 
     rows: Tensor
     temperature: Tensor
-    min_p: Tensor
     noise: Tensor
     """Uniform in [0, 1), float64 where the device has it."""
-    truncated: Tensor | None
-    """Indices into these rows: the ones with top_k or top_p. None: none has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TruncatedDraws(Draws):
+    """Rows that are drawn from the more likely tokens only."""
+
     top_k: Tensor
-    """Of the truncated rows; 0: all."""
+    """0: all."""
     top_p: Tensor
+    min_p: Tensor
+    max_top_k: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +92,18 @@ class SamplingRows:
     """The rows that `allowed` names, each once."""
     banned: Entries | None = None
     draws: Draws | None = None
+    truncated_draws: TruncatedDraws | None = None
     logprob_rows: Tensor | None = None
     asked: tuple[int, ...] = ()
     """`logprob_rows`, on the host."""
     num_top: tuple[int, ...] = ()
     """For each of them, how many of the most likely tokens to report."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """The highest logit of every row is all that is asked for."""
+        others = (self.draws, self.truncated_draws, self.logprob_rows)
+        return not self.changes_logits and all(part is None for part in others)
 
     @property
     def changes_logits(self) -> bool:
@@ -113,13 +125,16 @@ class _Lists:
 class ParameterTable:
     """One line of sampling parameters a slot."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
         self._device = device
         self._scalars = np.zeros(num_slots, _SCALARS)
         self._lists: list[_Lists | None] = [None] * num_slots
 
     def enter(self, slot: int, sampling: Sampling) -> None:
         """The slot has a new owner."""
+        if sampling.top_k >= self._vocab_size:
+            sampling = replace(sampling, top_k=0)
         self._scalars[slot] = tuple(getattr(sampling, name) for name in _SCALARS.names or ())
         lists = _Lists(
             np.array([i for i, _ in sampling.logit_bias], np.int64),
@@ -134,6 +149,8 @@ class ParameterTable:
     def select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
         """The work of a step whose sampling rows have these slots and will put their tokens at these positions."""
         scalars = self._scalars[slots]
+        cut = (scalars["top_k"] > 0) | (scalars["top_p"] < 1) | (scalars["min_p"] > 0)
+        drawn = scalars["temperature"] > 0
         lists = [self._lists[slot] for slot in slots]
         bias, allowed = self._entries(lists, "bias_ids"), self._entries(lists, "allowed")
         asked = np.flatnonzero(scalars["logprobs"] >= 0)
@@ -145,7 +162,8 @@ class ParameterTable:
             allowed=allowed,
             allowed_rows=None if allowed is None else self._rows_with(lists, "allowed"),
             banned=self._banned(lists, positions - prompt_lens < scalars["min_tokens"]),
-            draws=self._draws(scalars, positions),
+            draws=self._draws(scalars, positions, np.flatnonzero(drawn & ~cut)),
+            truncated_draws=self._truncated_draws(scalars, positions, np.flatnonzero(drawn & cut)),
             logprob_rows=self._put(asked) if len(asked) else None,
             asked=tuple(asked.tolist()),
             num_top=tuple(scalars["logprobs"][asked].tolist()),
@@ -169,21 +187,28 @@ class ParameterTable:
             max_length=int(lengths[rows].max()),
         )
 
-    def _draws(self, s: npt.NDArray[np.void], positions: IntArray) -> Draws | None:
-        rows = np.flatnonzero(s["temperature"] > 0)
+    def _draws(self, s: npt.NDArray[np.void], positions: IntArray, rows: IntArray) -> Draws | None:
         if not len(rows):
             return None
-        s = s[rows]
-        truncated = np.flatnonzero((s["top_k"] > 0) | (s["top_p"] < 1))
-        noise = uniform(s["seed"], positions[rows])
+        noise = uniform(s["seed"][rows], positions[rows])
         return Draws(
             rows=self._put(rows),
-            temperature=self._column(s["temperature"]),
-            min_p=self._column(s["min_p"]),
+            temperature=self._column(s["temperature"][rows]),
             noise=self._column(noise if self._device.type != "mps" else noise.astype(np.float32)),
-            truncated=self._put(truncated) if len(truncated) else None,
-            top_k=self._column(s["top_k"][truncated]),
-            top_p=self._column(s["top_p"][truncated]),
+        )
+
+    def _truncated_draws(self, s: npt.NDArray[np.void], positions: IntArray, rows: IntArray) -> TruncatedDraws | None:
+        draws = self._draws(s, positions, rows)
+        if draws is None:
+            return None
+        return TruncatedDraws(
+            rows=draws.rows,
+            temperature=draws.temperature,
+            noise=draws.noise,
+            top_k=self._column(s["top_k"][rows]),
+            top_p=self._column(s["top_p"][rows]),
+            min_p=self._column(s["min_p"][rows]),
+            max_top_k=int(s["top_k"][rows].max()),
         )
 
     def _banned(self, lists: Sequence[_Lists | None], too_short: npt.NDArray[np.bool_]) -> Entries | None:

@@ -51,7 +51,7 @@ class ModelRunner:
         self._backend = backend_class(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         loaded.attach(self._backend)
         self._slots = Slots(self.capacity, loaded.device)
-        self._parameters = ParameterTable(num_slots, loaded.device)
+        self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
 
     def hello(self, epoch: int) -> Hello:
         """Capacities and versions."""

@@ -1,9 +1,9 @@
 """From logits to tokens: a pure function of (logits, parameters, noise), for all sampling rows of a step at once.
 
 The order: bias, penalties, allowed and banned ids; the log-probabilities that are reported; temperature; top_k, top_p,
-min_p; the draw. Meaning and order are those of transformers' logits processors. The truncated distribution is described
-by one number a row, the smallest probability that stays, so no order among equals and no neighbour can matter; tokens
-that tie with the last one kept are kept.
+min_p; the draw. Meaning and order are those of transformers' logits processors. What truncation keeps is described by
+one number a row, the smallest probability that stays, so no order among equals and no neighbour can matter: tokens that
+tie with the last one kept are kept. Draws go through the tokens in the order of their ids.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .parameters import Draws, Penalties, SamplingRows
+from .parameters import Draws, Penalties, SamplingRows, TruncatedDraws
 
 _FIRST_CANDIDATES = 256
 _SMALL_VOCABULARY = 4096
 _PICK_WIDTH = 512
+_BEST_WIDTH = 128
 
 
 class Sampled(NamedTuple):
@@ -39,23 +40,39 @@ def sample(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Sampled:
 
     `token_table` [num_slots, positions] holds what the penalised sequences have said so far.
     """
-    best, tokens = logits.max(dim=-1)  # NaN wins a maximum, and the lowest id wins a tie
+    best, tokens = _best(logits)
     # Models may put -inf on ids they never say, so a row is bad when its best is not finite, not when any is not.
     bad = ~torch.isfinite(best)
-    plain = not rows.changes_logits and rows.draws is None and rows.logprob_rows is None
-    if plain:
+    if rows.is_greedy:
         return Sampled(tokens.masked_fill_(bad, 0), bad)
     logits = logits.float()
     if rows.changes_logits:
         logits = _change(logits, rows, token_table)
-        best, tokens = logits.max(dim=-1)
+        best, tokens = _best(logits)
         bad |= ~torch.isfinite(best)
     if rows.draws is not None:
         tokens[rows.draws.rows] = _draw(logits, rows.draws)
+    if rows.truncated_draws is not None:
+        tokens[rows.truncated_draws.rows] = _draw_truncated(logits, rows.truncated_draws)
     tokens.masked_fill_(bad, 0)
     if rows.logprob_rows is None:
         return Sampled(tokens, bad)
     return Sampled(tokens, bad, *_logprobs(logits, tokens, rows.logprob_rows, max(rows.num_top)))
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows] highest logit and its id: NaN wins a maximum, and the lowest id wins a tie.
+
+    Maxima of pieces first: without an index to carry they are several times as fast.
+    """
+    count, vocabulary = logits.shape
+    if vocabulary % _BEST_WIDTH:
+        best, ids = logits.max(dim=-1)
+        return best, ids
+    pieces = logits.view(count, -1, _BEST_WIDTH)
+    piece = pieces.amax(dim=-1).max(dim=-1).indices
+    best, inside = pieces[torch.arange(count, device=logits.device), piece].max(dim=-1)
+    return best, piece * _BEST_WIDTH + inside
 
 
 # --- changing logits -----------------------------------------------------------------------------------------------
@@ -95,44 +112,56 @@ def _penalise(logits: Tensor, penalties: Penalties, token_table: Tensor) -> Tens
 
 
 def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Inverse transform sampling from the truncated distribution, one noise number a row."""
-    probabilities = torch.softmax(logits[draws.rows] / draws.temperature, dim=-1)
-    smallest = draws.min_p * probabilities.amax(dim=-1, keepdim=True)
-    if draws.truncated is not None:
-        cut = _smallest_kept(probabilities[draws.truncated], draws.top_k, draws.top_p)
-        smallest[draws.truncated] = torch.maximum(smallest[draws.truncated], cut)
-    return _pick(probabilities.masked_fill_(probabilities < smallest, 0.0), draws.noise)
+    """Inverse transform sampling from the whole distribution, one noise number a row."""
+    return _pick(_probabilities(logits, draws), draws.noise)
 
 
-def _smallest_kept(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[rows, 1]: the probability of the least likely token that top_k, and then top_p, keep."""
+def _draw_truncated(logits: Tensor, draws: TruncatedDraws) -> Tensor:
+    """Inverse transform sampling from the distribution that top_k, top_p and min_p leave."""
+    weights, ids = _kept(_probabilities(logits, draws), draws)
+    # In double precision, in which the zeros between the kept tokens change nothing: how many candidates there are, and
+    # so the neighbours that made it that many, does not matter.
+    running = weights.cumsum(dim=-1, dtype=_wide(weights))
+    return ids.gather(1, _first_above(running, draws.noise * running[:, -1:]))[:, 0]
+
+
+def _probabilities(logits: Tensor, draws: Draws) -> Tensor:
+    return torch.softmax(logits[draws.rows].div_(draws.temperature), dim=-1)
+
+
+def _kept(probabilities: Tensor, draws: TruncatedDraws) -> tuple[Tensor, Tensor]:
+    """Candidates in the order of their ids: weights (0 for what was cut) and ids, both [rows, num_candidates]."""
     vocabulary = probabilities.shape[-1]
     # A full sort costs more than everything else on a CPU, and few candidates are nearly always enough. On other
     # devices the question whether they were would make the host wait.
     on_cpu = probabilities.device.type == "cpu"
-    count = _FIRST_CANDIDATES if on_cpu and vocabulary > _SMALL_VOCABULARY else vocabulary
+    few = on_cpu and vocabulary > _SMALL_VOCABULARY
+    count = min(vocabulary, max(_FIRST_CANDIDATES, draws.max_top_k)) if few else vocabulary
     while True:
-        candidates = probabilities.topk(count, dim=-1).values
-        cut = _cut(candidates, top_k, top_p)
-        if count == vocabulary:
-            return cut
-        least = candidates[:, -1:]
-        if bool(((least < cut) | (least == 0)).all()):  # nothing beyond the candidates can be kept
-            return cut
+        values, ids = probabilities.topk(count, dim=-1)
+        cut = _cut(values, draws)
+        least = values[:, -1:]
+        # Nothing beyond the candidates can be kept when even the last of them is not.
+        if count == vocabulary or bool(((least < cut) | (least == 0)).all()):
+            break
         count = min(vocabulary, count * 8)
+    ids, order = ids.sort(dim=-1)
+    values = values.gather(1, order)
+    return torch.where(values >= cut, values, 0.0), ids
 
 
-def _cut(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `_smallest_kept`, from the most likely tokens in falling order."""
+def _cut(candidates: Tensor, draws: TruncatedDraws) -> Tensor:
+    """[rows, 1]: the probability of the least likely token that stays, from the most likely ones in falling order."""
     count = candidates.shape[-1]
-    last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
+    last = torch.where(draws.top_k > 0, draws.top_k, count).clamp(max=count) - 1
     kept = candidates >= candidates.gather(1, last)
-    mass = candidates.masked_fill(~kept, 0.0).to(_wide(candidates))
+    mass = torch.where(kept, candidates, 0.0).to(_wide(candidates))
     before = mass.cumsum(dim=-1) - mass
-    total = torch.where(top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
-    kept &= (before < top_p * total) | (top_p >= 1)
+    total = torch.where(draws.top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
+    kept &= (before < draws.top_p * total) | (draws.top_p >= 1)
+    kept &= candidates >= draws.min_p * candidates[:, :1]
     kept[:, 0] = True  # rounding must not leave nothing
-    return candidates.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
+    return torch.where(kept, candidates, float("inf")).amin(dim=-1, keepdim=True)
 
 
 def _pick(weights: Tensor, noise: Tensor) -> Tensor:
@@ -141,18 +170,17 @@ def _pick(weights: Tensor, noise: Tensor) -> Tensor:
     In two steps, over sums of a few hundred entries and then inside one of them: a running sum over a whole vocabulary
     in double precision would cost more than the softmax. Each row is summed in the same order whatever its neighbours.
     """
-    width = _PICK_WIDTH
-    padding = -weights.shape[-1] % width
+    padding = -weights.shape[-1] % _PICK_WIDTH
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
-    pieces = weights.view(weights.shape[0], -1, width)
-    sums = pieces.sum(dim=-1, dtype=_wide(weights))
+    pieces = weights.view(len(weights), -1, _PICK_WIDTH)
+    sums = pieces.sum(dim=-1).to(_wide(weights))
     running = sums.cumsum(dim=-1)
     target = noise * running[:, -1:]
     piece = _first_above(running, target)
-    inside = pieces[torch.arange(len(weights), device=weights.device), piece[:, 0]].to(_wide(weights)).cumsum(dim=-1)
+    inside = pieces[torch.arange(len(weights), device=weights.device), piece[:, 0]].cumsum(dim=-1, dtype=_wide(weights))
     target = target - (running - sums).gather(1, piece)
-    return (piece * width + _first_above(inside, target))[:, 0]
+    return (piece * _PICK_WIDTH + _first_above(inside, target))[:, 0]
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:
