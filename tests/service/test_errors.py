@@ -312,6 +312,10 @@ def test_bytes_that_are_no_message(tmp_path: Path, data: bytes) -> None:
                 "/lineclear.v1.InferenceService/Tokenize", request_serializer=bytes, response_deserializer=bytes
             )
             assert (await error_of(unary(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
+            health = s.channel.unary_unary(
+                "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
+            )
+            assert (await error_of(health(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
 
     run(scenario())
 

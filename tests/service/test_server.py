@@ -126,6 +126,14 @@ def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
             await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
             assert (await call.read()).file_descriptor_response.file_descriptor_proto
             await call.done_writing()
+            raw = s.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=bytes,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )()
+            await raw.write(b"\x1a\x02\xff\xfe")
+            assert (await raw.read()).error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            await raw.done_writing()
 
     run(scenario())
 

@@ -31,15 +31,15 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Guards the methods of one service; those of others (health, reflection) pass untouched.
+    """Guards the methods of `services`; those of others pass untouched.
 
-    The service's methods are coroutine functions of (request, context) that take one request.
+    The methods are coroutine functions of (request, context) that take one request.
     """
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, *services: str) -> None:
         self.is_stopping = False
         """The listeners are being closed: calls end because we cut them, and that is no incident."""
-        self._prefix = f"/{service}/"
+        self._prefixes = tuple(f"/{service}/" for service in services)
         self._guarded: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -49,7 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """The guarded handler of the call's method."""
         method = str(handler_call_details.method)
-        if not method.startswith(self._prefix):
+        if not method.startswith(self._prefixes):
             return await continuation(handler_call_details)
         if method not in self._guarded:
             handler = await continuation(handler_call_details)
@@ -75,17 +75,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 if request is _MALFORMED:
-                    raise Malformed("the bytes are no message of lineclear.v1; a string in it may be no UTF-8")
+                    raise Malformed("the bytes are no message of this method; a string in it may be no UTF-8")
                 return await behavior(request, context)
             except LineclearError as error:
                 return await abort(context, error)
             except grpc.aio.AbortError:
                 raise
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
                 # A call that ends like this sends no status: right if the caller is gone, but otherwise it would wait.
                 if context.cancelled() or self.is_stopping:
                     raise
-                return await abort(context, incident(method, None))
+                return await abort(context, incident(method, error))
             except Exception as error:
                 return await abort(context, incident(method, error))
 
@@ -104,15 +104,15 @@ def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]
     return total
 
 
-def incident(where: str, error: BaseException | None) -> InternalError:
+def incident(where: str, error: BaseException) -> InternalError:
     """What a caller is told of a bug of ours; what happened is in the log under the same number."""
     incident_id = secrets.token_hex(8)
-    frames = traceback.extract_tb(error.__traceback__)[-8:] if error is not None else []
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
     log.error(
         "incident",
         incident_id=incident_id,
         where=where,
-        exception=type(error).__name__ if error is not None else "unexpected cancellation",
+        exception=type(error).__name__,
         frames=[f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
     )
     message = f"internal error; the server's log has it as incident {incident_id}"

@@ -123,7 +123,7 @@ async def _run(
         await server.start()
         log.info("listening", address=server.address, health_address=server.health_address)
         await leaving.begun.wait()
-        if not await leaving.unless_hurried(_leave(leaving.exit_code, settings, service, server)):
+        if not await leaving.unless_hurried(_leave(leaving, settings, service, server)):
             service.fail_all(drained)
             await server.stop(0)
     finally:
@@ -132,13 +132,14 @@ async def _run(
             await leaving.unless_hurried(supervisor.stop())
 
 
-async def _leave(exit_code: int, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
+async def _leave(leaving: _Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
     """Not ready, no new requests, those in progress to their end or the timeout, the listeners last."""
+    exit_code = leaving.exit_code
     server.health.close()
     if exit_code == CLEAN:
         await service.drain(settings.drain_timeout_seconds)
     else:
-        error = _no_worker if exit_code == NO_WORKER else _died(exit_code)
+        error = _no_worker if exit_code == NO_WORKER else _died(leaving.failure)
         service.refuse(error)
         service.fail_all(lambda mailbox: error())
     with contextlib.suppress(TimeoutError):
@@ -151,8 +152,8 @@ def _no_worker() -> WorkerUnavailable:
     return WorkerUnavailable("the worker died too often; the server is shutting down", retry_after_seconds=5.0)
 
 
-def _died(exit_code: int) -> Callable[[], LineclearError]:
-    error = incident(f"engine, exit code {exit_code}", None)
+def _died(failure: BaseException) -> Callable[[], LineclearError]:
+    error = incident("engine", failure)
     return lambda: InternalError(str(error), metadata=error.metadata)
 
 
@@ -162,13 +163,16 @@ class _Leaving:
     def __init__(self) -> None:
         self.begun = asyncio.Event()
         self.exit_code = CLEAN
+        self.failure: BaseException = RuntimeError()
+        """What the engine died of, if it did."""
         self._hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def listen_to_signals(self) -> None:
-        """SIGTERM and SIGINT: leave; a second one: at once."""
+        """SIGTERM and SIGINT: leave; a second one: at once. SIGHUP, which has nothing to reload: go on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
+        self._loop.add_signal_handler(signal.SIGHUP, log.info, "signal_ignored")
 
     def begin(self, exit_code: int, reason: str) -> None:
         """Leave; at once if that was going on already and can now not be finished."""
@@ -183,6 +187,7 @@ class _Leaving:
 
     def on_fatal(self, error: BaseException) -> None:
         """The engine died. Any thread."""
+        self.failure = error
         if isinstance(error, ProtocolMismatch):
             self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
         else:

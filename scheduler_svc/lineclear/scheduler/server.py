@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -36,7 +37,7 @@ LIVE = "liveness"
 
 _MAX_METADATA_BYTES = 16 * 1024
 _IDLE_CONNECTION_MS = 300_000
-_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
 
 class Server:
@@ -45,7 +46,7 @@ class Server:
     def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
         self.health = Health((*READY, LIVE))
-        self._interceptor = ErrorInterceptor(service_module.NAME)
+        self._interceptor = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
         self._server = grpc.aio.server(interceptors=(self._interceptor,), options=_options(settings))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -57,7 +58,8 @@ class Server:
         self.health_address = ""
         self._health_server: grpc.aio.Server | None = None
         if settings.health_listen:
-            self._health_server = grpc.aio.server(options=[*_COMMON, ("grpc.max_receive_message_length", 4096)])
+            options = [*_COMMON, ("grpc.max_receive_message_length", 4096)]
+            self._health_server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
             self.health_address = _bind(self._health_server, settings.health_listen)
 
@@ -152,15 +154,20 @@ def _remove_dead_socket(path: Path) -> None:
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:
-    names = (service_module.NAME, health_module.SERVICE, reflection.SERVICE_NAME)
-    servicer = reflection.aio.ReflectionServicer(names)
-    # The library has v1alpha only; v1 is the same on the wire, and the one newer clients ask for first.
-    v1 = grpc.stream_stream_rpc_method_handler(
+    servicer = reflection.aio.ReflectionServicer((service_module.NAME, health_module.SERVICE, *_REFLECTION))
+    method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        request_deserializer=_reflection_request,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    reflection.enable_server_reflection(names, server)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": v1}),)
-    )
+    # The library mounts v1alpha only; v1 is the same on the wire, and the one newer clients ask for first.
+    handlers = (grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in _REFLECTION)
+    server.add_generic_rpc_handlers(tuple(handlers))
+
+
+def _reflection_request(data: bytes) -> reflection_pb2.ServerReflectionRequest:
+    """A request, or an empty one (answered with an error) where gRPC would send the text of an exception."""
+    try:
+        return reflection_pb2.ServerReflectionRequest.FromString(data)
+    except DecodeError:
+        return reflection_pb2.ServerReflectionRequest()

@@ -48,6 +48,7 @@ log = structlog.get_logger()
 NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
 
+DEMO_NAME = "lineclear-demo"
 _INLINE_BYTES = 1024  # a smaller text is tokenized sooner than a thread would begin
 _REASONS = {
     FinishReason.STOP_EOS: pb.FINISH_REASON_STOP_EOS,
@@ -356,7 +357,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_prompt_bytes=settings.max_prompt_bytes,
         )
         return pb.GetModelResponse(
-            model_id=settings.served_name or hello.model_id,
+            model_id=settings.served_name or (DEMO_NAME if settings.demo else hello.model_id),
             family=hello.family,
             context_length=hello.max_model_len,
             vocab_size=hello.vocab_size,

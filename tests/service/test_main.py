@@ -1,0 +1,385 @@
+"""The scheduler as a process, with a worker process beside it: start, answers, signals, exit codes.
+
+It runs where torch and transformers cannot be imported: every scheduler here is started with both blocked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service.small_tokenizers import byte_level, definition, save
+from support.toy import expected
+
+from lineclear.errors import LineclearError
+from lineclear.scheduler.text import decode
+from lineclear.scheduler.tokenizer import Tokenizer
+from lineclear.status import TRAILER, from_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.types import Sampling
+
+TESTS = Path(__file__).parents[1]
+VOCABULARY, EOS = 512, 0
+BOUND_SECONDS = 60.0
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy"):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Blocked())
+"""
+RUN = WITHOUT_TORCH + "from lineclear.scheduler.main import main\nsys.exit(main(sys.argv[1:]))"
+TOKENIZER = Tokenizer(definition(byte_level()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), byte_level())
+
+
+class Process:
+    """A scheduler and all it says."""
+
+    def __init__(self, flags: list[str], code: str = RUN, **toy: Any) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
+        environment |= {"PYTHONPATH": str(TESTS), "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy})}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.other: list[str] = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            try:
+                parsed = json.loads(line)
+            except ValueError:
+                parsed = None
+            with self._said:
+                if isinstance(parsed, dict):
+                    self.lines.append(parsed)
+                else:
+                    self.other.append(line.decode())
+                self._said.notify_all()
+
+    def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
+        """The count-th log line of that event."""
+
+        def found() -> list[dict[str, Any]]:
+            return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
+
+        with self._said:
+            assert self._said.wait_for(lambda: len(found()) >= count, BOUND_SECONDS), (event, self.lines, self.other)
+            return found()[count - 1]
+
+    def exit_code(self, seconds: float = BOUND_SECONDS) -> int:
+        code = self.popen.wait(seconds)
+        self._reader.join(BOUND_SECONDS)
+        return code
+
+    def end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+        self._reader.join(BOUND_SECONDS)
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+
+
+class Running(Process):
+    """A scheduler that listens and has a worker, and a client."""
+
+    def __init__(self, model: Path, *flags: str, code: str = RUN, **toy: Any) -> None:
+        worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+        common = ["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json"]
+        super().__init__([*common, "--spawn-worker", *worker, *flags], code, **toy)
+        try:
+            self.address = self.wait_for("listening")["address"]
+            self.wait_for("worker_joined")
+        except BaseException:
+            self.end()
+            raise
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+        until(lambda: self.health.Check(health_pb2.HealthCheckRequest()).status == 1)
+
+    def end(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+        super().end()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def begin(*flags: str, **options: Any) -> Running:
+        running = Running(model, *flags, **options)
+        started.append(running)
+        return running
+
+    yield begin
+    for running in started:
+        running.end()
+
+
+def endless(seed: int = 1) -> pb.GenerateRequest:
+    """Goes on until the context is full; no token ends it."""
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": seed, "max_tokens": 500, "ignore_eos": True}
+    )
+
+
+def error_of(call: Any) -> LineclearError:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error: Any = caught.value
+    return from_trailer(error.code().name, error.details(), dict(error.trailing_metadata()).get(TRAILER))
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> None:
+    server = start("--max-batch-size", "4")
+    prompt = TOKENIZER.encode("The quick brown fox")
+    calls = [
+        server.stub.Generate(pb.GenerateRequest(text="The quick brown fox", sampling={"seed": n, "max_tokens": 20}))
+        for n in range(6)
+    ]
+    total = 0
+    for seed, call in enumerate(calls):
+        responses = list(call)
+        tokens = [t for r in responses for t in r.token_ids]
+        assert tokens == expected(prompt, Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+        assert "".join(r.text for r in responses) == decode(TOKENIZER, tokens, keep_special=False)
+        assert responses[-1].finished.usage.completion_tokens == len(tokens)
+        total += len(tokens)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).totals.requests_finished == 6)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    assert stats.totals.output_tokens == total
+    assert stats.totals.prompt_tokens == 6 * len(prompt)
+    assert (stats.gauges.requests_running, stats.gauges.requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
+    assert stats.step_seconds.count > 0
+    model = server.stub.GetModel(pb.GetModelRequest())
+    assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
+
+
+def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
+    server = start()
+    sampling = Sampling(seed=3, stop_ids=(EOS,))
+    text = decode(TOKENIZER, expected([5], sampling, 40, VOCABULARY), keep_special=False)
+    stop = text[10:13]
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": 3, "max_tokens": 40}, stop={"strings": [stop]}
+    )
+    responses = list(server.stub.Generate(request))
+    assert "".join(r.text for r in responses) == text[: text.find(stop)]
+    assert responses[-1].finished.matched_stop_string == stop
+
+
+def test_a_worker_that_dies_is_replaced_and_the_answer_is_exact(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start(fault="exit", fault_step=10, fault_once=str(tmp_path / "died"))
+    responses = list(server.stub.Generate(endless()))
+    tokens = [t for r in responses for t in r.token_ids]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    assert responses[-1].finished.timings.recoveries == 1
+    assert server.stub.GetStats(pb.GetStatsRequest()).worker.incarnation == 2
+
+
+def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
+    process = Process([*flags, "--log-format", "json"])
+    worker = None
+    try:
+        process.wait_for("listening")
+        with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert error_of(stub.Generate(endless())).reason == "STARTING"
+            environment = os.environ | {"PYTHONPATH": str(TESTS)}
+            options = json.dumps({"vocab_size": VOCABULARY})
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "support.toy_worker", str(directory), options],
+                env=environment,
+                stderr=subprocess.DEVNULL,
+            )
+            process.wait_for("worker_joined")
+            tokens = [t for r in stub.Generate(endless()) for t in r.token_ids]
+            assert len(tokens) == 500
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+        process.end()
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    begin = time.monotonic()
+    server.popen.send_signal(number)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.exit_code() == 0
+    assert time.monotonic() - begin < 8
+    assert server.wait_for("worker_stopped")["exit_code"] == 0
+    assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
+
+
+def test_sigterm_lets_short_answers_finish_and_ends_long_ones(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "1.5", min_step_seconds=0.02, max_step_seconds=0.02)
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    short = [
+        server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": n, "max_tokens": 20}))
+        for n in range(8)
+    ]
+    long = [server.stub.Generate(endless(n)) for n in range(2)]
+    begun = [next(call) for call in (*short, *long)]
+    assert all(response.HasField("started") for response in begun)
+    server.popen.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert error_of(server.stub.Generate(endless())).reason == "DRAINING"
+    for seed, call in enumerate(short):
+        tokens = [*begun[seed].token_ids, *(t for r in call for t in r.token_ids)]
+        assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+    for number, call in enumerate(long):
+        tokens = list(begun[8 + number].token_ids)
+        error = error_of(tokens.extend(response.token_ids) for response in call)
+        assert error.reason == "DRAINED"
+        assert int(error.metadata["completion_tokens"]) == len(tokens)
+        assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
+        assert 1.0 < time.monotonic() - begin < 4
+    assert server.exit_code() == 0
+
+
+def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    server.wait_for("leaving")
+    begin = time.monotonic()
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code(10) == 0
+    assert time.monotonic() - begin < 3
+    assert error_of(call).code == "UNAVAILABLE"
+    pid = server.wait_for("worker_started")["pid"]
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE])
+def test_other_signals_do_not_end_it(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    server.popen.send_signal(number)
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+    if number == signal.SIGUSR1:
+        until(lambda: any("most recent call first" in line for line in list(server.other)))
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
+# --- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_die_too_often_end_it_with_1(start: Callable[..., Running]) -> None:
+    server = start("--max-worker-crashes", "1", fault="exit", fault_step=5)
+    error = error_of(server.stub.Generate(endless()))
+    assert (error.code, error.reason) == ("UNAVAILABLE", "WORKER_UNAVAILABLE")
+    assert server.exit_code() == 1
+
+
+def test_a_dead_engine_ends_it_with_70(start: Callable[..., Running]) -> None:
+    broken = RUN.replace(
+        "sys.exit",
+        "from lineclear.scheduler.core import Scheduler\n"
+        "def apply(*_): raise RuntimeError('secret-of-a-user')\n"
+        "Scheduler.apply = apply\nsys.exit",
+    )
+    server = start(code=broken)
+    error = error_of(server.stub.Generate(endless()))
+    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+    assert server.exit_code() == 70
+    incident = server.wait_for("incident")
+    assert incident["incident_id"] == error.metadata["incident_id"]
+    assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
+
+
+def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
+    cases: list[tuple[list[str], str]] = [
+        (["--no-such-flag"], "no-such-flag"),
+        (["--order", "best"], "order"),
+        (spawn, "no model is named"),
+        ([*spawn, "--model", str(tmp_path / "absent")], "does not exist"),
+        ([*spawn, "--model", str(tmp_path / "file")], "is a file"),
+        ([*spawn, "--model", str(tmp_path / "empty")], "tokenizer.json"),
+        ([*spawn, "--model", "nobody/nothing"], "local cache"),
+        (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
+        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "something else"),
+        (["--listen", "10.0.0.1:1", "--model", str(model)], "insecure_allow_remote"),
+        ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
+    ]
+    processes = [(Process([*flags]), flags, says) for flags, says in cases]
+    for process, flags, says in processes:
+        try:
+            code = process.exit_code()
+            said = str(process.lines) + "".join(process.other)
+            assert code == 78, (flags, said)
+            assert says in said
+            assert "Traceback" not in said
+        finally:
+            process.end()
+
+
+def test_help_is_not_an_error() -> None:
+    found = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0
+    assert "--max-batch-size" in found.stdout
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    code = WITHOUT_TORCH + "import lineclear.scheduler.main\nprint(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.split(".")[0] for name in found.stdout.split()}
+    assert "lineclear" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "triton"}
+    assert "lineclear.worker" not in found.stdout
+    assert "lineclear.client" not in found.stdout

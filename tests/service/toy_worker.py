@@ -1,0 +1,24 @@
+"""A worker process for whole-scheduler tests: the flags of lineclear-worker, the toy behind them.
+
+What the toy is to do besides is JSON in TOY_OPTIONS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from support import toy_worker
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("--model", "--directory", "--log-level"):
+        parser.add_argument(name, required=True)
+    for name in ("--num-slots", "--max-step-tokens"):
+        parser.add_argument(name, type=int, required=True)
+    flags = parser.parse_args()
+    options = {"num_slots": flags.num_slots, **json.loads(os.environ.get("TOY_OPTIONS", "{}"))}
+    sys.argv = [sys.argv[0], flags.directory, json.dumps(options)]
+    sys.exit(toy_worker.main())
