@@ -107,10 +107,11 @@ class Process:
 class Running(Process):
     """A scheduler that listens and has a worker, and a client."""
 
-    def __init__(self, model: Path, *flags: str, code: str = RUN, **toy: Any) -> None:
+    def __init__(self, model: Path, *flags: str, code: str = RUN, demo: bool = False, **toy: Any) -> None:
         worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
-        common = ["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json"]
-        super().__init__([*common, "--spawn-worker", *worker, *flags], code, **toy)
+        which = ["--demo"] if demo else ["--model", str(model)]
+        common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
+        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, **toy)
         try:
             self.address = self.wait_for("listening")["address"]
             self.wait_for("worker_joined")
@@ -190,6 +191,13 @@ def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> 
     assert stats.step_seconds.count > 0
     model = server.stub.GetModel(pb.GetModelRequest())
     assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
+
+
+def test_the_demonstration_model_is_found(start: Callable[..., Running]) -> None:
+    server = start(demo=True, vocab_size=4096)
+    assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+    assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
 
 
 def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
@@ -324,12 +332,14 @@ def test_workers_that_die_too_often_end_it_with_1(start: Callable[..., Running])
     assert server.exit_code() == 1
 
 
-def test_a_dead_engine_ends_it_with_70(start: Callable[..., Running]) -> None:
+@pytest.mark.parametrize("part", ["core.Scheduler.apply", "text.AnswerText.push"])
+def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
+    module, cls, method = part.split(".")
     broken = RUN.replace(
         "sys.exit",
-        "from lineclear.scheduler.core import Scheduler\n"
-        "def apply(*_): raise RuntimeError('secret-of-a-user')\n"
-        "Scheduler.apply = apply\nsys.exit",
+        f"from lineclear.scheduler.{module} import {cls}\n"
+        "def broken(*_): raise RuntimeError('secret-of-a-user')\n"
+        f"{cls}.{method} = broken\nsys.exit",
     )
     server = start(code=broken)
     error = error_of(server.stub.Generate(endless()))

@@ -87,6 +87,7 @@ def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
             for watch in watchers[1:]:
                 assert (await watch.read()).status == SERVING
             s.server.health.close()
+            s.server.set_ready(True)  # a worker that joins now brings nothing back
             for watch in watchers[1:]:
                 assert (await watch.read()).status == NOT_SERVING
                 assert (await error_of(watch)).code == "UNAVAILABLE"

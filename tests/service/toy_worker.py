@@ -14,7 +14,7 @@ from support import toy_worker
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--directory", "--log-level"):
+    for name in ("--model", "--directory", "--log-level", "--log-format"):
         parser.add_argument(name, required=True)
     for name in ("--num-slots", "--max-step-tokens"):
         parser.add_argument(name, type=int, required=True)

@@ -30,9 +30,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._is_closed = False
 
     def set(self, names: Iterable[str], serving: bool) -> None:
-        """Tell everybody who watches. Raises KeyError for a name that was not given at the start."""
+        """Tell everybody who watches. Raises KeyError for a name that was not given at the start.
+
+        After `close` this changes nothing: a worker that joins does not bring a leaving server back.
+        """
         for name in names:
-            if self._serving[name] != serving:
+            if self._serving[name] != serving and not self._is_closed:
                 self._serving[name] = serving
                 self._wake()
 

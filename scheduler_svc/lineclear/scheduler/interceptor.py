@@ -107,16 +107,16 @@ def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]
 def incident(where: str, error: BaseException) -> InternalError:
     """What a caller is told of a bug of ours; what happened is in the log under the same number."""
     incident_id = secrets.token_hex(8)
-    frames = traceback.extract_tb(error.__traceback__)[-8:]
-    log.error(
-        "incident",
-        incident_id=incident_id,
-        where=where,
-        exception=type(error).__name__,
-        frames=[f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
-    )
+    log.error("incident", incident_id=incident_id, where=where, **anatomy(error))
     message = f"internal error; the server's log has it as incident {incident_id}"
     return InternalError(message, metadata={"incident_id": incident_id})
+
+
+def anatomy(error: BaseException) -> dict[str, Any]:
+    """What may be logged of an exception: its type and where it was raised. Its text may hold what a caller wrote."""
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"exception": type(error).__name__, "frames": places}
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: LineclearError) -> None:

@@ -27,7 +27,7 @@ from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.scheduler.chat import load_chat_template
 from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import Engine, EngineLimits
-from lineclear.scheduler.interceptor import incident
+from lineclear.scheduler.interceptor import anatomy, incident
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
 from lineclear.scheduler.policy import PolicySettings
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
     log.info("settings", version=VERSION, pid=os.getpid(), **settings.model_dump())
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     leaving = _Leaving()
     leaving.listen_to_signals()
     model = _model(settings)
@@ -102,6 +103,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         )
         service.attach(engine)
         service.on_worker = server.set_ready
+        service.on_fatal = leaving.on_fatal
         engine.start()
         stack.callback(engine.stop)
         await _run(settings, leaving, service, server, supervisor)
@@ -153,8 +155,14 @@ def _no_worker() -> WorkerUnavailable:
 
 
 def _died(failure: BaseException) -> Callable[[], LineclearError]:
-    error = incident("engine", failure)
+    error = incident("scheduler", failure)
     return lambda: InternalError(str(error), metadata=error.metadata)
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """In place of asyncio's own, which prints the text of exceptions."""
+    error = context.get("exception")
+    log.error("loop_error", problem=context["message"], **(anatomy(error) if error is not None else {}))
 
 
 class _Leaving:
@@ -164,7 +172,7 @@ class _Leaving:
         self.begun = asyncio.Event()
         self.exit_code = CLEAN
         self.failure: BaseException = RuntimeError()
-        """What the engine died of, if it did."""
+        """What a part of this process died of, if one did."""
         self._hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -186,12 +194,12 @@ class _Leaving:
             self._hurry.set()
 
     def on_fatal(self, error: BaseException) -> None:
-        """The engine died. Any thread."""
+        """The engine, or what delivers its events, died. Any thread."""
         self.failure = error
         if isinstance(error, ProtocolMismatch):
             self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
         else:
-            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "the engine died")
+            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "a part of this process died")
 
     def _signalled(self, number: signal.Signals) -> None:
         if self.begun.is_set():
@@ -252,11 +260,19 @@ def _worker_command(
         "--num-slots": str(settings.max_batch_size),
         "--max-step-tokens": str(settings.target_batch_tokens),
         "--log-level": settings.log_level,
+        "--log-format": _log_format(settings),
     }
     given = {flag.partition("=")[0] for flag in worker_flags}
     command = settings.worker_command or (sys.executable, "-P", "-m", "lineclear.worker.main")
     flags = [part for flag, value in shared.items() if flag not in given for part in (flag, value)]
     return [*command, *flags, *worker_flags]
+
+
+def _log_format(settings: SchedulerSettings) -> str:
+    """The worker writes to the same standard error, so in the same form."""
+    if settings.log_format == "auto":
+        return "console" if sys.stderr.isatty() else "json"
+    return settings.log_format
 
 
 def _core_limits(settings: SchedulerSettings) -> CoreLimits:

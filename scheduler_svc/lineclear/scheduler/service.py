@@ -93,7 +93,8 @@ class EngineApi(Protocol):
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The handlers. On one event loop, which must be running when it is made.
 
-    `publish` is for the engine's thread. `on_worker` is called on the loop when a worker has joined (True) or is lost.
+    `publish` is for the engine's thread. `on_worker` is called on the loop when a worker has joined (True) or is lost,
+    `on_fatal` when an event could not be delivered: the streams cannot be trusted any more.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_worker: Callable[[bool], None] = lambda joined: None
+        self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self._settings = settings
         self._tokenizer = tokenizer
         self._chat = chat
@@ -159,10 +161,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dispatch(self, events: Sequence[Event], at: float) -> None:
-        count = sum(len(event.tokens) for event in events if isinstance(event, TokensReady))
-        if count:
-            self._stats.add_tokens(count, at)
-        self.streams.dispatch(events, at)
+        try:
+            count = sum(len(event.tokens) for event in events if isinstance(event, TokensReady))
+            if count:
+                self._stats.add_tokens(count, at)
+            self.streams.dispatch(events, at)
+        except Exception as error:  # or the loop would log it and go on, and streams would wait for ever
+            self.on_fatal(error)
 
     def _worker_changed(self, joined: bool) -> None:
         if joined:
