@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ TEXT = [
 ] * 4
 
 
+def _made_once(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
+    """Training twice does not give the same ids twice; copies of one do."""
+    trained = cache(lambda: make().to_str())
+    return wraps(make)(lambda: Tokenizer.from_str(trained()))
+
+
+@_made_once
 def byte_level() -> Tokenizer:
     """As GPT-2, Llama 3 and Qwen have it."""
     tokenizer = Tokenizer(models.BPE())
@@ -43,6 +52,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+@_made_once
 def _sentencepiece_bpe() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -87,6 +97,7 @@ def metaspace_first() -> Tokenizer:
     return tokenizer
 
 
+@_made_once
 def unigram() -> Tokenizer:
     """As T5 has it: special tokens are pieces of the model itself."""
     tokenizer = Tokenizer(models.Unigram())
@@ -97,6 +108,7 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
+@_made_once
 def word_level() -> Tokenizer:
     """Words and no decoder: tokens are joined by spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -105,6 +117,7 @@ def word_level() -> Tokenizer:
     return tokenizer
 
 
+@_made_once
 def word_piece() -> Tokenizer:
     """As BERT has it."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))

@@ -110,6 +110,17 @@ def test_tokens_named_special_by_the_configuration_are(tmp_path: Path) -> None:
     assert not {1, 4} & set(ours.encode("</s><|im_end|>"))
 
 
+def test_special_tokens_marked_as_normalized_are_found_everywhere() -> None:
+    """Old conversions of Llama 2 have this flag; the library then finds them only where a space could be before."""
+    parsed = definition(byte_fallback())
+    plain = Tokenizer(definition(byte_fallback()))
+    for token in parsed["added_tokens"]:
+        token["normalized"] = True
+    ours = Tokenizer(parsed)
+    for text in ("<s>a</s>", "x<s> [INST] y [/INST]</s>"):
+        assert ours.encode_sealed(ours.seal(text)) == plain.encode_sealed(plain.seal(text))
+
+
 def test_a_long_text_does_not_hold_the_interpreter() -> None:
     """While a thread tokenizes, others run; the library's plain `encode` would stop them all."""
     import threading

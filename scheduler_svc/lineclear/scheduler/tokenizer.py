@@ -91,7 +91,7 @@ class Tokenizer:
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    # --- ids to text (text.Pieces) ------------------------------------------------------------------------------------
+    # --- ids to text (text.Pieces) -----------------------------------------------------------------------------------
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -134,7 +134,7 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return Tokenizer(definition, _named_special(read_json(model / "tokenizer_config.json") or {}))
 
 
-# --- special tokens ------------------------------------------------------------------------------------------------
+# --- special tokens --------------------------------------------------------------------------------------------------
 
 
 def token_text(token: Any) -> str | None:
@@ -174,6 +174,7 @@ def _rename_special(
     private: dict[str, str] = {}
     for index, token in enumerate(added):
         if token.get("special") or token["content"] in named_special:
+            # `normalized` would have the library look for it with the normalizer's additions, and miss most of them.
             token["special"], token["normalized"] = True, False
             token["content"] = private.setdefault(token["content"], private_name(index))
     # Also in the model's vocabulary: a unigram model, or one that takes whole words, would find it there.
