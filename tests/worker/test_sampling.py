@@ -72,25 +72,20 @@ def kept_by_transformers(logits: Tensor, s: Sampling) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, s: Sampling) -> Tensor:
-    """The distribution that our draw is made from."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    kept, pick = module._kept, module._pick
+def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list[Sampling]) -> Tensor:
+    """The distributions that our draws are made from."""
+    pick = module._pick
+    found = torch.zeros_like(logits)
+    truncated = torch.tensor([0 < s.top_k < logits.shape[-1] or s.top_p < 1 or s.min_p > 0 for s in parameters])
+    groups = iter((~truncated, truncated))  # the order in which the groups are drawn
 
-    def spy_on_kept(*arguments: Any) -> tuple[Tensor, Tensor]:
-        seen.append(kept(*arguments))
-        return seen[-1]
-
-    def spy_on_pick(weights: Tensor, noise: Tensor) -> Tensor:
-        seen.append((weights, torch.arange(weights.shape[-1])[None]))
+    def spy(weights: Tensor, noise: Tensor) -> Tensor:
+        found[next(groups)] = weights / weights.sum(dim=-1, keepdim=True)
         return pick(weights, noise)
 
-    monkeypatch.setattr(module, "_kept", spy_on_kept)
-    monkeypatch.setattr(module, "_pick", spy_on_pick)
-    run(logits, [s])
-    ((weights, ids),) = seen
-    monkeypatch.undo()
-    return torch.zeros_like(logits).scatter(1, ids, weights) / weights.sum()
+    monkeypatch.setattr(module, "_pick", spy)
+    run(logits, parameters)
+    return found
 
 
 @pytest.mark.parametrize("vocabulary", [50, 6000])
@@ -105,12 +100,34 @@ def test_truncation_equals_transformers(monkeypatch: pytest.MonkeyPatch, vocabul
         )
         for _ in range(80)
     ]
+    logits = random_logits(80, vocabulary)
+    kept = kept_by_us(monkeypatch, logits, parameters)
     for row, s in enumerate(parameters):
-        logits = random_logits(1, vocabulary, seed=row)
-        wanted = kept_by_transformers(logits, s)
-        found = kept_by_us(monkeypatch, logits, s)
+        wanted = kept_by_transformers(logits[row : row + 1], s)[0]
+        found = kept[row]
         assert torch.equal(found > 0, wanted > 0), s
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (700, 0.5)])
+def test_ties_with_the_last_one_kept_are_kept(top_k: int, top_p: float) -> None:
+    probabilities = torch.zeros(9000)
+    probabilities[100:1100] = 1e-3
+    falling = probabilities.sort(descending=True).values[None]
+    by_sorting = module._cut_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
+    assert by_sorting.item() == module._cut_by_counting(probabilities, top_k, top_p) == pytest.approx(1e-3)
+
+
+def test_counting_cuts_where_sorting_does() -> None:
+    rng = random.Random(0)
+    for seed in range(100):
+        probabilities = torch.softmax(random_logits(1, rng.choice([5, 300, 5000]), seed) * rng.choice([0, 0.1, 2]), -1)
+        top_k, top_p = rng.choice([0, 1, 2, 100]), rng.choice([1e-6, 0.3, 0.9, 0.999999, 1.0])
+        falling = probabilities.sort(descending=True).values
+        wanted = module._cut_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
+        found = module._cut_by_counting(probabilities[0], top_k, top_p)
+        kept, wanted_kept = (probabilities >= found).sum().item(), (probabilities >= wanted).sum().item()
+        assert kept == wanted_kept, (seed, top_k, top_p)
 
 
 def test_repetition_penalty_equals_transformers() -> None:

@@ -76,7 +76,6 @@ class TruncatedDraws(Draws):
     """0: all."""
     top_p: Tensor
     min_p: Tensor
-    max_top_k: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +207,6 @@ class ParameterTable:
             top_k=self._column(s["top_k"][rows]),
             top_p=self._column(s["top_p"][rows]),
             min_p=self._column(s["min_p"][rows]),
-            max_top_k=int(s["top_k"][rows].max()),
         )
 
     def _banned(self, lists: Sequence[_Lists | None], too_short: npt.NDArray[np.bool_]) -> Entries | None:

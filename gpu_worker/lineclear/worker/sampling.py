@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .parameters import Draws, Penalties, SamplingRows, TruncatedDraws
 
-_FIRST_CANDIDATES = 256
+_CANDIDATES = 256
 _SMALL_VOCABULARY = 4096
 _PICK_WIDTH = 512
 _BEST_WIDTH = 128
@@ -118,50 +118,75 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
 
 def _draw_truncated(logits: Tensor, draws: TruncatedDraws) -> Tensor:
     """Inverse transform sampling from the distribution that top_k, top_p and min_p leave."""
-    weights, ids = _kept(_probabilities(logits, draws), draws)
-    # In double precision, in which the zeros between the kept tokens change nothing: how many candidates there are, and
-    # so the neighbours that made it that many, does not matter.
-    running = weights.cumsum(dim=-1, dtype=_wide(weights))
-    return ids.gather(1, _first_above(running, draws.noise * running[:, -1:]))[:, 0]
+    probabilities = _probabilities(logits, draws)
+    smallest = torch.maximum(_cut(probabilities, draws), draws.min_p * probabilities.amax(dim=-1, keepdim=True))
+    return _pick(probabilities.mul_(probabilities >= smallest), draws.noise)
 
 
 def _probabilities(logits: Tensor, draws: Draws) -> Tensor:
     return torch.softmax(logits[draws.rows].div_(draws.temperature), dim=-1)
 
 
-def _kept(probabilities: Tensor, draws: TruncatedDraws) -> tuple[Tensor, Tensor]:
-    """Candidates in the order of their ids: weights (0 for what was cut) and ids, both [rows, num_candidates]."""
+def _cut(probabilities: Tensor, draws: TruncatedDraws) -> Tensor:
+    """[rows, 1]: the probability of the least likely token that top_k, and then top_p, keep.
+
+    On a CPU a sort costs more than everything else, and a few hundred candidates are nearly always enough; a row for
+    which they are not (a flat distribution, a large top_k) is counted out instead. On other devices the question would
+    make the host wait, and sorting is cheap.
+    """
     vocabulary = probabilities.shape[-1]
-    # A full sort costs more than everything else on a CPU, and few candidates are nearly always enough. On other
-    # devices the question whether they were would make the host wait.
-    on_cpu = probabilities.device.type == "cpu"
-    few = on_cpu and vocabulary > _SMALL_VOCABULARY
-    count = min(vocabulary, max(_FIRST_CANDIDATES, draws.max_top_k)) if few else vocabulary
-    while True:
-        values, ids = probabilities.topk(count, dim=-1)
-        cut = _cut(values, draws)
-        least = values[:, -1:]
-        # Nothing beyond the candidates can be kept when even the last of them is not.
-        if count == vocabulary or bool(((least < cut) | (least == 0)).all()):
-            break
-        count = min(vocabulary, count * 8)
-    ids, order = ids.sort(dim=-1)
-    values = values.gather(1, order)
-    return torch.where(values >= cut, values, 0.0), ids
+    few = probabilities.device.type == "cpu" and vocabulary > _SMALL_VOCABULARY
+    candidates = probabilities.topk(_CANDIDATES if few else vocabulary, dim=-1).values
+    cut = _cut_of_sorted(candidates, draws.top_k, draws.top_p)
+    if few:
+        least = candidates[:, -1:]
+        unknown = ((least >= cut) & (least > 0)) | (draws.top_k > _CANDIDATES)
+        for row in unknown[:, 0].nonzero()[:, 0].tolist():
+            cut[row] = _cut_by_counting(probabilities[row], int(draws.top_k[row]), float(draws.top_p[row]))
+    return cut
 
 
-def _cut(candidates: Tensor, draws: TruncatedDraws) -> Tensor:
-    """[rows, 1]: the probability of the least likely token that stays, from the most likely ones in falling order."""
+def _cut_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `_cut`, from the most likely tokens in falling order."""
     count = candidates.shape[-1]
-    last = torch.where(draws.top_k > 0, draws.top_k, count).clamp(max=count) - 1
+    last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
     kept = candidates >= candidates.gather(1, last)
     mass = torch.where(kept, candidates, 0.0).to(_wide(candidates))
     before = mass.cumsum(dim=-1) - mass
-    total = torch.where(draws.top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
-    kept &= (before < draws.top_p * total) | (draws.top_p >= 1)
-    kept &= candidates >= draws.min_p * candidates[:, :1]
+    total = torch.where(top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
+    kept &= (before < top_p * total) | (top_p >= 1)
     kept[:, 0] = True  # rounding must not leave nothing
     return torch.where(kept, candidates, float("inf")).amin(dim=-1, keepdim=True)
+
+
+def _cut_by_counting(probabilities: Tensor, top_k: int, top_p: float) -> float:
+    """As `_cut`, for one row [vocabulary], without sorting."""
+    mass = probabilities.double()
+    kth, total = 0.0, 1.0
+    if top_k > 0:
+        kth = _reaching(probabilities, torch.ones_like(mass), top_k)
+        mass.mul_(probabilities >= kth)
+        total = float(mass.sum())
+    return max(kth, _reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
+
+
+def _reaching(values: Tensor, weights: Tensor, target: float) -> float:
+    """The largest value such that the values not below it weigh `target` together; the least one if all weigh less.
+
+    A radix selection: floats that are not negative are ordered as their bits are, so each ten bits of the result are
+    the bin at which the weights, counted from the highest bin down, reach what is left of the target.
+    """
+    bits, found = values.view(torch.int32), 0
+    for shift in (20, 10, 0):
+        bins = (bits >> shift) - (found << 10)
+        sums = torch.bincount(bins, weights)
+        from_end = sums.flip(0).cumsum(dim=0).flip(0)
+        num_reaching = int((from_end >= target).sum())
+        index = num_reaching - 1 if num_reaching else int(bins.min())
+        target -= float(from_end[index] - sums[index])
+        inside = bins == index
+        bits, weights, found = bits[inside], weights[inside], found << 10 | index
+    return float(torch.tensor(found, dtype=torch.int32).view(torch.float32))
 
 
 def _pick(weights: Tensor, noise: Tensor) -> Tensor:
