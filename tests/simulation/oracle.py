@@ -142,6 +142,7 @@ class Oracle:
         self.holders: list[set[Track]] = []
         self.index: dict[Key, int] = {}  # the prefix cache: what is in which block
         self.key_of: dict[int, Key] = {}
+        self.unused: dict[int, None] = {}  # blocks of the index that nobody holds, longest unused first
         self.dirty: set[int] = set()
         self.tally = Counters()
         self.draining = False
@@ -211,7 +212,7 @@ class Oracle:
         self.flights.clear()
         self.hello = hello
         self.step = self.num_slots = 0
-        self.index, self.key_of, self.holders = {}, {}, []
+        self.index, self.key_of, self.unused, self.holders = {}, {}, {}, []
         self.dirty.clear()
         if hello is not None:
             self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
@@ -244,6 +245,7 @@ class Oracle:
         """`forget_prefixes` was called."""
         self.index.clear()
         self.key_of.clear()
+        self.unused.clear()
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -386,6 +388,7 @@ class Oracle:
         track.table = list(init.blocks)
         for block in init.blocks:
             self.holders[block].add(track)
+            self.unused.pop(block, None)
         track.planned = track.applied = track.shared = len(hits) * self._size
         track.known = len(init.tokens)
         self.tally.looked_up_tokens += len(init.tokens)
@@ -449,7 +452,8 @@ class Oracle:
         if block in self.key_of:
             empty = sum(not h and b not in self.key_of for b, h in enumerate(self.holders))
             hold(empty == 0 or bool(self.yielded), "I4", "a cached block is given away only when no empty one is left")
-            del self.index[self.key_of.pop(block)]
+            hold(next(iter(self.unused)) == block, "I4", "the cached block that was unused longest is given away")
+            del self.unused[block], self.index[self.key_of.pop(block)]
         if block in self.dirty:
             hold(block in zeroed, "I18", "a dirty block is zeroed before it is used again")
             self.dirty.discard(block)
@@ -635,8 +639,10 @@ class Oracle:
         self.resuming.pop(track, None)
 
     def _leave(self, track: Track, high: int) -> None:
-        for block in track.table:
+        for block in reversed(track.table):
             self.holders[block].discard(track)
+            if block in self.key_of and not self.holders[block]:
+                self.unused[block] = None
         del self.running[track.slot]
         track.high = max(track.high, high)
         track.running, track.slot, track.table = False, -1, []

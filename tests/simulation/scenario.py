@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
@@ -41,6 +41,11 @@ class Scenario:
     vocab_size: int
     weights: dict[str, float]
     """How often each kind of thing happens."""
+    longest_prompt: int
+    shortest_answer: int
+    """Of max_tokens; 1 draws from all lengths."""
+    change: float
+    """Share of new workers with another capacity than the first."""
     pace: int
     """How many plans the worker computes, and results come back, between two things that happen."""
     late: float
@@ -60,22 +65,30 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """The scenario of a seed: even ones run under faults to the end, odd ones in peace."""
     rng = random.Random(seed)
-    capacity = draw_capacity(rng)
+    scenario = _mixed(rng, seed)
+    theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile))
+    return theme(rng, scenario)
+
+
+def _mixed(rng: random.Random, seed: int) -> Scenario:
     vocab_size = rng.choice((3, 17, 97, 97))
     weights = {"submit": rng.choice((0.5, 1.0, 2.0)), "burst": rng.choice((0.0, 0.1, 0.4)), "idle": 0.3}
     weights["launch"] = rng.choice((2.0, 5.0))
     weights["deliver"] = rng.choice((2.0, 5.0))
     for fault in _FAULTS:
-        if rng.random() < 0.35:
+        if rng.random() < 0.3:
             weights[fault] = rng.choice((0.05, 0.2, 0.8)) * (0.15 if fault in ("drain", "replace", "oom") else 1.0)
     return Scenario(
         seed=seed,
         liveness=seed % 2 == 1,
         ticks=rng.choice((30, 60, 90, 120)),
         limits=_draw_limits(rng),
-        capacity=capacity,
+        capacity=draw_capacity(rng),
         vocab_size=vocab_size,
         weights=weights,
+        longest_prompt=200,
+        shortest_answer=1,
+        change=0.3,
         pace=rng.choice((0, 1, 2)),
         late=rng.choice((0.0, 0.0, 0.3)),
         bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
@@ -90,15 +103,66 @@ def draw(seed: int) -> Scenario:
     )
 
 
+def _as_it_comes(rng: random.Random, scenario: Scenario) -> Scenario:
+    return scenario
+
+
+def _crowded(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Short prompts with long answers in few blocks: blocks are fought for."""
+    return _short_of_blocks(rng, scenario, budget=64, longest_prompt=8, pace=2)
+
+
+def _impatient(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Prompts in chunks, results late, and callers that hang up: who yielded soon has room again."""
+    order = rng.choice(("prefill_first", scenario.limits.order))
+    scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
+    limits = replace(scenario.limits, order=order, pipeline_depth=3)
+    return replace(scenario, limits=limits, weights=scenario.weights | {"cancel": 1.5}, late=0.0)
+
+
+def _short_of_blocks(
+    rng: random.Random, scenario: Scenario, *, budget: int, longest_prompt: int, pace: int
+) -> Scenario:
+    block_size = rng.choice((1, 1, 2, 4))
+    return replace(
+        scenario,
+        limits=replace(
+            scenario.limits,
+            strategy=rng.choice(("continuous", "adaptive")),
+            max_batch_size=8,
+            target_batch_tokens=budget,
+            max_queue_size=40,
+            max_preemptions=rng.choice((1, 2, 4)),
+        ),
+        capacity=Capacity(rng.randint(24, 64) // block_size, block_size, 8, 200, 4096),
+        longest_prompt=longest_prompt,
+        shortest_answer=8,
+        pace=pace,
+    )
+
+
+def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Workers come and go, no two alike, and most prompts begin the same."""
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(40))
+    return replace(
+        scenario,
+        limits=replace(scenario.limits, prefix_cache=True),
+        weights=scenario.weights | {"crash": 0.5, "replace": 0.3},
+        change=1.0,
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
 def draw_capacity(rng: random.Random) -> Capacity:
-    """A worker from tiny to roomy. Most have room for a few sequences only, so that blocks are fought for."""
-    block_size = rng.choice((1, 1, 2, 3, 4, 4, 8, 16))
+    """A worker from tiny to roomy."""
+    block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
     positions = rng.choice((rng.randint(4, 40), rng.randint(20, 80), rng.randint(40, 120), rng.randint(100, 600)))
     return Capacity(
         num_blocks=max(1, min(64, positions // block_size)),
         block_size=block_size,
         num_slots=rng.choice((rng.randint(1, 8), 8)),
-        max_model_len=rng.choice((16, 64, 200, 200)),
+        max_model_len=rng.choice((16, 64, 200)),
         max_step_tokens=rng.choice((rng.randint(1, 16), 64, 4096)),
     )
 
@@ -134,7 +198,7 @@ def draw_request(
     capacity, vocab_size = scenario.capacity, scenario.vocab_size
     room = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
     lengths = (1, rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 24), rng.randint(1, max(1, room // 2)), room)
-    length = min(rng.choice(lengths), 200)
+    length = min(rng.choice(lengths), scenario.longest_prompt)
     prompt: list[int] = []
     if told and rng.random() < 0.2:
         prompt += told[rng.randrange(len(told))]
@@ -144,6 +208,8 @@ def draw_request(
     prompt = prompt[:length]
     prompt += [rng.randrange(vocab_size) for _ in range(length - len(prompt))]
     max_tokens = 1 if rng.random() < 0.15 else rng.choice((rng.randint(1, 8), rng.randint(4, 40)))
+    if scenario.shortest_answer > 1:
+        max_tokens = rng.randint(scenario.shortest_answer, 40)
     if rng.random() < 0.9:
         max_tokens = max(1, min(max_tokens, room - length))
     eos = frozenset({0}) if rng.random() < 0.4 else frozenset()

@@ -117,7 +117,8 @@ class World:
         self._saw("expire", events)
         if self.oracle:
             self.oracle.expired(self.now, events)
-            self._settled()
+            if events:
+                self._settled()
         most = self.rng.randrange(2) if late else 99
         while most and (plan := self._plan()) is not None:
             most -= 1
@@ -353,7 +354,7 @@ class World:
             self._settled()
 
     def _next_capacity(self) -> Capacity:
-        return self.scenario.capacity if self.rng.random() < 0.7 else draw_capacity(self.rng)
+        return draw_capacity(self.rng) if self.rng.random() < self.scenario.change else self.scenario.capacity
 
     def _join(self, capacity: Capacity) -> None:
         self.epochs += 1

@@ -1,0 +1,55 @@
+"""A simulation that finds nothing proves nothing: each bug planted in the core must be caught, and soon."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+from simulation.oracle import Breach
+from simulation.planted import BUGS, Bug, planted
+from simulation.world import run_seed
+
+MOST_SEEDS = 600
+
+
+def hunt(bug: Bug) -> tuple[str, int] | None:
+    """What caught the bug, and how many seeds it took; None when nothing did."""
+    with planted(bug):
+        for seed in range(MOST_SEEDS):
+            try:
+                run_seed(seed, twice="random" in bug.new)
+            except Exception as error:
+                return _who(error), seed + 1
+    return None
+
+
+def _who(error: Exception) -> str:
+    if isinstance(error, Breach):
+        return str(error)[:100]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f for f in reversed(frames) if not f.filename.startswith("<")), frames[-1])
+    return f"{Path(place.filename).name} {place.name}: {type(error).__name__} {error}"[:100]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.title.replace(" ", "-"))
+def test_every_planted_bug_is_caught(bug: Bug) -> None:
+    caught = hunt(bug)
+    assert caught is not None, f"{MOST_SEEDS} seeds and nothing noticed: {bug.title}"
+    print(f"{bug.title:55} {caught[1]:4} seeds   {caught[0]}")
+
+
+def test_nothing_is_left_planted() -> None:
+    for bug in BUGS:
+        with planted(bug):
+            pass
+    run_seed(1)
+
+
+if __name__ == "__main__":
+    for planted_bug in BUGS:
+        found = hunt(planted_bug)
+        print(
+            f"{planted_bug.title:55} {found[1] if found else '----':>4}   {found[0] if found else 'NOT CAUGHT'}",
+            flush=True,
+        )
