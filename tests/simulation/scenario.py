@@ -48,6 +48,8 @@ class Scenario:
     """Share of new workers with another capacity than the first."""
     pace: int
     """How many plans the worker computes, and results come back, between two things that happen."""
+    hang_up: float
+    """Share of plans right after which a caller hangs up, if somebody had to yield in the plan."""
     late: float
     """Share of turns in which the engine does not plan, or not all it could."""
     bad_per_mille: int
@@ -90,6 +92,7 @@ def _mixed(rng: random.Random, seed: int) -> Scenario:
         shortest_answer=1,
         change=0.3,
         pace=rng.choice((0, 1, 2)),
+        hang_up=0.0,
         late=rng.choice((0.0, 0.0, 0.3)),
         bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
         step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
@@ -117,7 +120,7 @@ def _impatient(rng: random.Random, scenario: Scenario) -> Scenario:
     order = rng.choice(("prefill_first", scenario.limits.order))
     scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
     limits = replace(scenario.limits, order=order, pipeline_depth=3)
-    return replace(scenario, limits=limits, weights=scenario.weights | {"cancel": 1.5}, late=0.0)
+    return replace(scenario, limits=limits, hang_up=0.5, late=0.0)
 
 
 def _short_of_blocks(

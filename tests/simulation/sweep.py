@@ -6,8 +6,16 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 
+from pathlib import Path
+
 from simulation.scenario import draw
 from simulation.world import World, run_seed
+
+
+def regressions() -> list[int]:
+    """Seeds that once showed something rare."""
+    text = Path(__file__).with_name("regressions.txt").read_text()
+    return [int(line.split()[0]) for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def sweep(seeds: Iterable[int]) -> Counter[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from simulation.oracle import Breach
 from simulation.planted import BUGS, Bug, planted
+from simulation.sweep import regressions
 from simulation.world import run_seed
 
 MOST_SEEDS = 600
@@ -16,11 +17,11 @@ MOST_SEEDS = 600
 def hunt(bug: Bug) -> tuple[str, int] | None:
     """What caught the bug, and how many seeds it took; None when nothing did."""
     with planted(bug):
-        for seed in range(MOST_SEEDS):
+        for count, seed in enumerate((*regressions(), *range(MOST_SEEDS)), 1):
             try:
                 run_seed(seed, twice="random" in bug.new)
             except Exception as error:
-                return _who(error), seed + 1
+                return _who(error), count
     return None
 
 

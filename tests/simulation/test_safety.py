@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from simulation.sweep import sweep
+from simulation.sweep import regressions, sweep
 
 
 def test_faults_to_the_end(seeds: range) -> None:
@@ -21,6 +19,4 @@ def test_the_crowd_is_a_crowd() -> None:
 
 
 def test_regressions() -> None:
-    # Seeds that once failed. What a seed means changes with the simulation; the bug itself is also in tests/core.
-    text = Path(__file__).with_name("regressions.txt").read_text()
-    sweep(int(line.split()[0]) for line in text.splitlines() if line and not line.startswith("#"))
+    sweep(regressions())

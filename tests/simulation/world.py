@@ -17,7 +17,7 @@ from support.toy import ToyFlight, ToyRunner
 
 from lineclear.errors import Cancelled, Drained, LineclearError
 from lineclear.scheduler.core import BadResult, Scheduler
-from lineclear.scheduler.events import Admitted, Event, Failed, Finished, TokensReady
+from lineclear.scheduler.events import Admitted, Event, Failed, Finished, Started, TokensReady
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import StepError, StepErrorKind, StepPlan, StepResult
 
@@ -81,6 +81,7 @@ class World:
         self.epochs = 0
         self.numbers = 0
         self.live: dict[str, tuple[int, ...]] = {}  # prompt and answer so far
+        self.started: set[str] = set()
         self.ended: deque[tuple[int, ...]] = deque(maxlen=4)
         self.last_result: StepResult | None = None
         self.transcript: list[tuple[Any, ...]] = []
@@ -120,10 +121,13 @@ class World:
             if events:
                 self._settled()
         most = self.rng.randrange(2) if late else 99
+        preempted = self.happened["Preempted"]
         while most and (plan := self._plan()) is not None:
             most -= 1
             assert self.worker is not None
             self.worker.plans.append(plan)
+            if self.happened["Preempted"] > preempted and self.rng.random() < self.scenario.hang_up:
+                self._cancel(self.rng.choice([i for i in self.live if i in self.started] or ["nobody"]), None)
         if self.oracle:
             self.oracle.next_moment(self.core.next_deadline(), self.now, planned_to_the_end=most > 0)
 
@@ -146,6 +150,9 @@ class World:
                 self.live[event.request_id] += event.tokens
             elif isinstance(event, (Finished, Failed)):
                 self.ended.append(self.live.pop(event.request_id))
+                self.started.discard(event.request_id)
+            elif isinstance(event, Started):
+                self.started.add(event.request_id)
             shown: Any = event
             if isinstance(event, Failed):
                 shown = (Failed, event.request_id, type(event.error), str(event.error), event.record)
