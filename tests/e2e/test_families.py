@@ -34,17 +34,10 @@ class Family:
     expected: dict[str, list[int]]
 
     def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256) -> InProcess:
-        return InProcess(self.runner(num_blocks), limits)
-
-    def runner(self, num_blocks: int = 256, attention_backend: str = "auto") -> ModelRunner:
-        return ModelRunner(
-            self.loaded,
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            num_slots=16,
-            max_step_tokens=512,
-            attention_backend=attention_backend,
+        runner = ModelRunner(
+            self.loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512
         )
+        return InProcess(runner, limits)
 
 
 def greedy(name: str, prompt: tuple[int, ...]) -> Request:
@@ -82,7 +75,7 @@ def make_family(request: pytest.FixtureRequest) -> Family:
 
 def test_alone(family: Family) -> None:
     server = family.server()
-    for x in family.requests:
+    for x in family.requests[: len(PROMPT_LENS)]:  # the sampled ones were alone when the expectation was made
         assert server.serve([x])[x.request_id] == family.expected[x.request_id]
 
 
@@ -126,11 +119,6 @@ def test_after_the_loss_of_the_worker(family: Family) -> None:
     server = family.server()
     assert server.serve(family.requests, lose_worker_after_steps=6) == family.expected
     assert server.finished("greedy-3").record.recoveries == 1
-
-
-def test_over_the_reference_attention(family: Family) -> None:
-    server = InProcess(family.runner(attention_backend="reference"), LIMITS)
-    assert server.serve(family.requests) == family.expected
 
 
 def test_every_verified_family_is_tested() -> None:
