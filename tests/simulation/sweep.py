@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-
 from pathlib import Path
 
 from simulation.scenario import draw
