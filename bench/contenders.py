@@ -1,0 +1,105 @@
+"""Who can take part in a comparison: a name, whose environment it needs, and the command that makes one run of it.
+
+To add one: an entry in `CONTENDERS`. Nothing here runs or judges anything.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PEERS = ("transformers", "vllm", "llama")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: which model, which workload, and how many requests at a time (0: each at its own moment)."""
+
+    home: Path
+    model: Path
+    work: Path
+    kind: str
+    concurrency: int
+    out: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        """What every driver takes."""
+        options = ["--model", str(self.model), "--work", str(self.work), "--out", str(self.out)]
+        return [*options, "--concurrency", str(self.concurrency)]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`peer` is the environment it needs, empty for our own. `command(task)` is one run."""
+
+    name: str
+    peer: str
+    command: Callable[[Task], list[str]]
+
+    def libraries(self, home: Path) -> list[Path]:
+        """Shared libraries that its authors say to load first, where they are."""
+        iomp = home / "vllm" / "lib" / "libiomp5.so"
+        return [iomp] if self.peer == "vllm" and iomp.exists() else []
+
+
+def lineclear(name: str, flags: Sequence[str] = (), worker_flags: Sequence[str] = ()) -> Contender:
+    """The service with these flags."""
+
+    def command(task: Task) -> list[str]:
+        mine = [sys.executable, "-m", "bench.lineclear_serve", *task.arguments, "--name", name]
+        return [*mine, "--", *flags, "--", *worker_flags]
+
+    return Contender(name, "", command)
+
+
+def custom(description: str) -> Contender:
+    """From `NAME=SCHEDULER FLAGS [-- WORKER FLAGS]`. Raises ValueError for anything else."""
+    name, equals, flags = description.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{description!r} is not NAME=FLAGS")
+    words = shlex.split(flags)
+    place = words.index("--") if "--" in words else len(words)
+    return lineclear(name, words[:place], words[place + 1 :])
+
+
+def _transformers(name: str, *options: str) -> Contender:
+    def command(task: Task) -> list[str]:
+        python = str(task.home / "transformers" / "bin" / "python")
+        return [python, "-m", "bench.peer_transformers", *task.arguments, *options]
+
+    return Contender(name, "transformers", command)
+
+
+def _vllm(task: Task) -> list[str]:
+    python = str(task.home / "vllm" / "bin" / "python")
+    # Requests that arrive over time need its server; for the others its own loop, without one, is faster.
+    server = ["--server"] if task.kind in ("w3", "w5") else []
+    return [python, "-m", "bench.peer_vllm", *task.arguments, *server]
+
+
+def _llama(name: str, *options: str) -> Contender:
+    def command(task: Task) -> list[str]:
+        mine = [sys.executable, "-m", "bench.peer_llama", "--home", str(task.home), *task.arguments]
+        return [*mine, *options]
+
+    return Contender(name, "llama", command)
+
+
+_ALL = (
+    lineclear("lineclear"),
+    lineclear("lineclear-int8", (), ("--weights", "int8")),
+    lineclear("lineclear-8-slots", ("--max-batch-size", "8")),
+    lineclear("lineclear-8-slots-static", ("--max-batch-size", "8", "--batching-strategy", "fixed_size")),
+    _transformers("transformers"),
+    _transformers("transformers-waves-8", "--waves", "8"),
+    _transformers("transformers-waves-32", "--waves", "32"),
+    Contender("vllm", "vllm", _vllm),
+    _llama("llama"),
+    _llama("llama-64", "--slots", "64"),
+    _llama("llama-q8_0", "--quantize", "q8_0"),
+)
+CONTENDERS = {contender.name: contender for contender in _ALL}

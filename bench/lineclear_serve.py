@@ -1,0 +1,157 @@
+"""lineclear: the real service, both processes, asked over gRPC by the bundled client.
+
+    python -m bench.lineclear_serve --model DIR --work w1.json -- --max-batch-size 64 -- --dtype bfloat16
+
+After the first lone `--` come flags of the scheduler, after the second those of the worker. A service of its own for every
+run, so that none finds what an earlier one cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.measure import Result, Run, write
+from bench.workloads import Job, Workload, read
+from lineclear.client import AsyncClient, HealthStatus
+from lineclear.errors import LineclearError
+
+START_SECONDS = 300.0
+REQUEST_SECONDS = 1800.0
+_WARM_UP = (7,) * 32
+_WARM_UP_STREAMS = 2
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service. `load_seconds`: from its start until it said SERVING."""
+
+    pid: int
+    client: AsyncClient
+    load_seconds: float
+
+
+@contextlib.asynccontextmanager
+async def serving(model: str, flags: Sequence[str] = (), worker_flags: Sequence[str] = ()) -> AsyncIterator[Service]:
+    """A service on a unix socket while the block lasts. Raises RuntimeError when it does not come up."""
+    with tempfile.TemporaryDirectory(prefix="lineclear-bench-") as folder:
+        target = f"unix:{folder}/api.sock"
+        command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", model, "--listen", target]
+        command += ["--spawn-worker", "--log-level", "warning", *flags, "--", "--log-level", "warning", *worker_flags]
+        began_at = time.perf_counter()
+        process = await asyncio.create_subprocess_exec(*command)
+        try:
+            async with AsyncClient(target, timeout_seconds=REQUEST_SECONDS, max_attempts=1) as client:
+                await _ready(client, process)
+                yield Service(process.pid, client, time.perf_counter() - began_at)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+
+async def _ready(client: AsyncClient, process: asyncio.subprocess.Process) -> None:
+    give_up = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up:
+        if process.returncode is not None:
+            raise RuntimeError(f"the service ended with exit code {process.returncode}")
+        with contextlib.suppress(LineclearError):
+            if await client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
+                return
+        await asyncio.sleep(0.02)
+    raise RuntimeError(f"the service was not ready within {START_SECONDS:.0f} s")
+
+
+async def run(
+    model: str,
+    workload: Workload,
+    flags: Sequence[str] = (),
+    worker_flags: Sequence[str] = (),
+    *,
+    name: str = "lineclear",
+    concurrency: int = 0,
+) -> Result:
+    """The workload through a new service. `concurrency` 0: each job at its own moment of arrival."""
+    async with serving(model, flags, worker_flags) as service:
+        client = service.client
+        await asyncio.gather(*(_warm_up(client) for _ in range(_WARM_UP_STREAMS)))
+        places = asyncio.Semaphore(concurrency or len(workload.jobs))
+        timed = Run(workload)
+
+        async def one(job: Job) -> None:
+            await asyncio.sleep(max(0.0, job.arrival_seconds - timed.now()))
+            async with places:
+                if concurrency:
+                    timed.arrived(job.id)
+                await _stream(client, job, timed)
+
+        await asyncio.gather(*(one(job) for job in workload.jobs))
+        makespan = timed.now()
+        worker = (await client.stats()).worker
+        settings = {
+            "scheduler": list(flags),
+            "worker": list(worker_flags),
+            "concurrency": concurrency,
+            "dtype": worker.dtype,
+            "attention": worker.attention_backend,
+        }
+        return timed.end(
+            name,
+            Path(model).name,
+            settings,
+            load_seconds=service.load_seconds,
+            server=service.pid,
+            makespan_seconds=makespan,
+        )
+
+
+async def _stream(client: AsyncClient, job: Job, timed: Run) -> None:
+    async with client.stream(
+        job.prompt, max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True, omit_text=True
+    ) as stream:
+        async for delta in stream:
+            if delta.token_ids:
+                timed.tokens(job.id, len(delta.token_ids))
+
+
+async def _warm_up(client: AsyncClient) -> None:
+    """The first request pays for what is made on first use."""
+    await client.generate(_WARM_UP, max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One run, appended to `--out`."""
+    mine, *rest = _split(list(sys.argv[1:] if arguments is None else arguments))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--name", default="lineclear")
+    parser.add_argument("--concurrency", type=int, default=0, help="a closed loop of so many; 0: by arrival")
+    parser.add_argument("--out", type=Path)
+    o = parser.parse_args(mine)
+    flags, worker_flags, *_ = [*rest, [], []]
+    result = run(o.model, read(o.work), flags, worker_flags, name=o.name, concurrency=o.concurrency)
+    write(asyncio.run(result), o.out)
+    return 0
+
+
+def _split(arguments: list[str]) -> list[list[str]]:
+    """The parts between lone `--`."""
+    parts: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument == "--" and len(parts) < 3:
+            parts.append([])
+        else:
+            parts[-1].append(argument)
+    return parts
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
