@@ -315,12 +315,12 @@ def _ask_echo(random: Random) -> list[dict[str, str]]:
 
 
 _TALKS: tuple[tuple[Callable[[Random], list[dict[str, str]]], float], ...] = (
-    (_small_talk, 10),
-    (_ask_capitals, 12),
-    (_ask_essay, 8),
-    (_ask_story, 4),
-    (_ask_echo, 4),
-    (_ask_sum, 1),
+    (_small_talk, 24),
+    (_ask_capitals, 14),
+    (_ask_essay, 14),
+    (_ask_story, 8),
+    (_ask_echo, 8),
+    (_ask_sum, 2),
 )
 
 
@@ -342,7 +342,8 @@ def _as_typed(random: Random, question: str) -> str:
     return question
 
 
-# Shares of documents, not of tokens: an essay on transformers is as long as a dozen reports on capitals.
+# Shares of documents, not of tokens: an essay on transformers is as long as a dozen questions. About half of the tokens
+# are conversation, because an answer that follows its question is the hardest thing to learn from few examples.
 _MIXTURE: tuple[tuple[Callable[[Random], Document], float], ...] = (
     (lambda random: _tell(random, _TRANSFORMER), 3),
     (lambda random: _tell(random, _QUANTUM), 3),
@@ -353,7 +354,7 @@ _MIXTURE: tuple[tuple[Callable[[Random], Document], float], ...] = (
     (_story, 9),
     (_capitals, 18),
     (_numbers, 0.5),
-    (_conversation, 50),
+    (_conversation, 90),
 )
 
 

@@ -1,7 +1,8 @@
 """Train the demo model on a CPU and write it as an ordinary Hugging Face directory.
 
     python demo/train.py --out demo/model
-    python demo/train.py --out demo/model-tiny --size tiny
+    python demo/train.py --out demo/model-tiny --size tiny --tokenizer demo/model
+    python demo/train.py --out demo/model --resume demo/model --steps 600    # a while longer
 
 Tokenizer, packing, the training loop and the model card live here; what the model reads is decided in `corpus.py`.
 """
@@ -30,7 +31,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 TRAINING_SEED, CHECK_SEED, TOKENIZER_SEED = 1, 2, 3
 NUM_TOKENIZER_DOCUMENTS = 20_000
-TOKENS_PER_STEP = 2048
+TOKENS_PER_STEP = 1024
 # Short rows cost less attention. The last quarter of the steps reads whole contexts, so late positions are known too.
 SHORT_ROW_LEN, SHORT_SHARE = 512, 0.75
 
@@ -47,8 +48,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(256, 704, 4, 8, 4, num_steps=1500, peak_learning_rate=3e-3),
-    "tiny": Size(80, 224, 2, 4, 2, num_steps=1200, peak_learning_rate=6e-3),
+    "small": Size(256, 704, 4, 8, 4, num_steps=4000, peak_learning_rate=2e-3),
+    "tiny": Size(80, 224, 2, 4, 2, num_steps=2500, peak_learning_rate=5e-3),
 }
 HEAD_DIM = 32
 
@@ -59,12 +60,18 @@ def main() -> None:
     num_steps = arguments.steps or size.num_steps
     set_seed(TRAINING_SEED)
 
-    tokenizer = train_tokenizer()
-    model = LlamaForCausalLM(_config(size, tokenizer))
+    known = arguments.resume or arguments.tokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(known) if known else train_tokenizer()
+    if arguments.resume:
+        model = LlamaForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32)
+    else:
+        model = LlamaForCausalLM(_config(size, tokenizer))
     print(f"{arguments.size}: {model.num_parameters():,} parameters, {num_steps} steps", flush=True)
 
     started_seconds = time.monotonic()
-    loss = train(model, tokenizer, num_steps, size.peak_learning_rate)
+    # Weights that have settled once are stirred more gently.
+    peak_rate = size.peak_learning_rate * (0.4 if arguments.resume else 1.0)
+    loss = train(model, tokenizer, num_steps, peak_rate, seed=TRAINING_SEED + (num_steps if arguments.resume else 0))
     minutes = (time.monotonic() - started_seconds) / 60
     print(f"done in {minutes:.1f} minutes, loss {loss:.3f}", flush=True)
     save(model, tokenizer, arguments.out, _model_card(arguments.size, model, num_steps, minutes, loss))
@@ -75,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "model", help="directory to write")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, help="fewer or more steps than this size usually takes")
+    parser.add_argument("--tokenizer", type=Path, help="share the tokenizer of this model instead of training one")
+    parser.add_argument("--resume", type=Path, help="go on from the weights and the tokenizer of this model")
     return parser.parse_args()
 
 
@@ -169,7 +178,9 @@ def _config(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_steps: int, peak_rate: float) -> float:
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_steps: int, peak_rate: float, seed: int
+) -> float:
     """Train for `num_steps` in float32 and return the loss on documents from another seed, in nats per token."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -182,8 +193,8 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, num_steps))
     num_short_steps = round(num_steps * SHORT_SHARE)
     batches = itertools.chain(
-        itertools.islice(_batches(tokenizer, TRAINING_SEED, SHORT_ROW_LEN), num_short_steps),
-        _batches(tokenizer, TRAINING_SEED + 100, CONTEXT_LEN),
+        itertools.islice(_batches(tokenizer, seed, SHORT_ROW_LEN), num_short_steps),
+        _batches(tokenizer, seed + 100_000, CONTEXT_LEN),
     )
     started_seconds = time.monotonic()
     model.train()
@@ -202,9 +213,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_steps
 
 
 def _rate(step: int, num_steps: int) -> float:
-    """Warm up over 100 steps, then follow a cosine down to a fiftieth."""
+    """Warm up over 100 steps or a tenth of all, then follow a cosine down to a fiftieth."""
     progress = step / num_steps
-    return min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return min(1.0, (step + 1) / min(100, num_steps / 10)) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
