@@ -1,7 +1,7 @@
 """A workload through a server that streams over HTTP: llama-server's own API, or OpenAI completions.
 
-Starts the server, sends the requests, times the tokens, stops it. Standard library only, because it shares the cores with
-what it measures: one connection a request, lines parsed only as far as they matter.
+Starts the server, sends the requests, times the tokens, stops it. Standard library only, because it shares the cores
+with what it measures: one connection a request, lines parsed only as far as they matter.
 """
 
 from __future__ import annotations

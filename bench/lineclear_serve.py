@@ -2,8 +2,8 @@
 
     python -m bench.lineclear_serve --model DIR --work w1.json -- --max-batch-size 64 -- --dtype bfloat16
 
-After the first lone `--` come flags of the scheduler, after the second those of the worker. A service of its own for every
-run, so that none finds what an earlier one cached.
+After the first lone `--` come flags of the scheduler, after the second those of the worker. A new service for
+every run, so that none finds what an earlier one cached.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=0, help="a closed loop of so many; 0: by arrival")
     parser.add_argument("--out", type=Path)
     o = parser.parse_args(mine)
-    flags, worker_flags, *_ = [*rest, [], []]
+    flags: list[str] = rest[0] if rest else []
+    worker_flags: list[str] = rest[1] if len(rest) > 1 else []
     result = run(o.model, read(o.work), flags, worker_flags, name=o.name, concurrency=o.concurrency)
     write(asyncio.run(result), o.out)
     return 0

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.utils.logging import disable_progress_bar
 
 SEED = 7
-_IDS: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _SMALL_TOKENIZER, _LARGE_TOKENIZER = 4096, 16384
 _MOST_FILES = 200
@@ -78,7 +78,7 @@ def _llama_7m() -> Any:
 
 
 def _gpt2_124m() -> Any:
-    return GPT2Config(**_IDS)
+    return GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 SHAPES = {
@@ -96,7 +96,7 @@ def build(name: str, folder: Path) -> Path:
         return path
     shape = SHAPES[name]
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     vocabulary = _SMALL_TOKENIZER if model.config.vocab_size <= _SMALL_TOKENIZER else _LARGE_TOKENIZER
     _tokenizer(vocabulary).save_pretrained(path)
@@ -108,7 +108,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     files = sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:_MOST_FILES]
     bpe = ByteLevelBPETokenizer()
     bpe.train(files, vocab_size=vocabulary, min_frequency=2, special_tokens=list(_SPECIAL), show_progress=False)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe._tokenizer, pad_token=_SPECIAL[0], bos_token=_SPECIAL[1], eos_token=_SPECIAL[2]
     )
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
     options = parser.parse_args(arguments)
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     for name in options.only:
         build(name, options.out)
     return 0

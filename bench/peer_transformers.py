@@ -33,10 +33,16 @@ _WARM_UP = (7,) * 32
 
 def _load(model: Path, dtype: str) -> tuple[Any, float]:
     began_at = time.perf_counter()
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(model), dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    ).eval()
-    return loaded, time.perf_counter() - began_at
+    )
+    return loaded.eval(), time.perf_counter() - began_at
+
+
+def _greedy(max_tokens: int, eos: int | None) -> Any:
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0
+    )
 
 
 # --- continuous batching ---------------------------------------------------------------------------------------------
@@ -55,7 +61,7 @@ def continuous(
         scheduler_type="fifo",
         auto_switch_to_flash=False,
     )
-    generation = GenerationConfig(max_new_tokens=256, do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=0)
+    generation = _greedy(256, _NO_TOKEN)
     with loaded.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, block=True, timeout=5
     ) as manager:
@@ -156,7 +162,7 @@ def _wave(model: Any, jobs: Sequence[Job]) -> list[float]:
         mask[row, width - len(job.prompt) :] = 1
     clock = _Clock()
     longest = max(job.max_tokens for job in jobs)
-    config = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=0)
+    config = _greedy(longest, None)
     model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([clock]))
     return clock.times
 
@@ -178,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(o.threads or os.cpu_count() or 1)
     workload = read(o.work)
     if o.waves:
+        # At most so many at once is, for waves, waves of so many.
+        o.waves = min(o.waves, o.concurrency or o.waves)
         result = waves(o.model, workload, o.dtype, o.waves)
     else:
         result = continuous(o.model, workload, o.dtype, o.page, o.blocks, o.batch_tokens, o.concurrency)

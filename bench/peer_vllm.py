@@ -3,8 +3,8 @@
     VENV/bin/python -m bench.peer_vllm --model DIR --work w1.json               # offline: all requests at once
     VENV/bin/python -m bench.peer_vllm --model DIR --work w3.json --server      # requests arrive over time
 
-Runs in vLLM's own environment. Offline there is no server and no client to share the cores with, which is in its favour,
-and no time for each token: the gaps of an answer are then its mean gap.
+Runs in vLLM's own environment. Offline there is no server and no client to share the cores with, which favours it, and
+no time for each token: the gaps of an answer are then its mean gap.
 """
 
 from __future__ import annotations

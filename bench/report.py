@@ -69,7 +69,8 @@ def table(results: Sequence[Result]) -> str:
     for line in lines(results):
         makespan = line.middle(lambda r: r.makespan_seconds)
         rate = line.middle(lambda r: r.output_tokens_per_second)
-        assert makespan is not None and rate is not None
+        assert makespan is not None
+        assert rate is not None
         rates = [run.output_tokens_per_second for run in line.runs]
         ratio = makespan / first.setdefault(line.concurrency, makespan)
         mark = "" if line.trusted else " \\*"
