@@ -89,16 +89,20 @@ def test_a_full_queue_is_told_before_the_prompt_is_tokenized(tmp_path: Path) -> 
     async def scenario() -> None:
         async with serving(tmp_path, max_queue_size=2, tokenizer=NoTokenizer()) as s:
             ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
-            calls = [s.generate(ids), s.generate(ids)]
+            first = s.generate(ids)
+            key = await s.engine.next_request(1)
+            second = s.generate(ids)
             await s.engine.next_request(2)
             error = await error_of(s.generate(text_request("x" * 100_000)))
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
             assert error.metadata == {"waiting": "2", "limit": "2"}
             assert error.retry_after_seconds is not None
-            s.engine.start(await s.engine.next_request(1))
-            await calls[0].read()
-            s.generate(ids)  # there is room again
+            s.engine.start(key)
+            await first.read()
+            third = s.generate(ids)  # there is room again
             await s.engine.next_request(3)
+            assert not second.done()
+            assert not third.done()
 
     run(scenario())
 
