@@ -117,6 +117,12 @@ def tree(root: int) -> list[int]:
     return _descendants(root, _processes())
 
 
+def process_seconds(pids: Iterable[int]) -> float:
+    """CPU time of these processes so far, all threads, without their children."""
+    processes = _processes()
+    return sum(sum(processes[pid][1:3]) for pid in pids if pid in processes) / os.sysconf("SC_CLK_TCK")
+
+
 def _own_ticks() -> int:
     processes = _processes()
     # With the time of children waited for: one that dies during a run moves its time there.

@@ -1,0 +1,83 @@
+"""A worker that computes nothing: every sample is the same token, at once. What remains is what lineclear itself costs.
+
+    python -m bench.instant --directory DIR [--num-slots N]       # flags it does not know are ignored
+
+Real process, loop, sockets and codec; no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lineclear.lifeline import hold
+from lineclear.wire.types import Hello, StepPlan, StepResult
+
+TOKEN = 100
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+
+
+class InstantFlight:
+    """A step that is done already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        """The result; never blocks."""
+        return self._result
+
+
+class InstantRunner:
+    """A Runner (lineclear.worker.protocol) that keeps nothing."""
+
+    def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17) -> None:
+        self._num_slots, self._vocab_size = num_slots, vocab_size
+
+    def hello(self, epoch: int) -> Hello:
+        """Room for everybody."""
+        return Hello(
+            epoch=epoch,
+            num_blocks=self._num_slots * MAX_MODEL_LEN // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            num_slots=self._num_slots,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=self._vocab_size,
+            eos_token_ids=(),
+            max_step_tokens=1 << 16,
+            model_id="instant",
+            family="instant",
+            dtype="none",
+            device="none",
+            attention_backend="none",
+        )
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def launch(self, plan: StepPlan) -> InstantFlight:
+        """A token for each row that samples."""
+        count = sum(row.sample for row in plan.rows)
+        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * count))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop."""
+    supervised = hold()
+    from lineclear.logs import configure
+    from lineclear.worker.loop import run
+
+    configure("worker", "warning")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--num-slots", type=int, default=1024)
+    options, _ = parser.parse_known_args(arguments)
+    return run(InstantRunner(options.num_slots), options.directory, supervised=supervised)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Attention over pages alone: every backend, one layer, milliseconds.
+
+    python -m bench.micro_attention [--backends native torch_paged]
+
+Decodes at 256 cached positions, spread by a quarter either way, on pages in random order; and a chunk of a prompt with
+as much context before it. `begin` (once a step) is by itself, `attend` is for one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
+from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, make_batch
+from lineclear.worker.attention.backends import BACKENDS
+
+BATCHES = (1, 8, 32, 64)
+CONTEXT = 256
+CHUNK = 256
+BLOCK_SIZE = 16
+# (query heads, KV heads, head size) of one layer.
+SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama-110m": (12, 4, 64)}
+_CALLS, _ROUNDS = 10, 7
+
+
+def decoding(count: int, source: random.Random) -> Batch:
+    """`count` sequences with one query each, the shortest first."""
+    lengths = sorted(source.randint(CONTEXT * 3 // 4, CONTEXT * 5 // 4) for _ in range(count))
+    pages = source.sample(range(_pool(count)), _pool(count))
+    chunks = []
+    for index, length in enumerate(lengths):
+        blocks = [pages.pop() for _ in range(-(-length // BLOCK_SIZE))]
+        chunks.append(Chunk(index, 1, length - 1, np.array(blocks, np.int64)))
+    return make_batch(chunks, BLOCK_SIZE)
+
+
+def prompt(source: random.Random) -> Batch:
+    """One sequence: CHUNK queries after CONTEXT positions."""
+    count = (CONTEXT + CHUNK) // BLOCK_SIZE
+    blocks = np.array(source.sample(range(_pool(2)), count), np.int64)
+    return make_batch([Chunk(0, CHUNK, CONTEXT, blocks)], BLOCK_SIZE)
+
+
+def _pool(count: int) -> int:
+    return count * (CONTEXT * 5 // 4 // BLOCK_SIZE + 1)
+
+
+def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str, case: str) -> Iterator[Figure]:
+    """`begin` and `attend` of one batch."""
+    torch.manual_seed(0)
+    tokens = len(batch.cells)
+    query = torch.randn(tokens, spec.num_heads, spec.head_dim).to(backend.dtype)
+    key, value = torch.randn(2, tokens, spec.num_kv_heads, spec.head_dim).to(backend.dtype)
+    backend.begin(batch)
+    # Every page is filled, so that no timing depends on what memory happened to hold.
+    backend.zero(range(backend.num_blocks))
+    attend = seconds_per_call_of_wall(lambda: backend.attend(0, query, key, value), calls=_CALLS, rounds=_ROUNDS)
+    begin = seconds_per_call_of_wall(lambda: backend.begin(batch), calls=_CALLS, rounds=_ROUNDS)
+    yield Figure(f"attention: {name}, attend", case, attend * 1e3, "ms a layer")
+    yield Figure(f"attention: {name}, begin", case, begin * 1e3, "ms a step")
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """Every backend that can be used here, on every shape."""
+    dtype = getattr(torch, options.dtype)
+    with torch.inference_mode():
+        for shape, (heads, kv_heads, head_dim) in SHAPES.items():
+            spec = LayerSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+            batches = {f"{count} decodes": decoding(count, random.Random(count)) for count in options.batches}
+            batches[f"a chunk of {CHUNK} at {CONTEXT}"] = prompt(random.Random(0))
+            for name in options.backends:
+                try:
+                    backend = BACKENDS[name](
+                        [spec], _pool(max(options.batches)), BLOCK_SIZE, dtype, torch.device("cpu")
+                    )
+                except ValueError as error:
+                    print(f"{name}: {error}")
+                    continue
+                for case, batch in batches.items():
+                    yield from measure(backend, batch, spec, name, f"{shape}, {case}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The sizes are options."""
+    found = arguments(__doc__)
+    found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    # The reference is an oracle, and slow: only by name.
+    fast = sorted(set(BACKENDS) - {"reference"})
+    found.add_argument("--backends", nargs="+", choices=sorted(BACKENDS), default=fast)
+    found.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))

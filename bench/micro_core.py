@@ -1,0 +1,151 @@
+"""The core alone: planning a step and applying its result, and the queue when it is long.
+
+    python -m bench.micro_core
+
+Microseconds of CPU time: for each running sequence at steady decoding, pipeline full; for each operation with 100,000
+requests waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from bench.figures import Figure, arguments, main
+from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
+from bench.measure import median
+from lineclear.scheduler.core import CoreLimits, Request, Scheduler
+from lineclear.wire.types import Sampling, StepPlan, StepResult
+
+DECODES = (1, 32, 256, 1024, 4096)
+WAITING = 100_000
+_PROMPT_LEN = 2 * BLOCK_SIZE
+_OUTPUT_LEN = 1000
+_STEPS, _ROUNDS = 20, 7
+_GOAL_MICROSECONDS = 2.0
+
+
+class Bench:
+    """A core whose plans are answered at once. `now` counts steps."""
+
+    def __init__(self, limits: CoreLimits, num_slots: int) -> None:
+        self.core = Scheduler(limits)
+        self.core.reset(InstantRunner(num_slots).hello(1), 0.0)
+        self.flights: deque[StepPlan] = deque()
+        self.now = 0.0
+
+    def submit(self, index: int, prompt_len: int = _PROMPT_LEN) -> None:
+        """A request unlike all others."""
+        prompt = (index & 0xFFFF, index >> 16, *range(prompt_len - 2))
+        self.core.submit(Request(f"r{index}", prompt, Sampling(), _OUTPUT_LEN), self.now)
+
+    def fill(self) -> int:
+        """Plan until the pipeline is full; how many rows the new plans have."""
+        rows = 0
+        while (plan := self.core.plan(self.now)) is not None:
+            self.flights.append(plan)
+            rows += len(plan.rows)
+        self.core.take_events()
+        return rows
+
+    def apply(self) -> None:
+        """The oldest plan is done."""
+        plan = self.flights.popleft()
+        self.now += 1.0
+        count = sum(row.sample for row in plan.rows)
+        self.core.apply(StepResult(plan.epoch, plan.step, (TOKEN,) * count, step_seconds=0.01), self.now)
+
+
+def decoding(count: int) -> Iterator[Figure]:
+    """Plan and apply with `count` sequences running."""
+    budget = count + 8192
+    bench = Bench(
+        CoreLimits(max_batch_size=count, target_batch_tokens=budget, max_queue_size=count, max_queue_tokens=1 << 30),
+        count,
+    )
+    for index in range(count):
+        bench.submit(index)
+    # Until everybody decodes in every step.
+    while bench.fill() != count or len(bench.flights[-1].rows) != count:
+        bench.apply()
+    plans, applies = [], []
+    gc.collect()
+    for _ in range(_ROUNDS):
+        planning = applying = 0.0
+        for _ in range(_STEPS):
+            begin = time.thread_time()
+            bench.apply()
+            middle = time.thread_time()
+            rows = bench.fill()
+            planning += time.thread_time() - middle
+            applying += middle - begin
+            assert rows == count
+        plans.append(planning / _STEPS)
+        applies.append(applying / _STEPS)
+    both = median([p + a for p, a in zip(plans, applies, strict=True)])
+    case = f"{count} decodes"
+    yield Figure("core: plan", case, median(plans) * 1e6, "us a step")
+    yield Figure("core: apply", case, median(applies) * 1e6, "us a step")
+    goal = _GOAL_MICROSECONDS if count >= 256 else None
+    yield Figure("core: plan and apply", case, both * 1e6 / count, "us a sequence", goal)
+
+
+def queueing(count: int) -> Iterator[Figure]:
+    """Submit, cancel and decode with `count` requests waiting behind one that runs."""
+    limits = CoreLimits(max_batch_size=1, max_queue_size=2 * count, max_queue_tokens=1 << 30)
+    bench = Bench(limits, 1)
+    bench.submit(0)
+    bench.fill()
+    begin = time.thread_time()
+    for index in range(1, count + 1):
+        bench.submit(index)
+    case = f"{count} waiting"
+    yield Figure("queue: submit, from empty", case, (time.thread_time() - begin) / count * 1e6, "us")
+    sample = 1000
+    begin = time.thread_time()
+    for index in range(count + 1, count + sample + 1):
+        bench.submit(index)
+    yield Figure("queue: submit", case, (time.thread_time() - begin) / sample * 1e6, "us")
+    chosen = random.Random(0).sample(range(1, count), sample)
+    begin = time.thread_time()
+    for index in chosen:
+        bench.core.cancel(f"r{index}", None, bench.now)
+    yield Figure("queue: cancel", case, (time.thread_time() - begin) / sample * 1e6, "us")
+    begin = time.thread_time()
+    for _ in range(sample // 4):
+        bench.apply()
+        bench.fill()
+    yield Figure("queue: a step of one decode", case, (time.thread_time() - begin) / (sample // 4) * 1e6, "us")
+    running = next(index for index in range(count) if f"r{index}" in bench.core._live)
+    begin = time.thread_time()
+    for _ in range(sample // 4):  # the running one leaves, the next one joins
+        bench.core.cancel(f"r{running}", None, bench.now)
+        bench.apply()
+        bench.fill()
+        running += 1
+        while f"r{running}" not in bench.core._live:
+            running += 1
+    yield Figure("queue: leave, join, step", case, (time.thread_time() - begin) / (sample // 4) * 1e6, "us")
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """All of them."""
+    for count in options.decodes:
+        yield from decoding(count)
+    yield from queueing(options.waiting)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The sizes are options, so that a test can ask for small ones."""
+    found = arguments(__doc__)
+    found.add_argument("--decodes", type=int, nargs="+", default=list(DECODES))
+    found.add_argument("--waiting", type=int, default=WAITING)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))

@@ -1,0 +1,141 @@
+"""Between the processes: a plan goes to a worker that computes nothing, its result comes back.
+
+    python -m bench.micro_ipc
+
+First the link alone (codec, sockets, both loops), then with engine and core: steps a second that lineclear could drive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from bench.figures import Figure, arguments, main
+from bench.measure import percentile
+from bench.micro_wire import decodes
+from lineclear.logs import configure
+from lineclear.scheduler.core import CoreLimits, Request, Scheduler
+from lineclear.scheduler.engine import Engine
+from lineclear.scheduler.events import Event, Finished
+from lineclear.scheduler.link import Arrival, Link
+from lineclear.wire.types import Hello, Sampling, StepResult
+
+T = TypeVar("T", bound=Arrival)
+
+ROWS = (1, 32, 256)
+_ROUND_TRIPS = 2000
+_OUTPUT_LEN = 500
+_JOIN_SECONDS = 30.0
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@contextlib.contextmanager
+def worker(num_slots: int) -> Iterator[Path]:
+    """A worker process that looks for its scheduler in the directory that is given."""
+    root = Path(tempfile.mkdtemp(prefix="lcb"))
+    directory = root / "run"
+    command = [sys.executable, "-m", "bench.instant", "--directory", str(directory), "--num-slots", str(num_slots)]
+    directory.mkdir(mode=0o700)
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
+    try:
+        yield directory
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+        shutil.rmtree(root)
+
+
+def round_trips(count: int, trips: int) -> Iterator[Figure]:
+    """Plans of `count` decodes, one at a time: encoded, sent, decoded, answered, and the answer decoded."""
+    with worker(count) as directory:
+        link = Link(directory)
+        try:
+            hello = _next(link, Hello)
+            plan, _ = decodes(count)
+            times = []
+            for step in range(1, trips + 1):
+                message = replace(plan, epoch=hello.epoch, step=step)
+                begin = time.perf_counter()
+                link.send(message)
+                assert _next(link, StepResult).step == step
+                times.append(time.perf_counter() - begin)
+        finally:
+            link.close()
+    for share, name in ((0.5, "p50"), (0.99, "p99")):
+        value = percentile(times[len(times) // 10 :], share)
+        assert value is not None
+        yield Figure(f"ipc: round trip, {name}", f"{count} decodes", value * 1e6, "us")
+
+
+def _next(link: Link, kind: type[T]) -> T:
+    """The next arrival, which has to be of this kind."""
+    give_up = time.monotonic() + _JOIN_SECONDS
+    while not (arrivals := link.receive()):
+        assert time.monotonic() < give_up, f"no {kind.__name__} came"
+        link.wait(time.monotonic() + 1.0)
+    (arrival,) = arrivals
+    assert isinstance(arrival, kind), arrival
+    return arrival
+
+
+def engine_steps(count: int) -> Iterator[Figure]:
+    """`count` requests through engine, core, link and worker, until all have ended."""
+    done, left = threading.Event(), count
+
+    def publish(events: Sequence[Event]) -> None:
+        nonlocal left
+        left -= sum(isinstance(event, Finished) for event in events)
+        if left == 0:
+            done.set()
+
+    joined = threading.Event()
+    with worker(count) as directory:
+        link = Link(directory)
+        limits = CoreLimits(max_batch_size=count, target_batch_tokens=8192)
+        engine = Engine(Scheduler(limits), link, publish, on_joined=lambda hello: joined.set())
+        engine.start()
+        try:
+            assert joined.wait(_JOIN_SECONDS), "the worker did not join"
+            cpu, begin = time.process_time(), time.perf_counter()
+            for index in range(count):
+                engine.submit(Request(f"r{index}", (index, 1, 2, 3), Sampling(), _OUTPUT_LEN))
+            assert done.wait(120.0), "the requests did not end"
+            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        finally:
+            engine.stop()
+            link.close()
+    case = f"{count} decodes"
+    yield Figure("engine: a step, nothing computed", case, seconds / _OUTPUT_LEN * 1e6, "us")
+    yield Figure("engine: scheduler's CPU time", case, cpu / (_OUTPUT_LEN * count) * 1e6, "us a token")
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """All of them."""
+    configure("scheduler", "warning")
+    for count in options.rows:
+        yield from round_trips(count, options.trips)
+    for count in options.rows:
+        yield from engine_steps(count)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The sizes are options."""
+    found = arguments(__doc__)
+    found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    found.add_argument("--trips", type=int, default=_ROUND_TRIPS)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))

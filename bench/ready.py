@@ -1,0 +1,47 @@
+"""Start-up: seconds from exec of the scheduler until the service says SERVING, and memory then.
+
+    python -m bench.ready --model DIR [--runs 5]
+
+The first run reads the files from disk unless they were read before; the median does not show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.figures import Figure, arguments, main
+from bench.lineclear_serve import serving
+from bench.measure import median, peak_rss_mib, tree
+
+_RUNS = 5
+
+
+async def start(model: str) -> tuple[float, float]:
+    """Seconds until ready, and the peak of memory until then, of both processes together."""
+    async with serving(model) as service:
+        return service.load_seconds, peak_rss_mib(tree(service.pid))
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """The median of a few starts, and the slowest."""
+    starts = [asyncio.run(start(str(options.model))) for _ in range(options.runs)]
+    case = options.model.resolve().name
+    yield Figure("ready: median", case, median([seconds for seconds, _ in starts]), "s", options.goal)
+    yield Figure("ready: slowest", case, max(seconds for seconds, _ in starts), "s")
+    yield Figure("ready: peak RSS", case, median([memory for _, memory in starts]), "MiB")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Which model, how often."""
+    found = arguments(__doc__)
+    found.add_argument("--model", type=Path, required=True)
+    found.add_argument("--runs", type=int, default=_RUNS)
+    found.add_argument("--goal", type=float, help="seconds")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))
