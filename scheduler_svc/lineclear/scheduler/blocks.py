@@ -109,10 +109,10 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, key: bytes, tokens: tuple[int, ...]) -> None:
-        """Offer a held, full block to others under its key. The first block with a key keeps it."""
+        """Offer a held, full block to others under its key, unless it is dirty. The first block with a key keeps it."""
         assert self._references[block] > 0
         assert len(tokens) == self.block_size
-        if key not in self._by_key and block not in self._published:
+        if key not in self._by_key and block not in self._published and block not in self._dirty:
             self._by_key[key] = block
             self._published[block] = (key, tokens)
 

@@ -1,0 +1,10 @@
+"""`pytest tests/core --update-transcripts` rewrites the transcripts; read the diff before you commit it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known when this folder is named on the command line."""
+    parser.addoption("--update-transcripts", action="store_true", help="write down what the scheduler does now")
