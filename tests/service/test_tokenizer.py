@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -123,22 +125,24 @@ def test_special_tokens_marked_as_normalized_are_found_everywhere() -> None:
 
 def test_a_long_text_does_not_hold_the_interpreter() -> None:
     """While a thread tokenizes, others run; the library's plain `encode` would stop them all."""
-    import threading
-    import time
-
     _, ours = both("byte_level")
     text = "quick brown fox " * 30_000
-    begin = time.perf_counter()
-    ours.encode(text)
-    alone = time.perf_counter() - begin
-    thread = threading.Thread(target=ours.encode, args=(text,))
-    last, longest = time.perf_counter(), 0.0
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.0005)
-        now = time.perf_counter()
-        last, longest = now, max(longest, now - last)
-    assert longest < alone / 2
+
+    def standstill() -> float:
+        """The longest time this thread did not run, as a share of what tokenizing takes."""
+        begin = time.perf_counter()
+        ours.encode(text)
+        alone = time.perf_counter() - begin
+        thread = threading.Thread(target=ours.encode, args=(text,))
+        last, longest = time.perf_counter(), 0.0
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            last, longest = now, max(longest, now - last)
+        return longest / alone
+
+    assert min(standstill() for _ in range(5)) < 0.5  # the best of five: the machine may stand still by itself
 
 
 # --- ids to text -----------------------------------------------------------------------------------------------------
