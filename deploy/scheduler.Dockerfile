@@ -3,11 +3,12 @@ FROM python:3.12-slim-bookworm AS build
 WORKDIR /src
 # pip reads both: the second also pins what the project is built with.
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
+# No compiler is here, so the worker's kernels are not built.
 RUN python -m venv /opt/lineclear && /opt/lineclear/bin/python -m pip install --no-cache-dir '.[scheduler]'
 
 FROM python:3.12-slim-bookworm

@@ -2,13 +2,14 @@
 #
 # TORCH is what pip is asked for. The wheel of that name brings CUDA on Linux; for a smaller image without it, name a
 # CPU build, such as torch==2.13.0+cpu, and pass PIP_EXTRA_INDEX_URL, the index that has it.
-FROM python:3.12-slim-bookworm AS build
+# The larger image has a compiler, for the CPU kernels; what comes out of it runs on the slim one.
+FROM python:3.12-bookworm AS build
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
 # pip reads both: the second also pins what the project is built with.
 ENV PIP_CONSTRAINT=/src/pinned.txt PIP_BUILD_CONSTRAINT=/src/pinned.txt
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml hatch_build.py README.md LICENSE ./
 # Which torch is TORCH's to say.
 RUN sed '/^torch==/d' constraints.txt > pinned.txt
 # A layer of its own: it is the largest by far and changes least.

@@ -105,10 +105,13 @@ def tiny_config(family: str) -> Any:
     return CONFIGS[family]()
 
 
-def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of `family` with random weights, on the CPU."""
+def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of `family` with random weights, on the CPU; `changes` are to its configuration."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype)
+    config = tiny_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases and sinks start at zero, which would hide that they are lost.

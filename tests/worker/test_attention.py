@@ -13,7 +13,10 @@ from torch import Tensor
 
 from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
 from lineclear.worker.attention.backends import BACKENDS, choose
+from lineclear.worker.attention.native import unsupported
 from lineclear.worker.attention.reference import ReferenceAttention, attention
+from lineclear.worker.attention.torch_paged import TorchPagedAttention
+from lineclear.worker.kernels import library
 
 DEVICES = [
     "cpu",
@@ -29,12 +32,14 @@ class Story:
     seed: int
     dtype: torch.dtype
     device: torch.device
+    native: bool = False
+    """Only shapes that the native backend takes."""
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = rng = random.Random(self.seed)
         torch.manual_seed(self.seed)
-        self.block_size = rng.choice([1, 4, 16, 32])
+        self.block_size = rng.choice([16, 32, 48] if self.native else [1, 4, 16, 32])
         self.layers = [self._layer() for _ in range(3)]
         lengths = [rng.randint(1, 90) for _ in range(rng.randint(1, 9))]
         self.tables = []
@@ -49,8 +54,8 @@ class Story:
 
     def _layer(self) -> LayerSpec:
         rng = self.rng
-        kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7])
-        head_dim = rng.choice([4, 8, 24, 64])
+        kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7, 12] if self.native else [1, 2, 4, 7])
+        head_dim = rng.choice([16, 64, 80, 256] if self.native else [4, 8, 24, 64])
         return LayerSpec(
             num_heads=kv_heads * group,
             num_kv_heads=kv_heads,
@@ -97,7 +102,7 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
     """Every cell that a sequence may be given holds `fill`, as if its last owner had left it."""
     pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
     for pool in pools:
-        if pool.ndim == 3 and isinstance(backend, ReferenceAttention):
+        if not isinstance(backend, TorchPagedAttention):
             pool.fill_(fill)
         else:
             pool[:, :num_blocks] = fill
@@ -108,7 +113,10 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"reference"}))
 def test_a_backend_equals_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
-    story = Story(seed, dtype, torch.device(device))
+    story = Story(seed, dtype, torch.device(device), native=name == "native")
+    if name == "native" and (why := unsupported(story.layers, story.block_size, dtype, story.device)):
+        assert dtype is torch.float16 or device != "cpu" or library() is None, why
+        pytest.skip(why)
     # What earlier owners left is NaN for the one and harmless for the other: reading any of it shows.
     tested, oracle = story.backend(BACKENDS[name], float("nan")), story.backend(ReferenceAttention, 0.0)
     for batch, num_tokens in story.steps():
@@ -159,13 +167,15 @@ def test_cells_are_block_and_offset() -> None:
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
-    story = Story(3, torch.float32, torch.device("cpu"))
+    story = Story(3, torch.float32, torch.device("cpu"), native=name == "native")
+    if name == "native" and library() is None:
+        pytest.skip("no kernels were built here")
     backend = story.backend(BACKENDS[name], 5.0)
     backend.zero([1, 4])
     pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
     for pool, layer in zip(pools, story.layers * 2, strict=True):
         zeros = int((pool == 0).sum())
-        padding = 0 if name == "reference" else 1  # the block that stays zero
+        padding = 1 if name == "torch_paged" else 0  # the block that stays zero
         assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
 
 
@@ -175,6 +185,21 @@ def test_memory_of_a_block() -> None:
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
-    assert choose("auto", torch.device("cpu")) == "torch_paged"
     with pytest.raises(ValueError, match=r"no attention backend 'fast'.*reference.*torch_paged"):
-        choose("fast", torch.device("cpu"))
+        choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, torch.device("cpu"))
+
+
+def test_auto_is_native_for_what_the_kernels_take_and_torch_for_the_rest() -> None:
+    layer, cpu = LayerSpec(2, 2, 16, 1.0), torch.device("cpu")
+    best = "torch_paged" if library() is None else "native"
+    assert choose("auto", [layer], 16, torch.float32, cpu) == best
+    assert choose("auto", [layer], 8, torch.float32, cpu) == "torch_paged"
+    assert choose("auto", [layer], 16, torch.float16, cpu) == "torch_paged"
+    assert choose("auto", [layer, LayerSpec(2, 2, 24, 1.0)], 16, torch.float32, cpu) == "torch_paged"
+    assert choose("auto", [layer], 16, torch.float32, torch.device("cuda")) == "torch_paged"
+
+
+@pytest.mark.parametrize("layers", [[LayerSpec(2, 2, 24, 1.0)], [LayerSpec(2, 2, 1024, 1.0)]])
+def test_native_asked_for_and_impossible_says_why(layers: list[LayerSpec]) -> None:
+    with pytest.raises(ValueError, match="head must be a multiple of 16 wide, at most 512"):
+        BACKENDS["native"](layers, 4, 16, torch.float32, torch.device("cpu"))

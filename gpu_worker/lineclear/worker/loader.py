@@ -7,7 +7,7 @@ the model's limits are, and that its logits over paged attention equal its own. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from .attention import AttentionBackend, Chunk, LayerSpec, make_batch
 from .attention.reference import ReferenceAttention
+from .decoder import Decoder, build, release_weights
 from .families import VERIFIED
 
 log = structlog.get_logger(__name__)
@@ -55,14 +56,20 @@ class LoadedModel:
     device: torch.device
     selects_rows: bool
     """The model computes logits only where `logits_to_keep` says."""
+    decoder: Decoder | None = None
+    """Computes the logits instead of `model`, where there is one."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Let every attention layer of the model write to and read from `backend`."""
         for index, module in enumerate(self.attention_modules):
             _attach(module, backend, index)
+        if self.decoder is not None:
+            self.decoder.attach(backend)
 
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """[len(rows), vocab_size] for the packed tokens at `rows`. The backend must have begun the step."""
+        if self.decoder is not None:
+            return self.decoder.logits(input_ids, positions, rows)
         logits = _forward(self.model, input_ids, positions, logits_to_keep=rows)
         return logits if self.selects_rows else logits.index_select(0, rows)
 
@@ -107,6 +114,27 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     if loaded.family not in VERIFIED:
         log.warning("model_family_not_verified", family=loaded.family, model_id=model_id)
     return loaded
+
+
+def fuse(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
+    """The same model with a forward pass of few operations, where there is one for it and its logits are the same.
+
+    The transformers model cannot be used any more then, unless `keep_weights`, which holds every matrix twice.
+    """
+    shapes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in loaded.layers}
+    with torch.inference_mode():
+        decoder = build(loaded.model, loaded.family, *shapes.pop()) if len(shapes) == 1 else None
+        if decoder is None:
+            return loaded
+        fused = replace(loaded, decoder=decoder)
+        ids, positions = _probe_input(loaded.model.config.get_text_config(), loaded.device)
+        error = _relative_error(_paged_logits(fused, ids, positions), _paged_logits(loaded, ids, positions))
+    if not error <= _TOLERANCE[loaded.dtype]:
+        log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
+        return loaded
+    if not keep_weights:
+        release_weights(loaded.model)
+    return fused
 
 
 def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -337,6 +365,16 @@ def _check_against_eager(loaded: LoadedModel) -> None:
     loaded.model.set_attn_implementation("eager")
     wanted = _forward(loaded.model, ids, positions).float()
     _set_implementation(loaded.model, _PAGED, _paged_attention)
+    error = _relative_error(_paged_logits(loaded, ids, positions), wanted)
+    if not error <= _TOLERANCE[loaded.dtype]:
+        raise ModelRefused(
+            f"its logits over paged attention are not its own (relative error {error:.2g}): the model keeps"
+            f" state or positions outside the attention interface"
+        )
+
+
+def _paged_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor) -> Tensor:
+    """[tokens, vocabulary] of the probe's tokens, in two chunks over pages that lie backwards."""
     block_size, half = 4, 6
     blocks = torch.arange(-(-_PROBE_TOKENS // block_size)).flip(0).numpy()
     backend = ReferenceAttention(loaded.layers, len(blocks), block_size, loaded.dtype, loaded.device)
@@ -344,13 +382,13 @@ def _check_against_eager(loaded: LoadedModel) -> None:
     pieces = []
     for start, end in ((0, half), (half, _PROBE_TOKENS)):
         backend.begin(make_batch([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
-        pieces.append(_forward(loaded.model, ids[start:end], positions[start:end]).float())
-    error = (torch.cat(pieces) - wanted).norm() / wanted.norm().clamp_min(1e-30)
-    if not error <= _TOLERANCE[loaded.dtype]:
-        raise ModelRefused(
-            f"its logits over paged attention are not its own (relative error {float(error):.2g}): the model keeps"
-            f" state or positions outside the attention interface"
-        )
+        rows = torch.arange(end - start, device=loaded.device)
+        pieces.append(loaded.logits(ids[start:end], positions[start:end], rows).float())
+    return torch.cat(pieces)
+
+
+def _relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def _forward(model: Any, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:

@@ -46,7 +46,7 @@ class ModelRunner:
         self.capacity = Capacity(
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
-        self.backend_name = choose(attention_backend, loaded.device)
+        self.backend_name = choose(attention_backend, loaded.layers, block_size, loaded.dtype, loaded.device)
         backend_class = BACKENDS[self.backend_name]
         self._backend = backend_class(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         loaded.attach(self._backend)

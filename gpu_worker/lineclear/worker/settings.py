@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionBackendName = Literal["auto", "torch_paged", "reference"]
+AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
 
 
 class ConfigurationError(Exception):
@@ -55,6 +55,9 @@ class WorkerSettings(BaseSettings):
     )
     attention_backend: AttentionBackendName = Field(
         "auto", description="Implementation of attention over KV pages. reference is slow, for comparison."
+    )
+    fused_forward: bool = Field(
+        True, description="On CPUs, run models built like Llama through a forward pass of few operations."
     )
     threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: torch's choice, one a core.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from .loader import load
+from .loader import fuse, load
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
 
@@ -19,7 +19,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         torch.set_num_threads(settings.threads)
     loaded = load(settings.model, choose_device(settings.device), _DTYPES[settings.dtype], settings.max_model_len)
     return ModelRunner(
-        loaded,
+        fuse(loaded) if settings.fused_forward else loaded,
         num_blocks=settings.num_blocks,
         kv_memory_fraction=settings.kv_memory_fraction,
         block_size=settings.block_size_tokens,

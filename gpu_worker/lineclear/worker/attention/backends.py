@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from . import AttentionBackend
+from . import AttentionBackend, LayerSpec
+from .native import NativeAttention, unsupported
 from .reference import ReferenceAttention
 from .torch_paged import TorchPagedAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
+    "native": NativeAttention,
     "reference": ReferenceAttention,
     "torch_paged": TorchPagedAttention,
 }
 
 
-def choose(name: str, device: torch.device) -> str:
-    """The backend that `name` means on `device`. Raises ValueError, with the names there are, for an unknown one."""
+def choose(name: str, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend that `name` means for such a model. Raises ValueError, naming those there are, for an unknown one."""
     if name == "auto":
-        return "torch_paged"
+        return "torch_paged" if unsupported(layers, block_size, dtype, device) else "native"
     if name not in BACKENDS:
         raise ValueError(f"there is no attention backend {name!r}; there are auto, {', '.join(sorted(BACKENDS))}")
     return name

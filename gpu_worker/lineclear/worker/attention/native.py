@@ -1,0 +1,138 @@
+"""Paged attention for CPUs in C++ (`kernels/paged_attention.cpp`): hands a step over as a few arrays.
+
+Pages are read where they lie; nothing is gathered, padded or masked in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
+
+from . import AttentionBackend, Batch, LayerSpec
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("element", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("k_pool", ctypes.c_void_p),
+        ("v_pool", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_chunks", ctypes.c_int64),
+        ("num_items", ctypes.c_int64),
+        ("cells", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("num_queries", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+    )
+
+
+class _Step:
+    """A batch as the library reads it, for layers with one number of heads. Keeps the arrays alive."""
+
+    def __init__(self, library: Any, batch: Batch, num_heads: int, num_kv_heads: int) -> None:
+        counts = np.array([chunk.num_queries for chunk in batch.chunks], np.int64)
+        lengths = np.array([len(chunk.blocks) for chunk in batch.chunks], np.int64)
+        blocks = [chunk.blocks for chunk in batch.chunks]
+        self._arrays: tuple[npt.NDArray[Any], ...] = (
+            np.ascontiguousarray(batch.cells),
+            np.array([chunk.first for chunk in batch.chunks], np.int64),
+            counts,
+            np.array([chunk.start for chunk in batch.chunks], np.int64),
+            np.cumsum(lengths) - lengths,
+            np.concatenate(blocks).astype(np.int32) if blocks else np.zeros(0, np.int32),
+        )
+        items = sum(library.lineclear_items(int(count), num_heads, num_kv_heads) for count in counts)
+        self.description = _Batch(len(batch.cells), len(counts), items, *(a.ctypes.data for a in self._arrays))
+
+
+class NativeAttention(AttentionBackend):
+    """CPU, float32 and bfloat16. Reads a cell only if its owner wrote it, so nothing has to be zeroed for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        problem = unsupported(self.layers, self.block_size, self.dtype, self.device)
+        if problem:
+            raise ValueError(f"the native attention backend cannot be used: {problem}")
+        self._library: Any = library()
+        sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
+        # Not zeroed: a pool of gigabytes would take its memory at once instead of as it is used.
+        self._keys = [torch.empty(size, dtype=self.dtype) for size in sizes]
+        self._values = [torch.empty(size, dtype=self.dtype) for size in sizes]
+        self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
+        self._descriptions = [self._describe(index) for index in range(len(self.layers))]
+        self._head_counts = {(x.num_heads, x.num_kv_heads) for x in self.layers}
+
+    def _describe(self, index: int) -> _Layer:
+        spec, sinks = self.layers[index], self._sinks[index]
+        return _Layer(
+            ELEMENTS[self.dtype],
+            self.block_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.window,
+            spec.scaling,
+            spec.softcap,
+            self._keys[index].data_ptr(),
+            self._values[index].data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+        )
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        for pool in (*self._keys, *self._values):
+            pool.view(self.num_blocks, -1)[list(blocks)] = 0
+
+    def begin(self, batch: Batch) -> None:
+        self._steps = {counts: _Step(self._library, batch, *counts) for counts in self._head_counts}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        spec = self.layers[layer]
+        # Some models rotate in float32 and hand that over; the kernel would read it as what the pool is.
+        query, key, value = (x.to(self.dtype).contiguous() for x in (query, key, value))
+        output = torch.empty_like(query)
+        self._library.lineclear_attend(
+            ctypes.byref(self._descriptions[layer]),
+            ctypes.byref(self._steps[spec.num_heads, spec.num_kv_heads].description),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
+
+
+def unsupported(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why this backend cannot serve such a model; empty when it can."""
+    if device.type != "cpu":
+        return f"it runs on CPUs, the device is {device.type}"
+    if dtype not in ELEMENTS:
+        return f"it computes in float32 and bfloat16, the model is {str(dtype).removeprefix('torch.')}"
+    if block_size % LANES:
+        return f"a block must be a multiple of {LANES} tokens, it is {block_size}"
+    odd = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > LARGEST_HEAD]
+    if odd:
+        return f"a head must be a multiple of {LANES} wide, at most {LARGEST_HEAD}; it is {odd[0]}"
+    return "" if library() is not None else "no kernels were built for this processor (see docs/performance.md)"

@@ -1,0 +1,89 @@
+"""The C++ kernels beside this file, one library for each instruction set; the best one for this processor is chosen.
+
+They are built with the package where there is a compiler (`hatch_build.py` at the top of the repository). Without one
+`library()` is None, and the worker computes the same with torch, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""Element types the kernels compute in, by their number in the C interface."""
+LANES = 16
+"""Widths are multiples of it."""
+LARGEST_HEAD = 512
+
+_ABI = 2
+_FOLDER = Path(__file__).parent
+_INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_FUNCTIONS: dict[str, list[Any]] = {
+    "lineclear_items": [_INTEGER] * 3,
+    "lineclear_attend": [_POINTER] * 6,
+    "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
+    "lineclear_split_heads": [*[_INTEGER] * 6, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
+    "lineclear_gate": [*[_INTEGER] * 4, *[_POINTER] * 2],
+}
+# Best first: the library, and what the processor must be able to do for it.
+_X86 = (
+    ("x86_64_avx512bf16", {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}),
+    ("x86_64_avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+    ("x86_64_avx2", {"avx2", "fma"}),
+)
+
+
+def candidates() -> list[str]:
+    """Names of the libraries that are built and that this processor can run, best first."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        flags = _x86_flags()
+        names = [name for name, needed in _X86 if needed <= flags]
+    else:
+        names = [machine]
+    return [name for name in names if _path(name).exists()]
+
+
+@cache
+def library() -> Any | None:
+    """The best library, or None."""
+    return next((found for name in candidates() if (found := load(name)) is not None), None)
+
+
+def library_name() -> str:
+    """Which one `library()` is, as `x86_64_avx512bf16`; empty for none."""
+    found = library()
+    return "" if found is None else Path(found._name).stem.removeprefix("lineclear_")
+
+
+def load(name: str) -> Any | None:
+    """One library by name; None when it cannot be loaded or is of another release."""
+    try:
+        # torch is imported by now, so its OpenMP runtime is loaded and ours is the same one: one pool of threads.
+        found = ctypes.CDLL(str(_path(name)))
+        if int(found.lineclear_abi()) != _ABI:
+            return None
+    except (OSError, AttributeError):
+        return None
+    for function, arguments in _FUNCTIONS.items():
+        getattr(found, function).restype = None
+        getattr(found, function).argtypes = arguments
+    found.lineclear_items.restype = _INTEGER
+    return found
+
+
+def _path(name: str) -> Path:
+    return _FOLDER / f"lineclear_{name}.so"
+
+
+def _x86_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())

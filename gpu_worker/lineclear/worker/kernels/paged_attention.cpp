@@ -1,0 +1,333 @@
+// Attention over KV pages on a CPU: one call a layer writes the step's keys and values into their cells and attends.
+//
+// Decode rows and prompt chunks are the same thing here: a chunk is `num_queries` consecutive positions of a sequence, and
+// the query heads that share a KV head are rows of one small matrix product. Softmax is taken online over tiles of keys,
+// in fp32. The keys of a page lie side by side (K is stored transposed), so a score needs no horizontal sum.
+//
+// The file is compiled once per instruction set; the compiler's vector types carry the rest. Plain C ABI: no Python, no
+// torch headers. The layouts of the pools are private to this file; in either, blocks of num_kv_heads * head_dim *
+// block_size elements lie one after another.
+
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int MAX_ROWS = 8;    // query rows of one work item
+constexpr int TILE_KEYS = 64;  // keys between two updates of the running maximum
+
+
+// How many registers side by side each of `rows` rows can sum into: 4, 2 or 1.
+constexpr int width_for(int rows) { return rows * 4 <= ACCUMULATORS ? 4 : rows * 2 <= ACCUMULATORS ? 2 : 1; }
+
+struct Geometry {
+  int64_t block_size, num_heads, num_kv_heads, head_dim;
+  int64_t page_k(int64_t block, int64_t head) const { return (block * num_kv_heads + head) * head_dim * block_size; }
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool PAIRED = true;  // K of bf16 pools: [block, head, dim / 2, token, 2], for the dot product of pairs
+#else
+constexpr bool PAIRED = false;
+#endif
+
+template <typename T>
+inline int64_t k_cell(const Geometry& g, int64_t token, int64_t dim) {
+  if (PAIRED && sizeof(T) == 2) return (dim / 2) * g.block_size * 2 + token * 2 + (dim & 1);
+  return dim * g.block_size + token;
+}
+
+// Scores of ROWS queries against LANES keys at each of GROUPS places: acc[r][g].
+template <typename T, int ROWS, int GROUPS>
+inline void dot(const T* const* q, const T* const* k, int64_t dim, int64_t block_size, vfloat acc[ROWS][GROUPS]) {
+  for (int r = 0; r < ROWS; r++)
+    for (int g = 0; g < GROUPS; g++) acc[r][g] = vfloat{};
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == 2) {
+    for (int64_t d = 0; d < dim; d += 2) {
+      __m512bh keys[GROUPS];
+      for (int g = 0; g < GROUPS; g++) keys[g] = (__m512bh)_mm512_loadu_si512(k[g] + d * block_size);
+      for (int r = 0; r < ROWS; r++) {
+        int32_t pair;
+        std::memcpy(&pair, q[r] + d, 4);
+        __m512bh query = (__m512bh)_mm512_set1_epi32(pair);
+        for (int g = 0; g < GROUPS; g++) acc[r][g] = (vfloat)_mm512_dpbf16_ps((__m512)acc[r][g], keys[g], query);
+      }
+    }
+    return;
+  }
+#endif
+  for (int64_t d = 0; d < dim; d++) {
+    vfloat keys[GROUPS];
+    for (int g = 0; g < GROUPS; g++) keys[g] = load(k[g] + d * block_size);
+    for (int r = 0; r < ROWS; r++) {
+      float query = to_float(q[r][d]);
+      for (int g = 0; g < GROUPS; g++) acc[r][g] += keys[g] * query;
+    }
+  }
+}
+
+struct Task {
+  const void* const* queries;  // per row
+  void* const* outs;
+  const int64_t* limits;  // per row: the position after the last key it sees
+  const int64_t* lows;    // per row: the first key it sees
+  const float* sinks;     // per row, or null
+};
+
+struct Layer {
+  Geometry g;
+  const void *k_pool, *v_pool;
+  float scaling, softcap;
+};
+
+// out[r][0 .. W * LANES) += p[r][t] * v[t], for `count` tokens of one page.
+template <typename T, int ROWS, int W>
+inline void weigh(const T* v, int64_t stride, int count, const float* p, float* out, int64_t dim) {
+  vfloat acc[ROWS][W];
+  for (int r = 0; r < ROWS; r++)
+    for (int w = 0; w < W; w++) acc[r][w] = load(out + r * dim + w * LANES);
+  for (int t = 0; t < count; t++) {
+    vfloat values[W];
+    for (int w = 0; w < W; w++) values[w] = load(v + t * stride + w * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      float weight = p[r * TILE_KEYS + t];
+      for (int w = 0; w < W; w++) acc[r][w] += values[w] * weight;
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int w = 0; w < W; w++) *reinterpret_cast<vfloat_u*>(out + r * dim + w * LANES) = acc[r][w];
+}
+
+template <typename T, int ROWS>
+void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int64_t head) {
+  const Geometry& g = layer.g;
+  const int64_t dim = g.head_dim, size = g.block_size;
+  const T* k_pool = static_cast<const T*>(layer.k_pool);
+  const T* v_pool = static_cast<const T*>(layer.v_pool);
+  const T* q[ROWS];
+  float largest[ROWS], total[ROWS];
+  alignas(64) float out[ROWS * 512];
+  alignas(64) float p[ROWS * TILE_KEYS];
+  int64_t low = task.lows[0], limit = task.limits[0];
+  for (int r = 0; r < ROWS; r++) {
+    q[r] = static_cast<const T*>(task.queries[r]);
+    largest[r] = task.sinks ? task.sinks[r] : -INFINITY;
+    total[r] = task.sinks ? 1.0f : 0.0f;
+    low = task.lows[r] < low ? task.lows[r] : low;
+    limit = task.limits[r] > limit ? task.limits[r] : limit;
+  }
+  std::memset(out, 0, sizeof(float) * ROWS * dim);
+
+  constexpr int GROUPS = width_for(ROWS);
+  vint lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int64_t tile = low / LANES * LANES; tile < limit; tile += TILE_KEYS) {
+    const int64_t stop = tile + TILE_KEYS < limit ? tile + TILE_KEYS : limit;
+    const int groups = int((stop - tile + LANES - 1) / LANES);
+    for (int first = 0; first < groups; first += GROUPS) {
+      const T* keys[GROUPS];
+      for (int i = 0; i < GROUPS; i++) {  // a group past the end repeats the last one; it is masked below
+        int64_t at = tile + int64_t(first + i < groups ? first + i : groups - 1) * LANES;
+        keys[i] = k_pool + g.page_k(table[at / size], head) + k_cell<T>(g, at % size, 0);
+      }
+      vfloat acc[ROWS][GROUPS];
+      dot<T, ROWS, GROUPS>(q, keys, dim, size, acc);
+      for (int i = 0; i < GROUPS && first + i < groups; i++) {
+        vint position = lane + int32_t(tile + (first + i) * LANES);
+        for (int r = 0; r < ROWS; r++) {
+          vfloat score = acc[r][i] * layer.scaling;
+          if (layer.softcap > 0) score = vtanh(score / layer.softcap) * layer.softcap;
+          vint seen = (position >= int32_t(task.lows[r])) & (position < int32_t(task.limits[r]));
+          *reinterpret_cast<vfloat*>(p + r * TILE_KEYS + (first + i) * LANES) = select(seen, score, splat(-INFINITY));
+        }
+      }
+    }
+    for (int r = 0; r < ROWS; r++) {
+      float* row = p + r * TILE_KEYS;
+      vfloat best = splat(-INFINITY);
+      for (int i = 0; i < groups; i++) best = vmax(*reinterpret_cast<vfloat*>(row + i * LANES), best);
+      float top = hmax(best);
+      // A NaN score fails every comparison above; it still reaches `total` below, and so the output.
+      if (top == -INFINITY && largest[r] == -INFINITY) {
+        bool nan = false;
+        for (int i = 0; i < groups * LANES; i++) nan |= row[i] != row[i];
+        if (!nan) {
+          for (int i = 0; i < groups * LANES; i++) row[i] = 0;
+          continue;
+        }
+        top = 0;
+      }
+      if (top > largest[r]) {
+        float shrink = std::exp(largest[r] - top);
+        total[r] *= shrink;
+        for (int64_t d = 0; d < dim; d += LANES) {
+          vfloat_u* cell = reinterpret_cast<vfloat_u*>(out + r * dim + d);
+          *cell = *cell * shrink;
+        }
+        largest[r] = top;
+      }
+      vfloat sum = vfloat{};
+      for (int i = 0; i < groups; i++) {
+        vfloat* cell = reinterpret_cast<vfloat*>(row + i * LANES);
+        vfloat hidden = *cell;
+        vfloat e = vexp(hidden - largest[r]);
+        e = select(hidden == -INFINITY, vfloat{}, e);
+        e = select(hidden == hidden, e, hidden);
+        *cell = e;
+        sum += e;
+      }
+      total[r] += hsum(sum);
+    }
+    for (int64_t at = tile; at < stop;) {
+      const int64_t offset = at % size;
+      const int64_t end = at - offset + size < stop ? at - offset + size : stop;
+      const T* values = v_pool + g.page_k(table[at / size], head) + offset * dim;
+      const float* weights = p + (at - tile);
+      int64_t d = 0;
+      constexpr int WIDE = width_for(ROWS);
+      for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+        weigh<T, ROWS, WIDE>(values + d, dim, int(end - at), weights, out + d, dim);
+      for (; d < dim; d += LANES) weigh<T, ROWS, 1>(values + d, dim, int(end - at), weights, out + d, dim);
+      at = end;
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    T* to = static_cast<T*>(task.outs[r]);
+    const float share = 1.0f / total[r];
+    for (int64_t d = 0; d < dim; d++) from_float(out[r * dim + d] * share, to + d);
+  }
+}
+
+template <typename T>
+void attend(int rows, const Layer& layer, const Task& task, const int32_t* table, int64_t head) {
+  switch (rows) {
+    case 1: return attend_rows<T, 1>(layer, task, table, head);
+    case 2: return attend_rows<T, 2>(layer, task, table, head);
+    case 3: return attend_rows<T, 3>(layer, task, table, head);
+    case 4: return attend_rows<T, 4>(layer, task, table, head);
+    case 5: return attend_rows<T, 5>(layer, task, table, head);
+    case 6: return attend_rows<T, 6>(layer, task, table, head);
+    case 7: return attend_rows<T, 7>(layer, task, table, head);
+    default: return attend_rows<T, 8>(layer, task, table, head);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// A layer of a step. Pointers are to contiguous arrays; element type: 0 fp32, 1 bf16.
+struct LineclearLayer {
+  int64_t element, block_size, num_heads, num_kv_heads, head_dim, window;
+  float scaling, softcap;
+  void *k_pool, *v_pool;
+  const float* sinks;  // [num_heads] or null
+};
+
+// What all layers of a step share.
+struct LineclearBatch {
+  int64_t num_tokens, num_chunks, num_items;
+  const int64_t* cells;        // [num_tokens]
+  const int64_t* first;        // [num_chunks]: the chunk's first packed query
+  const int64_t* num_queries;  // [num_chunks]
+  const int64_t* start;        // [num_chunks]: position of the first query
+  const int64_t* table;        // [num_chunks]: where its block table begins in `blocks`
+  const int32_t* blocks;
+};
+
+}  // extern "C"
+
+namespace {
+
+template <typename T>
+void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* query, const T* key, const T* value, T* out) {
+  const Layer inner = {{layer.block_size, layer.num_heads, layer.num_kv_heads, layer.head_dim},
+                       layer.k_pool, layer.v_pool, layer.scaling, layer.softcap};
+  const Geometry& g = inner.g;
+  T* k_pool = static_cast<T*>(layer.k_pool);
+  T* v_pool = static_cast<T*>(layer.v_pool);
+  const int64_t heads = g.num_heads, kv_heads = g.num_kv_heads, dim = g.head_dim, share = heads / kv_heads;
+  // Rows of a work item: whole queries where their heads fit into it, else part of one query's heads.
+  const int64_t queries_per_item = share >= MAX_ROWS ? 1 : MAX_ROWS / share;
+  const int64_t slices = (share + MAX_ROWS - 1) / MAX_ROWS;
+
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < batch.num_tokens; t++) {
+      const int64_t block = batch.cells[t] / g.block_size, offset = batch.cells[t] % g.block_size;
+      for (int64_t h = 0; h < kv_heads; h++) {
+        const T* from = key + (t * kv_heads + h) * dim;
+        T* page = k_pool + g.page_k(block, h);
+        for (int64_t d = 0; d < dim; d++) page[k_cell<T>(g, offset, d)] = from[d];
+        std::memcpy(v_pool + g.page_k(block, h) + offset * dim, value + (t * kv_heads + h) * dim, dim * sizeof(T));
+      }
+    }
+    // One item: a few queries of a chunk, one KV head. Longest chunks are last in the batch, so hand them out first.
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t item = 0; item < batch.num_items * kv_heads; item++) {
+      int64_t rest = item / kv_heads, chunk = batch.num_chunks - 1;
+      const int64_t kv_head = item % kv_heads;
+      for (;; chunk--) {
+        const int64_t here = (batch.num_queries[chunk] + queries_per_item - 1) / queries_per_item;
+        if (rest < here) break;
+        rest -= here;
+      }
+      const int64_t from = rest * queries_per_item;
+      const int64_t to = from + queries_per_item < batch.num_queries[chunk] ? from + queries_per_item : batch.num_queries[chunk];
+      for (int64_t slice = 0; slice < slices; slice++) {
+        const void* queries[MAX_ROWS];
+        void* outs[MAX_ROWS];
+        int64_t limits[MAX_ROWS], lows[MAX_ROWS];
+        float sinks[MAX_ROWS];
+        int rows = 0;
+        for (int64_t i = from; i < to; i++) {
+          const int64_t position = batch.start[chunk] + i;
+          for (int64_t s = slice * MAX_ROWS; s < share && s < (slice + 1) * MAX_ROWS; s++) {
+            const int64_t head = kv_head * share + s;
+            const int64_t at = ((batch.first[chunk] + i) * heads + head) * dim;
+            queries[rows] = query + at;
+            outs[rows] = out + at;
+            limits[rows] = position + 1;
+            lows[rows] = layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+            sinks[rows] = layer.sinks ? layer.sinks[head] : 0;
+            rows++;
+          }
+        }
+        const Task task = {queries, outs, limits, lows, layer.sinks ? sinks : nullptr};
+        attend<T>(rows, inner, task, batch.blocks + batch.table[chunk], kv_head);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Changes whenever a struct or a function of this file changes its meaning.
+int64_t lineclear_abi(void) { return 2; }
+
+// How many work items (before the factor of KV heads) a chunk of `num_queries` is cut into.
+int64_t lineclear_items(int64_t num_queries, int64_t num_heads, int64_t num_kv_heads) {
+  const int64_t share = num_heads / num_kv_heads;
+  const int64_t queries_per_item = share >= MAX_ROWS ? 1 : MAX_ROWS / share;
+  return (num_queries + queries_per_item - 1) / queries_per_item;
+}
+
+// Write keys and values, attend. query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads,
+// head_dim], out like query. head_dim is a multiple of 16 and at most 512, block_size a multiple of 16.
+void lineclear_attend(const LineclearLayer* layer, const LineclearBatch* batch, const void* query, const void* key,
+                      const void* value, void* out) {
+  if (layer->element == 0)
+    run<float>(*layer, *batch, static_cast<const float*>(query), static_cast<const float*>(key),
+               static_cast<const float*>(value), static_cast<float*>(out));
+  else
+    run<bf16>(*layer, *batch, static_cast<const bf16*>(query), static_cast<const bf16*>(key),
+              static_cast<const bf16*>(value), static_cast<bf16*>(out));
+}
+}

@@ -1,0 +1,130 @@
+// What a decoder layer does to each row of activations between its matrix products: residual and RMS norm, rotary
+// positions, gated activation. One pass over memory each, sums in fp32, results rounded once.
+//
+// Rows are contiguous; element type: 0 fp32, 1 bf16. Widths are multiples of 16.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which a second thread costs more than it saves
+
+template <typename T>
+float sum_of_squares(const T* x, int64_t dim) {
+  vfloat sum = vfloat{};
+  for (int64_t d = 0; d < dim; d += LANES) {
+    vfloat v = load(x + d);
+    sum += v * v;
+  }
+  return hsum(sum);
+}
+
+// out = x / rms(x) * weight.
+template <typename T>
+void scale_row(const T* x, const T* weight, float inverse_rms, T* out, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(x + d) * inverse_rms * load(weight + d));
+}
+
+template <typename T>
+void add_norm(int64_t rows, int64_t dim, const T* add, float add_scale, T* residual, const T* weight, float eps, T* out) {
+#pragma omp parallel for if (rows * dim > WORTH_THREADS) schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    T* x = residual + r * dim;
+    if (add) {
+      const T* y = add + r * dim;
+      for (int64_t d = 0; d < dim; d += LANES) store(x + d, load(x + d) + load(y + d) * add_scale);
+    }
+    if (weight) scale_row(x, weight, 1.0f / std::sqrt(sum_of_squares(x, dim) / dim + eps), out + r * dim, dim);
+  }
+}
+
+// One head: norm where there is a weight, then rotate its first `rotary` elements: (a, b) -> (a cos - b sin, b cos + a sin).
+template <typename T>
+void turn_head(const T* x, const T* weight, float inverse_rms, const float* cosine, const float* sine, int64_t rotary,
+               T* out, int64_t dim) {
+  float head[512];
+  for (int64_t d = 0; d < dim; d += LANES) {
+    vfloat v = load(x + d);
+    if (weight) v = v * inverse_rms * load(weight + d);
+    store(head + d, v);
+  }
+  const int64_t half = rotary / 2;
+  for (int64_t d = 0; d < half; d++) {
+    const float a = head[d], b = head[d + half];
+    head[d] = a * cosine[d] - b * sine[d];
+    head[d + half] = b * cosine[d + half] + a * sine[d + half];
+  }
+  for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(head + d));
+}
+
+template <typename T>
+void split_heads(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, const T* qkv,
+                 const float* cosine, const float* sine, const T* q_weight, const T* k_weight, bool whole, float eps,
+                 T* q, T* k, T* v) {
+  const int64_t width = (heads + 2 * kv_heads) * dim;
+#pragma omp parallel for if (rows * width > WORTH_THREADS) schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    const T* from = qkv + r * width;
+    const float *c = cosine + r * rotary, *s = sine + r * rotary;
+    const auto turn = [&](const T* x, const T* weight, int64_t count, T* out) {
+      float inverse = weight && whole ? 1.0f / std::sqrt(sum_of_squares(x, count * dim) / (count * dim) + eps) : 1.0f;
+      for (int64_t h = 0; h < count; h++) {
+        const T* head = x + h * dim;
+        if (weight && !whole) inverse = 1.0f / std::sqrt(sum_of_squares(head, dim) / dim + eps);
+        turn_head(head, weight ? weight + (whole ? h * dim : 0) : nullptr, inverse, c, s, rotary, out + h * dim, dim);
+      }
+    };
+    turn(from, q_weight, heads, q + r * heads * dim);
+    turn(from + heads * dim, k_weight, kv_heads, k + r * kv_heads * dim);
+    std::memcpy(v + r * kv_heads * dim, from + (heads + kv_heads) * dim, kv_heads * dim * sizeof(T));
+  }
+}
+
+template <typename T>
+void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* out) {
+#pragma omp parallel for if (rows * dim > WORTH_THREADS / 2) schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    const T* g = gate_up + r * 2 * dim;
+    for (int64_t d = 0; d < dim; d += LANES) {
+      vfloat x = load(g + d);
+      vfloat y = activation == 0 ? x / (1.0f + vexp(-x))
+                                 : 0.5f * x * (1.0f + vtanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+      store(out + r * dim + d, y * load(g + dim + d));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// residual += add * add_scale (where `add` is not null); out = rms_norm(residual) * weight (where `weight` is not null).
+void lineclear_add_norm(int64_t element, int64_t rows, int64_t dim, const void* add, float add_scale, void* residual,
+                        const void* weight, float eps, void* out) {
+  if (element == 0)
+    add_norm(rows, dim, (const float*)add, add_scale, (float*)residual, (const float*)weight, eps, (float*)out);
+  else
+    add_norm(rows, dim, (const bf16*)add, add_scale, (bf16*)residual, (const bf16*)weight, eps, (bf16*)out);
+}
+
+// qkv [rows, (heads + 2 kv_heads) * dim] into q, k (normed where there are weights, over each head or over the `whole`
+// row, and rotated) and v. cosine and sine [rows, rotary], fp32 always.
+void lineclear_split_heads(int64_t element, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary,
+                           const void* qkv, const float* cosine, const float* sine, const void* q_weight,
+                           const void* k_weight, int64_t whole, float eps, void* q, void* k, void* v) {
+  if (element == 0)
+    split_heads(rows, heads, kv_heads, dim, rotary, (const float*)qkv, cosine, sine, (const float*)q_weight,
+                (const float*)k_weight, whole != 0, eps, (float*)q, (float*)k, (float*)v);
+  else
+    split_heads(rows, heads, kv_heads, dim, rotary, (const bf16*)qkv, cosine, sine, (const bf16*)q_weight,
+                (const bf16*)k_weight, whole != 0, eps, (bf16*)q, (bf16*)k, (bf16*)v);
+}
+
+// out = activation(gate) * up, gate_up [rows, 2 * dim]. Activation: 0 silu, 1 gelu by tanh.
+void lineclear_gate(int64_t element, int64_t rows, int64_t dim, int64_t activation, const void* gate_up, void* out) {
+  if (element == 0)
+    gate(rows, dim, activation, (const float*)gate_up, (float*)out);
+  else
+    gate(rows, dim, activation, (const bf16*)gate_up, (bf16*)out);
+}
+}

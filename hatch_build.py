@@ -1,0 +1,82 @@
+"""Builds the C++ kernels into the worker's package, one library for each instruction set of this machine's kind.
+
+Runs with every wheel and editable install. Without a compiler, or with LINECLEAR_NATIVE=0, nothing is built and the
+worker computes with torch: a client or a scheduler must install anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = Path("gpu_worker/lineclear/worker/kernels")
+COMMON = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+VARIANTS = {
+    "x86_64": {
+        "x86_64_avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mprefer-vector-width=512",
+        "x86_64_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
+        "x86_64_avx2": "-mavx2 -mfma",
+    },
+    "aarch64": {"aarch64": ""},
+}
+
+
+class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
+    """The hook hatchling calls before it packs."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build what can be built; a wheel with libraries in it is for this platform only."""
+        if self.target_name != "wheel":
+            return
+        if build(Path(self.root)):
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform_tag()}"
+            build_data["artifacts"].append(f"/{KERNELS}/*.so")
+
+
+def build(root: Path) -> list[Path]:
+    """Compile the variants that are missing or older than their source. Returns the libraries there are now."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    variants = VARIANTS.get(platform.machine().lower(), {})
+    if os.environ.get("LINECLEAR_NATIVE") == "0" or not variants:
+        return []
+    folder = root / KERNELS
+    outputs = {folder / f"lineclear_{name}.so": flags.split() for name, flags in variants.items()}
+    stale = {out: flags for out, flags in outputs.items() if not _is_fresh(out)}
+    if stale and compiler is None:
+        print("no C++ compiler: the worker will use its torch attention backend", file=sys.stderr)
+    elif compiler is not None:
+        jobs = {out: _compile(compiler, out, flags) for out, flags in stale.items()}
+        for out, job in jobs.items():
+            errors = job.communicate()[1]
+            if job.returncode:
+                print(f"{out.name} was not built:\n{errors.decode(errors='replace')[-2000:]}", file=sys.stderr)
+            else:
+                out.with_suffix(".part").replace(out)
+    return [out for out in outputs if out.exists()]
+
+
+def _is_fresh(out: Path) -> bool:
+    newest = max(source.stat().st_mtime for pattern in ("*.cpp", "*.h") for source in out.parent.glob(pattern))
+    return out.exists() and out.stat().st_mtime >= newest
+
+
+def _compile(compiler: str, out: Path, flags: list[str]) -> subprocess.Popen[bytes]:
+    sources = sorted(map(str, out.parent.glob("*.cpp")))
+    command = [compiler, *COMMON, *flags, *sources, "-o", str(out.with_suffix(".part"))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def _platform_tag() -> str:
+    import sysconfig
+
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

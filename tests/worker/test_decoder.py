@@ -1,0 +1,58 @@
+"""The forward pass of few operations against transformers' own, for every family it is used for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import tiny_model
+from support.inprocess import InProcess
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Sampling
+from lineclear.worker.decoder import FAMILIES
+from lineclear.worker.kernels import library
+from lineclear.worker.loader import adopt, fuse
+from lineclear.worker.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+
+
+def requests() -> list[Request]:
+    torch.manual_seed(5)
+    prompts = [tuple(torch.randint(3, 200, (n,)).tolist()) for n in (1, 5, 17, 30, 44)]
+    return [Request(str(i), p, Sampling(), 12) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("budget", [7, 256])
+def test_tokens_are_those_of_transformers(family: str, budget: int) -> None:
+    model = tiny_model(family, **WIDE)
+    fused = fuse(adopt(model), keep_weights=True)
+    assert fused.decoder is not None, "it was not used"
+    found = InProcess(ModelRunner(fused, num_blocks=32), CoreLimits(target_batch_tokens=budget)).serve(requests())
+    for request in requests():
+        ids = torch.tensor([request.prompt])
+        wanted = tiny_model(family, **WIDE).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert found[request.request_id] == wanted[0, ids.shape[1] :].tolist()
+
+
+def test_what_is_built_otherwise_stays_with_transformers() -> None:
+    loaded = adopt(tiny_model("gpt2"))
+    assert fuse(loaded) is loaded
+
+
+def test_a_decoder_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = adopt(tiny_model("llama", **WIDE))
+    loaded.model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
+    assert fuse(loaded) is loaded
+
+
+def test_the_matrices_are_let_go() -> None:
+    model = tiny_model("llama", **WIDE)
+    before = sum(p.numel() for p in model.parameters())
+    fuse(adopt(model))
+    assert sum(p.numel() for p in model.parameters()) < before / 2

@@ -1,0 +1,145 @@
+"""The C++ kernels against torch, every library this processor can run: rows of a decoder layer, and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineclear.worker.attention import Chunk, LayerSpec, make_batch, native
+from lineclear.worker.attention.reference import ReferenceAttention
+from lineclear.worker.kernels import ELEMENTS, candidates, library, load
+
+LIBRARIES = candidates() or [pytest.param("", marks=pytest.mark.skip(reason="no C++ compiler built any kernels here"))]
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def test_the_build_gave_something_to_test() -> None:
+    """Where there is a compiler, an install without kernels would be a silent loss of speed."""
+    import shutil
+
+    assert library() is not None or not (shutil.which("c++") or shutil.which("g++"))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 700])
+def test_add_and_norm(name: str, dtype: torch.dtype, rows: int) -> None:
+    kernels: Any = load(name)
+    residual, add = torch.randn(2, rows, 96).to(dtype)
+    weight, out = torch.randn(96).to(dtype), torch.empty(rows, 96, dtype=dtype)
+    total = (residual.float() + add.float() * 0.5).to(dtype)
+    kernels.lineclear_add_norm(
+        ELEMENTS[dtype], rows, 96, add.data_ptr(), 0.5, residual.data_ptr(), weight.data_ptr(), 1e-5, out.data_ptr()
+    )
+    close(residual, total, dtype)
+    close(out, rms_norm(total, weight, 1e-5), dtype)
+    before = residual.clone()
+    kernels.lineclear_add_norm(ELEMENTS[dtype], rows, 96, None, 1.0, residual.data_ptr(), None, 0.0, None)
+    assert torch.equal(residual, before), "without anything to add or to norm, nothing changes"
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["none", "head", "row"])
+@pytest.mark.parametrize("rotary", [32, 16, 10])
+def test_heads_are_split_normed_and_turned(name: str, dtype: torch.dtype, norm: str, rotary: int) -> None:
+    kernels: Any = load(name)
+    rows, heads, kv_heads, dim = 7, 6, 2, 32
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.rand(rows, rotary // 2).repeat(1, 2) * 6
+    cosine, sine = angles.cos(), angles.sin()
+    widths = {"none": None, "head": (dim, dim), "row": (heads * dim, kv_heads * dim)}[norm]
+    weights = None if widths is None else [torch.randn(width).to(dtype) for width in widths]
+    q, k, v = (torch.empty(rows, count, dim, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+    pointers = [None, None] if weights is None else [w.data_ptr() for w in weights]
+    kernels.lineclear_split_heads(
+        ELEMENTS[dtype], rows, heads, kv_heads, dim, rotary, qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
+        *pointers, norm == "row", 1e-6, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+    )  # fmt: skip
+    parts = qkv.float().split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    for found, part, weight in zip((q, k), parts[:2], weights or (None, None), strict=True):
+        x = part if norm != "row" or weight is None else rms_norm(part, weight, 1e-6)
+        x = x.view(rows, -1, dim)
+        x = rms_norm(x, weight, 1e-6) if norm == "head" and weight is not None else x
+        turned, rest = x[..., :rotary], x[..., rotary:]
+        a, b = turned.chunk(2, dim=-1)
+        turned = turned * cosine[:, None] + torch.cat([-b, a], dim=-1) * sine[:, None]
+        close(found, torch.cat([turned, rest], dim=-1), dtype)
+    assert torch.equal(v, parts[2].view(rows, kv_heads, dim).to(dtype))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [0, 1])
+def test_gate(name: str, dtype: torch.dtype, activation: int) -> None:
+    kernels: Any = load(name)
+    gate_up = (torch.randn(9, 2 * 48) * 8).to(dtype)
+    out = torch.empty(9, 48, dtype=dtype)
+    kernels.lineclear_gate(ELEMENTS[dtype], 9, 48, activation, gate_up.data_ptr(), out.data_ptr())
+    gate, up = gate_up.float().chunk(2, dim=1)
+    wanted = F.silu(gate) if activation == 0 else F.gelu(gate, approximate="tanh")
+    close(out, wanted * up, dtype)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite(name: str) -> None:
+    kernels: Any = load(name)
+    x = torch.cat([torch.randn(4096) * 1e3, torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(16)])
+    x = x[: len(x) // 16 * 16].bfloat16()
+    add = (torch.randn(len(x)) * 7).bfloat16()
+    wanted = (x.float() + add.float()).bfloat16()
+    kernels.lineclear_add_norm(1, 1, len(x), add.data_ptr(), 1.0, x.data_ptr(), None, 0.0, None)
+    torch.testing.assert_close(x, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 8, 11])
+def test_attention_of_each_library(name: str, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: load(name))
+    layers = [
+        LayerSpec(2 * group, 2, 48, 0.2, window, softcap, sinks=torch.randn(2 * group) if softcap else None)
+        for window, softcap in ((0, 0.0), (9, 0.0), (40, 3.0))
+    ]
+    torch.manual_seed(group)
+    cpu, table = torch.device("cpu"), np.random.default_rng(group).permutation(12)
+    backends = [kind(layers, 12, 16, dtype, cpu) for kind in (native.NativeAttention, ReferenceAttention)]
+    for pool in (*backends[0]._keys, *backends[0]._values):  # type: ignore[attr-defined]
+        pool.fill_(float("nan"))
+    for start, end in ((0, 33), (33, 34), (34, 35), (35, 130)):
+        batch = make_batch([Chunk(0, end - start, start, table[: -(-end // 16)])], 16)
+        for backend in backends:
+            backend.begin(batch)
+        for index in range(len(layers)):
+            heads = (2 * group, 2, 2)
+            qkv = [torch.randn(end - start, count, 48).to(dtype) for count in heads]
+            close(backends[0].attend(index, *qkv), backends[1].attend(index, *qkv), dtype)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: load(name))
+    backend = native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
+    backend.begin(make_batch([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
+    q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)
+    k[3] = float("nan")  # position 2 of the second sequence
+    out = backend.attend(0, q.to(dtype), k.to(dtype), v.to(dtype)).isnan().all(dim=(1, 2)).tolist()
+    assert out == [False, False, False, True, True, True]
