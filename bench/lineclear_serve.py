@@ -44,7 +44,7 @@ async def serving(model: str, flags: Sequence[str] = (), worker_flags: Sequence[
     with tempfile.TemporaryDirectory(prefix="lineclear-bench-") as folder:
         target = f"unix:{folder}/api.sock"
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", model, "--listen", target]
-        command += ["--spawn-worker", "--log-level", "warning", *flags, "--", "--log-level", "warning", *worker_flags]
+        command += ["--spawn-worker", "--log-level", "error", *flags, "--", "--log-level", "error", *worker_flags]
         began_at = time.perf_counter()
         process = await asyncio.create_subprocess_exec(*command)
         try:

@@ -122,15 +122,9 @@ class _Watch:
 
 
 def _products(profiler: profile) -> float:
-    """Seconds inside operations that multiply matrices, as called from outside of such operations."""
-    return (
-        sum(
-            event.self_cpu_time_total
-            for event in profiler.key_averages()
-            if any(name in event.key for name in _PRODUCTS)
-        )
-        / 1e6
-    )
+    """Seconds inside operations that multiply matrices."""
+    found = [event for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS)]
+    return float(sum(event.self_cpu_time_total for event in found)) / 1e6
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:

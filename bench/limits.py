@@ -1,0 +1,210 @@
+"""How fast this machine could be: matrix products and memory, and with them the ideal makespan of a workload.
+
+    python -m bench.limits --model DIR [--work w1 w4]
+
+The ideal: the same requests in steps of at most `slots` sequences and a number of tokens, the best of several, where a
+step costs what its matrix products cost in oneDNN's packed layout, plus reading its keys and values once at the speed of
+memory. Nothing else: no norms, no sampling, no Python. Weights of all layers are walked, so they come from memory as in
+service and not from the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
+from bench.workloads import Workload, make
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BUDGETS = (64, 128, 256, 512)
+SLOTS = 64
+_ROUNDS = 5
+_READ_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model the products depend on."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: Path) -> Shape:
+        """From the config.json of a model built like Llama."""
+        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        return cls(
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+            config["vocab_size"],
+        )
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of the products of one layer, those of one input joined."""
+        wide = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return [
+            (wide, self.hidden),
+            (self.hidden, self.heads * self.head_dim),
+            (2 * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        ]
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Of one position, all layers."""
+        return 2 * self.kv_heads * self.head_dim * self.layers * dtype.itemsize
+
+
+class Costs:
+    """Seconds of the products at any number of rows, linear between those measured."""
+
+    def __init__(self, body: dict[int, float], head: dict[int, float], bytes_per_second: float, kv_bytes: int) -> None:
+        self._body, self._head = body, head
+        self._bytes_per_second, self._kv_bytes = bytes_per_second, kv_bytes
+
+    def step(self, tokens: int, samples: int, context: int) -> float:
+        """A step that computes `tokens`, samples `samples` rows and reads `context` positions."""
+        read = context * self._kv_bytes / self._bytes_per_second
+        return _between(self._body, tokens) + (_between(self._head, samples) if samples else 0.0) + read
+
+
+def _between(costs: dict[int, float], rows: int) -> float:
+    known = sorted(costs)
+    if rows >= known[-1]:
+        return costs[known[-1]] * rows / known[-1]
+    place = bisect.bisect_left(known, rows)
+    high = known[place]
+    if high == rows or place == 0:
+        return costs[high]
+    low = known[place - 1]
+    return costs[low] + (costs[high] - costs[low]) * (rows - low) / (high - low)
+
+
+def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: int = 0) -> float:
+    """Seconds with perfect packing: decodes first, then prompts in order, at most `budget` tokens a step.
+
+    `prefix`: so many leading tokens are the same in all prompts and computed once.
+    """
+    waiting = deque(workload.jobs)
+    running: list[list[int]] = []  # [prompt tokens left, positions held, output tokens left]
+    seconds, shared = 0.0, False
+    while waiting or running:
+        while waiting and len(running) < slots:
+            job = waiting.popleft()
+            known = prefix if shared else 0
+            shared = shared or prefix > 0
+            running.append([len(job.prompt) - known, known, job.max_tokens])
+        room = budget - sum(not left for left, _, _ in running)
+        tokens = samples = context = 0
+        for state in running:
+            count = 1 if not state[0] else max(0, min(room, state[0]))
+            if state[0]:
+                room -= count
+                state[0] -= count
+            if not count:
+                continue
+            state[1] += count
+            tokens += count
+            context += state[1]
+            if not state[0]:
+                samples += 1
+                state[2] -= 1
+        running = [state for state in running if state[0] or state[2]]
+        seconds += costs.step(tokens, samples, context)
+    return seconds
+
+
+def packed(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with a random matrix [outputs, inputs] in oneDNN's own layout."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(dtype), 64)
+    none: list[float] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", none, "")
+        return result
+
+    return product
+
+
+def measure(shape: Shape, dtype: torch.dtype, rows: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of all layers' products, and of the head's, at each number of rows."""
+    layers = [[(k, packed((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
+    head = packed((shape.vocabulary, shape.hidden), dtype)
+    body_costs, head_costs = {}, {}
+    for count in rows:
+        inputs = {k: torch.randn(count, k).to(dtype) for _, k in shape.matrices}
+
+        def walk(inputs: dict[int, torch.Tensor] = inputs) -> None:
+            for k, product in itertools.chain.from_iterable(layers):
+                product(inputs[k])
+
+        def walk_head(x: torch.Tensor = inputs[shape.hidden]) -> None:
+            head(x)
+
+        body_costs[count] = seconds_per_call_of_wall(walk, rounds=_ROUNDS)
+        head_costs[count] = seconds_per_call_of_wall(walk_head, rounds=_ROUNDS)
+    return body_costs, head_costs
+
+
+def bandwidth() -> float:
+    """Bytes a second that all threads read together."""
+    data = torch.ones(_READ_BYTES // 4)
+    return _READ_BYTES / seconds_per_call_of_wall(lambda: data.sum(), rounds=_ROUNDS)
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """Bandwidth, products, ideal makespans."""
+    dtype = getattr(torch, options.dtype)
+    shape = Shape.of(options.model)
+    name = f"{options.model.resolve().name}, {options.dtype}"
+    with torch.inference_mode():
+        speed = bandwidth()
+        yield Figure("limit: memory, read", f"{torch.get_num_threads()} threads", speed / 1e9, "GB/s")
+        body, head = measure(shape, dtype, options.rows)
+    for rows in options.rows:
+        yield Figure("limit: products of all layers", f"{name}, {rows} rows", body[rows] * 1e3, "ms")
+        yield Figure("limit: product of the head", f"{name}, {rows} rows", head[rows] * 1e3, "ms")
+    costs = Costs(body, head, speed, shape.kv_bytes(dtype))
+    for kind in options.work:
+        workload = make(kind, options.count)
+        prefix = 512 if kind == "w2" else 0
+        best = min(makespan(workload, costs, options.slots, budget, prefix) for budget in BUDGETS)
+        case = f"{name}, {kind}, {len(workload.jobs)} requests"
+        yield Figure("limit: ideal makespan", case, best, "s")
+        yield Figure("limit: ideal rate", case, workload.wanted_tokens / best, "tokens/s")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Which model, which workloads."""
+    found = arguments(__doc__)
+    found.add_argument("--model", type=Path, required=True)
+    found.add_argument("--work", nargs="+", choices=("w1", "w2", "w4"), default=["w1", "w4"])
+    found.add_argument("--count", type=int, default=64)
+    found.add_argument("--slots", type=int, default=SLOTS)
+    found.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))

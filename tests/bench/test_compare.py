@@ -1,0 +1,124 @@
+"""Turns, repeats and failures, with contenders that answer at once; tables and curves that a reader can check."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import compare, report
+from bench.contenders import CONTENDERS, PEERS, Contender, Task, custom
+from bench.measure import Result, Run
+from bench.workloads import make
+
+WORK = make("w1", 2)
+
+
+def result(name: str, makespan: float, *, disturbed: bool = False, concurrency: int = 0) -> Result:
+    run = Run(WORK)
+    run.times = {"r0000": [makespan / 2, makespan]}
+    found = run.end(name, "model", {"concurrency": concurrency}, makespan_seconds=makespan, load_seconds=1.0)
+    return replace(found, disturbed=disturbed)
+
+
+def scripted(name: str, journal: Path, lines: list[str | None]) -> Contender:
+    """A contender whose n-th run notes its name and leaves lines[n]; None fails."""
+    todo = list(lines)
+
+    def command(task: Task) -> list[str]:
+        line = todo.pop(0)
+        script = f"import pathlib\nopen({str(journal)!r}, 'a').write({name + ' '!r})\n"
+        script += "raise SystemExit(3)" if line is None else f"pathlib.Path({str(task.out)!r}).write_text({line!r})"
+        return [sys.executable, "-S", "-c", script]
+
+    return Contender(name, "", command)
+
+
+def lines(name: str, *makespans: float, disturbed: tuple[int, ...] = ()) -> list[str | None]:
+    return [result(name, m, disturbed=i in disturbed).to_json() for i, m in enumerate(makespans)]
+
+
+def test_contenders_take_turns_and_a_disturbed_run_is_made_again(tmp_path: Path) -> None:
+    journal, out = tmp_path / "journal", tmp_path / "out.jsonl"
+    contenders = [
+        scripted("a", journal, lines("a", 1, 1, 1)),
+        scripted("b", journal, lines("b", 9, 2, 2, disturbed=(0,))),
+    ]
+    found = compare.compare(contenders, WORK, home=tmp_path, model=tmp_path, out=out, runs=2)
+    assert journal.read_text().split() == ["a", "b", "a", "b", "b"]
+    assert [r.contender for r in found] == ["a", "b", "a", "b", "b"]
+    assert report.read(out) == found
+
+
+def test_who_fails_is_left_out_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = tmp_path / "journal"
+    contenders = [scripted("a", journal, [None]), scripted("b", journal, lines("b", 1, 1))]
+    found = compare.compare(contenders, WORK, home=tmp_path, model=tmp_path, out=tmp_path / "out.jsonl", runs=2)
+    assert [r.contender for r in found] == ["b", "b"]
+    assert "exit code 3" in capsys.readouterr().err
+
+
+def test_disturbed_runs_count_only_where_there_is_no_other() -> None:
+    runs = [result("a", 1), result("b", 8, disturbed=True), result("b", 2), result("c", 5, disturbed=True)]
+    a, b, c = report.lines(runs)
+    assert (b.num_runs, b.num_disturbed, b.middle(lambda r: r.makespan_seconds)) == (2, 1, 2)
+    assert (a.trusted, b.trusted, c.trusted) == (True, True, False)
+    table = report.table(runs).splitlines()
+    assert table[3].startswith("| b | by arrival | 2 (1) | 2.00 | 2.00 |")
+    assert table[4].startswith("| c | by arrival | 1 (1) | 5.00 \\* | 5.00 |")
+    assert "not to be quoted" in table[-1]
+
+
+def test_a_curve_has_a_line_for_each_contender() -> None:
+    runs = [result(name, m, concurrency=n) for name, m in (("a", 1), ("b", 2)) for n in (1, 8, 64)]
+    svg = report.curve(runs)
+    assert svg.count("<polyline") == 2
+    assert svg.count("<svg") == svg.count("</svg>") == 1
+    assert report.curve([result("a", 1)]) == ""
+
+
+def test_the_page_says_what_ran_where() -> None:
+    page = report.page([result("a", 1)], "w1 on a model")
+    assert page.startswith("# w1 on a model")
+    assert "prompt_tokens" in page
+    assert "cores" in page
+
+
+def test_every_contender_names_its_driver_and_the_task(tmp_path: Path) -> None:
+    task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 4, tmp_path / "out")
+    for name, contender in CONTENDERS.items():
+        command = contender.command(task)
+        driver = command[command.index("-m") + 1]
+        assert (compare.REPOSITORY / (driver.replace(".", "/") + ".py")).exists(), name
+        assert command[command.index("--concurrency") + 1] == "4"
+        assert contender.peer in ("", *PEERS)
+
+
+def test_there_is_a_way_to_make_every_environment() -> None:
+    script = (compare.REPOSITORY / "bench" / "environments.sh").read_text()
+    assert [peer for peer in PEERS if f"make_{peer}() {{" not in script] == []
+
+
+def test_flags_make_a_contender(tmp_path: Path) -> None:
+    task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 0, tmp_path / "out")
+    command = custom("deep=--pipeline-depth 1 -- --threads 2").command(task)
+    assert command[command.index("--name") + 1] == "deep"
+    assert command[command.index("--") :] == ["--", "--pipeline-depth", "1", "--", "--threads", "2"]
+    with pytest.raises(ValueError, match="NAME=FLAGS"):
+        custom("--pipeline-depth 1")
+
+
+def test_libraries_to_load_first(tmp_path: Path) -> None:
+    malloc = tmp_path / "malloc.so"
+    ours = compare.environment_of(CONTENDERS["lineclear"], tmp_path, malloc)
+    assert ours["LD_PRELOAD"] == str(malloc)
+    assert "LD_PRELOAD" not in compare.environment_of(CONTENDERS["lineclear"], tmp_path, None)
+    iomp = tmp_path / "vllm" / "lib" / "libiomp5.so"
+    iomp.parent.mkdir(parents=True)
+    iomp.touch()
+    theirs = compare.environment_of(CONTENDERS["vllm"], tmp_path, malloc)
+    assert theirs["LD_PRELOAD"] == f"{malloc}:{iomp}"
+    json.dumps(theirs)

@@ -1,0 +1,94 @@
+"""The micro-benchmarks run, at sizes that take no time; their values are not judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from bench import micro_core, micro_wire
+from bench.figures import Figure, seconds_per_call, table
+from bench.limits import Costs, makespan
+from bench.micro_core import decoding, queueing
+from bench.micro_wire import decodes
+from bench.workloads import PREFIX_TOKENS, make
+from lineclear.wire.codec import decode, encode
+
+
+def values(figures: Iterable[Figure]) -> dict[str, float]:
+    return {f"{figure.name}, {figure.case}": figure.value for figure in figures}
+
+
+@pytest.mark.parametrize(
+    ("value", "more_is_better", "verdict"),
+    [(1.0, False, "met (<= 2)"), (3.0, False, "MISSED (<= 2)"), (3.0, True, "met (>= 2)")],
+)
+def test_verdicts(value: float, more_is_better: bool, verdict: str) -> None:
+    figure = Figure("a", "b", value, "us", 2.0, more_is_better)
+    assert figure.verdict == verdict
+    assert verdict in table([figure])
+
+
+def test_the_clock_counts_calls() -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+
+    assert 0 <= seconds_per_call(call, calls=5, rounds=3) < 0.01
+    assert calls == 5 * 4  # the first round warms up
+
+
+def test_core_at_a_few_sequences() -> None:
+    found = values(decoding(3))
+    assert found.keys() == {"core: plan, 3 decodes", "core: apply, 3 decodes", "core: plan and apply, 3 decodes"}
+    assert all(0 < value < 1e5 for value in found.values())
+
+
+def test_queue_of_a_few_thousand() -> None:
+    found = values(queueing(2500))
+    assert len(found) == 5
+    assert all(0 < value < 1e5 for value in found.values())
+
+
+def test_every_decode_of_the_wire_benchmark_is_one_token_and_some_take_a_block() -> None:
+    plan, result = decodes(32)
+    assert decode(encode(plan)) == plan
+    assert len(plan.rows) == len(result.tokens) == 32
+    assert sum(len(row.new_blocks) for row in plan.rows) == 2
+
+
+def test_options_of_the_benchmarks() -> None:
+    assert micro_core.parser().parse_args([]).decodes == [1, 32, 256, 1024, 4096]
+    found = values(micro_wire.figures(micro_wire.parser().parse_args(["--rows", "1"])))
+    assert found["wire: plan and result, 1 decodes"] == sum(
+        found[f"wire: size of {name}, 1 decodes"] for name in ("plan", "result")
+    )
+
+
+def flat_costs() -> Costs:
+    """A step costs 1 s a token it computes, nothing else."""
+    rows = {1: 1.0, 1024: 1024.0}
+    return Costs(rows, dict.fromkeys(rows, 0.0), 1.0, 0)
+
+
+def test_the_ideal_makespan_computes_every_token_once() -> None:
+    workload = make("w1", 8)
+    # The last output token is sampled and never computed.
+    tokens = workload.prompt_tokens + workload.wanted_tokens - len(workload.jobs)
+    for slots, budget in ((1, 64), (4, 64), (64, 512)):
+        assert makespan(workload, flat_costs(), slots, budget) == pytest.approx(tokens)
+
+
+def test_the_ideal_computes_a_shared_prefix_once() -> None:
+    workload, plain = make("w2", 8), make("w1", 8)
+    alone = makespan(plain, flat_costs(), 64, 256)
+    assert makespan(workload, flat_costs(), 64, 256, PREFIX_TOKENS) == pytest.approx(alone + PREFIX_TOKENS)
+
+
+def test_costs_between_those_measured() -> None:
+    costs = Costs({1: 1.0, 8: 8.0, 64: 8.0}, {1: 0.5, 64: 0.5}, 10.0, 2)
+    assert costs.step(4, 0, 0) == pytest.approx(4.0)
+    assert costs.step(36, 1, 5) == pytest.approx(8.0 + 0.5 + 1.0)
+    assert costs.step(128, 0, 0) == pytest.approx(16.0)

@@ -1,0 +1,110 @@
+"""The workloads are what their page says, today and next year: figures of different days are of the same requests."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from bench.workloads import FIRST_ID, KINDS, PREFIX_TOKENS, VOCABULARY, Workload, make, read, save
+
+
+def digest(workload: Workload) -> str:
+    """Of every id, length and arrival."""
+    jobs = repr([(j.id, j.prompt, j.max_tokens, j.arrival_seconds) for j in workload.jobs])
+    return hashlib.sha256(jobs.encode()).hexdigest()[:16]
+
+
+def any_rate(kind: str) -> float:
+    return 3.9 if kind == "w3" else 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "prompt_tokens", "wanted_tokens", "longest"),
+    [
+        ("w1", 64, 9472, 5797, 256),
+        ("w1", 32, 4421, 3112, 256),
+        ("w2", 64, 42240, 5797, 256),
+        ("w3", 64, 9472, 5797, 256),
+        ("w4", 64, 128, 128, 128),
+        ("w5", 8, 8 * 64 + 2000, 8 * 256 + 8, 256),
+    ],
+)
+def test_sizes(kind: str, count: int, prompt_tokens: int, wanted_tokens: int, longest: int) -> None:
+    workload = make(kind, count, rate=any_rate(kind))
+    assert workload.prompt_tokens == prompt_tokens
+    assert workload.wanted_tokens == wanted_tokens
+    assert max(job.max_tokens for job in workload.jobs) == longest
+
+
+DIGESTS = {
+    "w1": "1c02245e599dad7d",
+    "w2": "67f27c6bc8f07890",
+    "w3": "696a3d74cdb66f45",
+    "w4": "123abec75d710f4b",
+    "w5": "666c01c8683ae905",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_requests_never_change(kind: str) -> None:
+    assert digest(make(kind, 16, rate=any_rate(kind))) == DIGESTS[kind]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("w4", "w5")])
+def test_fewer_requests_are_the_beginning_of_more(kind: str) -> None:
+    assert make(kind, 10, rate=any_rate(kind)).jobs == make(kind, 30, rate=any_rate(kind)).jobs[:10]
+
+
+def test_another_seed_gives_other_requests() -> None:
+    ours, theirs = make("w1", 8), make("w1", 8, seed=5)
+    assert all(a.prompt != b.prompt for a, b in zip(ours.jobs, theirs.jobs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_ordinary_tokens_of_every_model(kind: str) -> None:
+    ids = {i for job in make(kind, 16, rate=any_rate(kind)).jobs for i in job.prompt}
+    assert min(ids) >= FIRST_ID
+    assert max(ids) < VOCABULARY
+
+
+def test_lengths_of_w1_are_skewed() -> None:
+    lengths = sorted(job.max_tokens for job in make("w1", 256).jobs)
+    assert all(32 <= len(job.prompt) <= 256 for job in make("w1", 256).jobs)
+    assert lengths[0] == 8
+    assert 45 <= lengths[128] <= 70  # the median of the lognormal is 56
+    assert lengths[-1] == 256
+
+
+def test_w2_is_w1_behind_one_prefix() -> None:
+    plain, prefixed = make("w1", 8).jobs, make("w2", 8).jobs
+    (prefix,) = {job.prompt[:PREFIX_TOKENS] for job in prefixed}
+    assert len(prefix) == PREFIX_TOKENS
+    assert [job.prompt[PREFIX_TOKENS:] for job in prefixed] == [job.prompt for job in plain]
+
+
+def test_w3_is_w1_arriving_at_the_rate_asked_for() -> None:
+    jobs = make("w3", 400, rate=4.0).jobs
+    arrivals = [job.arrival_seconds for job in jobs]
+    assert arrivals == sorted(arrivals)
+    assert 85 <= arrivals[-1] <= 115  # 100 s, with a standard deviation of 5
+    assert [job.prompt for job in jobs] == [job.prompt for job in make("w1", 400).jobs]
+
+
+def test_the_long_prompt_of_w5_comes_while_all_others_decode() -> None:
+    *streams, intruder = make("w5", 4).jobs
+    assert {job.arrival_seconds for job in streams} == {0.0}
+    assert (len(intruder.prompt), intruder.arrival_seconds) == (2000, 3.0)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("w3", 0.0), ("w9", 0.0)])
+def test_nonsense_is_refused(kind: str, rate: float) -> None:
+    with pytest.raises(ValueError, match=r"w3 needs|there is no workload"):
+        make(kind, 4, rate=rate)
+
+
+def test_a_workload_survives_its_file(tmp_path: Path) -> None:
+    workload = make("w3", 5, rate=2.0)
+    save(workload, tmp_path / "w.json")
+    assert read(tmp_path / "w.json") == workload
