@@ -14,16 +14,22 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 # What pip is asked for as PyTorch: a version, a local version such as torch==2.13.0+cu130, or the path of a wheel.
 TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
 
+# What is measured against what, and where the peers' environments and the models are kept.
+PEERS ?= transformers
+WORK ?= w1
+BENCH_HOME ?= build/bench
+
 # Test processes at a time. Tests of one file stay in one process, in order.
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve lint format stubs clean
+.PHONY: help demo test serve bench bench-micro lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
-	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes)"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes),"
+	@echo "MODEL, PEERS (of transformers, vllm, llama), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
 
 demo: $(STAMP) ## Serve a small model on this machine, talk to it, show what happens
 	@$(BIN)/python demo/run.py
@@ -38,6 +44,16 @@ test: $(STAMP) ## Everything that must hold: ruff, mypy, pytest
 
 serve: $(STAMP) ## Serve MODEL, a folder, or else the demonstration model: make serve MODEL=path ARGS=--help
 	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)
+
+bench: $(STAMP) ## lineclear and its PEERS in turns on one workload; bench/README.md has the rest
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' bench/environments.sh $(BENCH_HOME) $(PEERS)
+	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
+	@$(BIN)/python -m bench.compare lineclear $(PEERS) --home $(BENCH_HOME) --model $(or $(MODEL),llama-110m-shape) \
+		--work $(WORK) $(ARGS)
+
+bench-micro: $(STAMP) ## What each part of lineclear costs by itself
+	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
+	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy

@@ -3,9 +3,9 @@
     python -m bench.limits --model DIR [--work w1 w4]
 
 The ideal: the same requests in steps of at most `slots` sequences and a number of tokens, the best of several, where a
-step costs what its matrix products cost in oneDNN's packed layout, plus reading its keys and values once at the speed of
-memory. Nothing else: no norms, no sampling, no Python. Weights of all layers are walked, so they come from memory as in
-service and not from the cache.
+step costs what its matrix products cost in oneDNN's packed layout, plus reading its keys and values once at the speed
+of memory. Nothing else: no norms, no sampling, no Python. Weights of all layers are walked, so they come from memory as
+in service and not from the cache.
 """
 
 from __future__ import annotations
