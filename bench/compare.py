@@ -29,7 +29,6 @@ from bench.contenders import CONTENDERS, Contender, Task, custom
 from bench.measure import Result, summary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "bench" / "results"
 HOME = REPOSITORY / "build" / "bench"
 _RUN_SECONDS = 1800.0
 
@@ -126,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preload", type=Path, help="a malloc for all contenders, such as libtcmalloc_minimal.so.4")
     parser.add_argument("--nice", type=int, default=0, help="priority of everything that is run")
     parser.add_argument("--what", default="", help="name of the results; default: workload and model")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=report.RESULTS)
     o = parser.parse_args(arguments)
     home = o.home.resolve()
     model = Path(o.model) if Path(o.model).exists() else home / "models" / o.model

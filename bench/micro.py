@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from bench.compare import REPOSITORY, RESULTS
+from bench.compare import REPOSITORY
 from bench.figures import Figure, table
+from bench.report import RESULTS
 
 BENCHMARKS = {
     "core": ("micro_core", False),

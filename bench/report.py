@@ -1,8 +1,9 @@
 """Results as tables and curves: medians over the runs that nobody disturbed, ratios to the first contender.
 
     python -m bench.report bench/results/FILE.jsonl [--svg curve.svg]
+    python -m bench.report --docs           # the results of docs/performance.md, from all of bench/results
 
-Reads what `compare` wrote; runs nothing.
+Reads what `compare` and `micro` wrote; runs nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from bench.measure import Result, median
 
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- results: python -m bench.report --docs -->", "<!-- end of results -->"
 _COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#8d5a97", "#444444", "#2e4057", "#a44a3f")
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 60
 
@@ -148,12 +152,27 @@ def curve(results: Sequence[Result]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def with_pages(text: str, pages: Sequence[Path]) -> str:
+    """`text` with everything between its two markers replaced by `pages`, each a section one level lower."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    assert end, "the markers of the results are gone"
+    sections = [page.read_text().strip().replace("# ", "### ", 1) for page in pages]
+    return head + begin + "\n" + "".join(f"\n{section}\n" for section in sections) + "\n" * bool(sections) + end + tail
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of a file; write its curve where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--svg", type=Path)
+    parser.add_argument("--docs", action="store_true")
     o = parser.parse_args(arguments)
+    if o.docs:
+        DOCS.write_text(with_pages(DOCS.read_text(), sorted(RESULTS.glob("*.md"))))
+        return 0
+    if o.file is None:
+        parser.error("a file of results, or --docs")
     results = read(o.file)
     print(table(results))
     if o.svg is not None:

@@ -87,6 +87,19 @@ def test_the_page_says_what_ran_where() -> None:
     assert "cores" in page
 
 
+def test_the_results_in_the_docs_are_those_of_the_results_folder() -> None:
+    text = report.DOCS.read_text()
+    assert report.with_pages(text, sorted(report.RESULTS.glob("*.md"))) == text, "run python -m bench.report --docs"
+
+
+def test_pages_replace_what_was_between_the_markers(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A\n\n| x |\n")
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    once = report.with_pages(text, [tmp_path / "a.md"])
+    assert once == f"before\n{report.BEGIN}\n\n### A\n\n| x |\n\n{report.END}\nafter\n"
+    assert report.with_pages(once, [tmp_path / "a.md"]) == once
+
+
 def test_every_contender_names_its_driver_and_the_task(tmp_path: Path) -> None:
     task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 4, tmp_path / "out")
     for name, contender in CONTENDERS.items():
