@@ -31,6 +31,7 @@ from bench.measure import Result, summary
 REPOSITORY = Path(__file__).resolve().parents[1]
 HOME = REPOSITORY / "build" / "bench"
 _RUN_SECONDS = 1800.0
+_LINES_OF_A_FAILURE = 30
 
 
 class Failed(Exception):
@@ -41,12 +42,17 @@ def run(contender: Contender, task: Task, environment: dict[str, str]) -> Result
     """One run, in a process of its own. Raises Failed."""
     task.out.unlink(missing_ok=True)
     command = contender.command(task)
+    said = task.out.with_suffix(".log")
     try:
-        done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | environment, timeout=_RUN_SECONDS)
+        with said.open("w") as log:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, env=os.environ | environment, stdout=log, stderr=log, timeout=_RUN_SECONDS
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failed(f"{contender.name}: {error}") from error
     if done.returncode or not task.out.exists():
-        raise Failed(f"{contender.name}: {' '.join(command)} ended with exit code {done.returncode}")
+        last = "\n".join(said.read_text(errors="replace").splitlines()[-_LINES_OF_A_FAILURE:])
+        raise Failed(f"{contender.name}: {' '.join(command)} ended with exit code {done.returncode}:\n{last}")
     raw = json.loads(task.out.read_text().splitlines()[-1])
     settings = raw["settings"] | {"environment": environment, "concurrency": task.concurrency}
     return Result(**(raw | {"contender": contender.name, "settings": settings}))
