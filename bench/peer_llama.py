@@ -25,14 +25,18 @@ def gguf(home: Path, model: Path, quantize: str) -> Path:
     plain = model / "model.bf16.gguf"
     if not plain.exists():
         source = next((home / "llama" / "source").glob("*/vendor/llama.cpp"))
-        command = [sys.executable, "-m", "bench.to_gguf", str(source), str(model), str(plain)]
+        part = plain.with_suffix(".part")
+        command = [sys.executable, "-m", "bench.to_gguf", str(source), str(model), str(part)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        part.rename(plain)
     if quantize == "bf16":
         return plain
     path = model / f"model.{quantize}.gguf"
     if not path.exists():
         tool = home / "llama" / "build" / "bin" / "llama-quantize"
-        subprocess.run([str(tool), str(plain), str(path), quantize], check=True, stdout=subprocess.DEVNULL)
+        part = path.with_suffix(".part")
+        subprocess.run([str(tool), str(plain), str(part), quantize], check=True, stdout=subprocess.DEVNULL)
+        part.rename(path)
     return path
 
 
