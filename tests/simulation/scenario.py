@@ -150,7 +150,7 @@ def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         limits=replace(scenario.limits, prefix_cache=True),
-        weights=scenario.weights | {"crash": 0.5, "replace": 0.3},
+        weights=scenario.weights | {"crash": 0.5, "replace": 0.3, "oom": 0.3, "stale": 0.2},
         change=1.0,
         templates=(template,),
         salts=scenario.salts[:1],

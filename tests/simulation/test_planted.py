@@ -11,7 +11,7 @@ from simulation.planted import BUGS, Bug, planted
 from simulation.sweep import regressions
 from simulation.world import run_seed
 
-MOST_SEEDS = 600
+MOST_SEEDS = 1000
 
 
 def hunt(bug: Bug) -> tuple[str, int] | None:
