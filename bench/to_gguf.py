@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 
+def _part(name: str) -> Any:
+    """A module of the converter, which comes with llama.cpp's sources."""
+    return importlib.import_module(f"conversion.{name}")
+
+
 def convert(source: Path, model: Path, out: Path) -> None:
     """Write `out` in bfloat16."""
     sys.path[:0] = [str(source), str(source / "gguf-py")]
-    base: Any = importlib.import_module("conversion.base")
+    base: Any = _part("base")
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     # These would look for a sentencepiece vocabulary first, and ours is a byte-level BPE.
     for module, names in (("llama", ("LlamaModel",)), ("qwen", ("Qwen2Model", "Qwen3Model"))):
-        classes: Any = importlib.import_module(f"conversion.{module}")
+        classes: Any = _part(module)
         for name in names:
             getattr(classes, name).set_vocab = lambda self: self._set_vocab_gpt2()
     script = source / "convert_hf_to_gguf.py"
