@@ -150,9 +150,8 @@ async def load(server: Server, dialect: Dialect, workload: Workload, concurrency
 async def _stream(port: int, dialect: Dialect, job: Job, timed: Run) -> None:
     """Raises RuntimeError when the server refuses."""
     body = json.dumps(dialect.body(job)).encode()
-    head = (
-        f"POST {dialect.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    fields = ("Host: localhost", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    head = "\r\n".join((f"POST {dialect.path} HTTP/1.1", *fields, "", ""))
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LONGEST_LINE)
     try:
         writer.write(head.encode() + body)
