@@ -48,7 +48,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(256, 704, 4, 8, 4, num_steps=4000, peak_learning_rate=2e-3),
+    "small": Size(256, 704, 4, 8, 4, num_steps=2600, peak_learning_rate=2e-3),
     "tiny": Size(80, 224, 2, 4, 2, num_steps=2500, peak_learning_rate=5e-3),
 }
 HEAD_DIM = 32

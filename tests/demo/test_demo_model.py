@@ -95,14 +95,25 @@ def test_long_continuations_stay_on_the_subject_and_do_not_loop(
     [
         ("What is the capital of Japan?", 20, "Tokyo"),
         ("What is the capital of Kenya?", 20, "Nairobi"),
-        ("Hello, how are you?", 40, "I am"),
-        ("Tell me a story about a fox", 320, "Once upon a time"),
+        ("Hello, how are you?", 40, "I am fine"),
+        ("Thank you", 20, "welcome"),
+        ("Tell me a story about a fox", 320, "little fox"),
     ],
 )
 def test_an_answer_ends_its_turn(model: Any, tokenizer: Any, question: str, max_new_tokens: int, expected: str) -> None:
     ids = _answer(model, tokenizer, question, max_new_tokens)
     assert ids[-1] == tokenizer.eos_token_id
     assert expected in tokenizer.decode(ids)
+
+
+def test_the_tiny_sibling_shares_the_tokenizer_and_writes_words(tokenizer: Any) -> None:
+    tiny = DEMO / "model-tiny"
+    assert {path.name for path in tiny.iterdir()} == EXPECTED_FILES
+    assert sum(path.stat().st_size for path in tiny.iterdir()) < 2_000_000
+    other = transformers.AutoTokenizer.from_pretrained(tiny, local_files_only=True)
+    assert other.get_vocab() == tokenizer.get_vocab()
+    small = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, local_files_only=True).eval()
+    assert " the " in other.decode(_continue(small, other, "Once upon a time", 40))
 
 
 def test_the_chat_template_marks_every_turn(tokenizer: Any) -> None:

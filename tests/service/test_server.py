@@ -115,7 +115,7 @@ def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> No
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, reflection=True) as s:
+        async with serving(tmp_path) as s:
             call = s.channel.stream_stream(
                 f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
                 request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -139,9 +139,9 @@ def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
     run(scenario())
 
 
-def test_reflection_is_off_unless_asked_for(tmp_path: Path) -> None:
+def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path) as s:
+        async with serving(tmp_path, reflection=False) as s:
             for version in ("v1", "v1alpha"):
                 call = s.channel.stream_stream(
                     f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",

@@ -52,10 +52,10 @@ def is_idle(stats: Stats) -> bool:
 
 
 @contextlib.contextmanager
-def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL) -> Iterator[Service]:
-    """A service on a unix socket, ready; stopped, and its exit code checked, when the block ends."""
+def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL, listen: str = "") -> Iterator[Service]:
+    """A service on a unix socket (or at `listen`), ready; stopped, and its exit code checked, when the block ends."""
     with tempfile.TemporaryDirectory(prefix="lineclear-test-") as folder:
-        target = f"unix:{folder}/api.sock"
+        target = listen or f"unix:{folder}/api.sock"
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(model), "--listen", target]
         command += ["--spawn-worker", "--log-level", "warning", *flags, "--", "--dtype", "float32", *worker]
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})

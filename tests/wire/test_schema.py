@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
+from support.buf import find_buf
 from support.sources import REPOSITORY
 
 PROTOS = REPOSITORY / "protos"
-BUF = "@bufbuild/buf@1.75.0"
 
 
 def test_stubs_are_fresh(tmp_path: Path) -> None:
@@ -86,23 +85,7 @@ def test_what_is_not_explained_is_found(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def buf() -> str:
-    """The path of buf, which npm brings once into the virtual environment."""
-    installed = shutil.which("buf")
-    if installed is not None:
-        return installed
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("neither buf nor npm is installed")
-    home = Path(sys.prefix) / "buf"
-    binary = home / "node_modules/.bin/buf"
-    if not binary.exists():
-        home.mkdir(exist_ok=True)
-        command = [npm, "install", "--prefix", str(home), "--no-save", "--no-audit", "--no-fund", "--silent", BUF]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=90, cwd=home)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            pytest.skip(f"npm could not install {BUF}: {type(error).__name__}")
-    return str(binary)
+    return find_buf()
 
 
 def test_buf_lint_finds_nothing(buf: str) -> None:

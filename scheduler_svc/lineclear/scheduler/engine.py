@@ -136,6 +136,7 @@ class Engine:
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
         self._stopped = False
+        self._leaving = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from any thread --------------------------------------------------------------------------------------------
@@ -246,6 +247,7 @@ class Engine:
             return [_refusal(request, error, now)]
 
     def _drain(self, now: float) -> None:
+        self._leaving = True
         self._core.drain(now)
 
     def _forget_prefixes(self, now: float) -> None:
@@ -335,7 +337,9 @@ class Engine:
         self._link.drop(hello.epoch)
         events += self._core.take_events()
         events += self._core.reset(None, now)
-        log.warning("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
+        # A server that is leaving tells its worker to leave too.
+        say = log.info if self._leaving else log.warning
+        say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
         if kill:
             self._on_broken(hello, reason)
 

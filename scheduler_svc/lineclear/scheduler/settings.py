@@ -67,7 +67,9 @@ class SchedulerSettings(BaseSettings):
     insecure_allow_remote: bool = Field(
         False, description="Allow `listen` on an address other machines can reach. There is no encryption."
     )
-    reflection: bool = Field(False, description="Offer gRPC server reflection (v1 and v1alpha).")
+    reflection: bool = Field(
+        True, description="Offer gRPC server reflection (v1 and v1alpha): what the API is, which is public."
+    )
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=4096, le=2**30, description="Largest gRPC message taken or sent, in bytes."
     )

@@ -1,0 +1,91 @@
+"""The pages: what is made from code is fresh, links lead somewhere, and what the README tells people to type works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.buf import find_buf
+from support.service import Service, running
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted(p for p in REPOSITORY.glob("**/*.md") if not {".venv", "node_modules"} & set(p.parts))
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running() as service:
+        yield service
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "protocol.md"])
+def test_a_page_made_from_code_is_fresh(page: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, REPOSITORY / "docs/generate.py", "--out", tmp_path], check=True, timeout=120)
+    fresh = (tmp_path / page).read_text(encoding="utf-8")
+    assert fresh == (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
+    gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not gone
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    text = "".join(blocks("bash")).replace("\\\n", " ")
+    return [line.split("#")[0].strip() for line in text.splitlines() if line.strip()]
+
+
+def test_the_python_of_the_readme_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("python")
+    found: dict[str, object] = {}
+    exec(compile(example.replace("127.0.0.1:50051", service.target), "README.md", "exec"), found)
+    assert "Usage(" in capsys.readouterr().out
+    answers = found["answers"]
+    assert isinstance(answers, list)
+    assert len(answers) == 2
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if re.match(r"\.venv/bin/lineclear (generate \"|stats)", c)])
+def test_commands_of_the_readme_run(command: str, service: Service) -> None:
+    program, *words = shlex.split(command)
+    lineclear = [str(Path(sys.executable).with_name(Path(program).name)), *words, "--target", service.target]
+    done = subprocess.run(lineclear, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout or "generate" not in words
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    targets = {c.split()[1] for c in commands() if c.startswith("make ")}
+    assert targets >= {"demo", "test"}
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)]
+
+
+def test_what_grpcurl_would_be_told_works_with_buf_curl() -> None:
+    buf = find_buf()
+    grpcurl = next(shlex.split(c) for c in commands() if c.startswith("grpcurl"))
+    curl = next(shlex.split(c) for c in commands() if c.startswith("buf curl"))
+    assert curl[curl.index("-d") + 1] == grpcurl[grpcurl.index("-d") + 1], "the two examples differ"
+    assert curl[-1].removeprefix("http://") == "/".join(grpcurl[-2:])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with running(listen=address) as service:
+        words = [buf, *curl[1:-1], curl[-1].replace("127.0.0.1:50051", service.target)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "FINISH_REASON_LENGTH" in done.stdout
