@@ -22,7 +22,7 @@ class Room(NamedTuple):
     may_import: tuple[str, ...] = ()
 
 
-SOURCES = [(root, path) for root in ROOTS for path in sorted(root.rglob("*.py")) if "lineclear" in path.parts]
+SOURCES = [(root, path) for root in ROOTS for path in sorted((root / "lineclear").rglob("*.py"))]
 MODULES = {module_name(path, root): path for root, path in SOURCES}
 OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).rglob("*.py"))]
 

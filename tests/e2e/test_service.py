@@ -138,7 +138,7 @@ def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Servi
 
     def one(plan: tuple[str, int, bool, int]) -> bool:
         prompt, max_tokens, hangs_up, after = plan
-        with service.client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as stream:
+        with service.client.stream(prompt, ignore_eos=True, **greedy(max_tokens)) as stream:
             for number, _ in enumerate(stream):
                 if hangs_up and number >= after:
                     return False
@@ -195,9 +195,9 @@ def test_strategies_and_depths_change_no_token(strategy: str, depth: str) -> Non
 
 def test_a_full_queue_says_so() -> None:
     with running("--max-batch-size", "1", "--max-queue-size", "1") as service, contextlib.ExitStack() as stack:
-        for _ in range(2):
-            stream = service.client.stream("Hello", max_tokens=900, ignore_eos=True)
-            stack.enter_context(stream)
+        endless = {"max_tokens": 900, "ignore_eos": True}
+        next(stack.enter_context(service.client.stream("Hello", **endless)))  # it has left the queue
+        stack.enter_context(service.client.stream("Hello", **endless))
         wait_for(lambda: service.client.stats().gauges.requests_waiting == 1, "one running, one waiting")
         with pytest.raises(errors.QueueFull) as caught:
             service.client.generate("Hello")

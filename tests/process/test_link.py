@@ -125,15 +125,15 @@ def test_plans_go_out_and_results_come_in_order(station: Station) -> None:
 
 def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
     peer = station.peer(7)
-    peer.plans.close(linger=0)
-    peer.say(hello(7))
+    peer.say(hello(8))  # nobody of that name has connected yet
     assert station.settle() == []
+    peer.plans.close(linger=0)
     peer.plans = station.context.socket(zmq.DEALER)
-    peer.plans.set(zmq.IDENTITY, (7).to_bytes(8, "little"))
+    peer.plans.set(zmq.IDENTITY, (8).to_bytes(8, "little"))
     peer.plans.connect(f"ipc://{station.directory}/plan.sock")
-    assert station.expect(1) == [hello(7)]
-    station.link.send(plan(7))
-    assert peer.hear() == plan(7)
+    assert station.expect(1) == [hello(8)]
+    station.link.send(plan(8))
+    assert peer.hear() == plan(8)
 
 
 @pytest.mark.parametrize("message", [Heartbeat(9, 0), StepResult(9, 1, (1,))], ids=lambda m: type(m).__name__)
