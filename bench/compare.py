@@ -54,7 +54,9 @@ def run(contender: Contender, task: Task, environment: dict[str, str]) -> Result
         last = "\n".join(said.read_text(errors="replace").splitlines()[-_LINES_OF_A_FAILURE:])
         raise Failed(f"{contender.name}: {' '.join(command)} ended with exit code {done.returncode}:\n{last}")
     raw = json.loads(task.out.read_text().splitlines()[-1])
-    settings = raw["settings"] | {"environment": environment, "concurrency": task.concurrency}
+    # Names of files, not where they lie on this machine.
+    named = {key: ":".join(part.rpartition("/")[2] for part in value.split(":")) for key, value in environment.items()}
+    settings = raw["settings"] | {"environment": named, "concurrency": task.concurrency}
     return Result(**(raw | {"contender": contender.name, "settings": settings}))
 
 
