@@ -61,6 +61,7 @@ CORE = reach("lineclear.scheduler.core", "lineclear.scheduler")
 ROOMS = {
     "schema": Room(("lineclear.v1",), ("grpc", PROTOBUF)),
     "errors": Room(("lineclear.errors",)),
+    "limits": Room(("lineclear.limits",)),
     "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
     "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
     "status": Room(("lineclear.status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
@@ -78,7 +79,7 @@ ROOMS = {
         ("lineclear.scheduler",),
         (
             *("grpc", "grpc_health", "grpc_reflection", PROTOBUF, "uvloop", "structlog", "tokenizers", "jinja2"),
-            *(*SETTINGS, "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING),
+            *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", *CONTRACT, *HOUSEKEEPING),
         ),
     ),
     "worker link": Room(("lineclear.worker.link",), ("zmq", "structlog", "lineclear.wire", *HOUSEKEEPING)),
@@ -104,7 +105,10 @@ ROOMS = {
     ),
     "client": Room(
         ("lineclear.client",),
-        ("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.status", "lineclear.client.progress"),
+        (
+            *("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.limits", "lineclear.status"),
+            "lineclear.client.progress",
+        ),
     ),
     # Uses rich where it is installed.
     "progress bar": Room(("lineclear.client.progress",), ("rich",)),

@@ -73,6 +73,13 @@ class Malformed(InvalidRequest):
     reason = "MALFORMED"
 
 
+class Unauthenticated(LineclearError):
+    """The call shows no token that is valid here."""
+
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
 class DuplicateRequest(LineclearError):
     """A live request has this request_id."""
 

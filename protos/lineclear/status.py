@@ -15,6 +15,7 @@ from lineclear.errors import (
     InternalError,
     InvalidRequest,
     LineclearError,
+    Unauthenticated,
     Unreachable,
     Unsupported,
     Violation,
@@ -81,6 +82,7 @@ _BY_CODE: dict[str, type[LineclearError]] = {
     "CANCELLED": Cancelled,
     "UNAVAILABLE": Unreachable,
     "UNIMPLEMENTED": Unsupported,
+    "UNAUTHENTICATED": Unauthenticated,
     "INTERNAL": InternalError,
 }
 

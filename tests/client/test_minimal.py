@@ -11,7 +11,7 @@ import textwrap
 BLOCKER = """
 import sys
 class Blocker:
-    rooms = {"client", "errors", "status", "v1", "wire"}
+    rooms = {"client", "errors", "limits", "status", "v1", "wire"}
     def find_spec(self, name, path=None, target=None):
         top, _, rest = name.partition(".")
         if top == "lineclear":

@@ -116,6 +116,7 @@ def _cases() -> Iterator[Bad]:
     for request_id in ("", "x" * 65, "a b", "a/b", "é", "a\n", "\n", "~", "a~1", "x" * 100_000, "a\x00", "{}", "a,b"):
         shown = request_id[:8].encode("unicode_escape").decode()
         yield Bad(f"id {shown}", request(request_id=request_id), INVALID, ("request_id",))
+    yield Bad("cache_salt of 65", request(cache_salt="x" * 65), INVALID, ("cache_salt",))
     for priority in (256, 2**31, 2**32 - 1):
         yield Bad(f"priority={priority}", request(priority=priority), INVALID, ("priority",))
     for top in (21, 1000, 2**32 - 1):

@@ -183,6 +183,10 @@ class Serving:
         self.service, self.server, self.engine, self.channel = service, server, engine, channel
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
+    def stub_of(self, channel: Any) -> Any:
+        """The service through another channel."""
+        return inference_pb2_grpc.InferenceServiceStub(channel)
+
     def generate(self, request: pb.GenerateRequest | None = None, **options: Any) -> Any:
         """A call in progress."""
         return self.stub.Generate(request or text_request(), **options)
@@ -205,9 +209,10 @@ async def serving(
     template: str | None = TEMPLATE,
     model_defaults: dict[str, Any] | None = None,
     tokenizer: Any = TOKENIZER,
+    plaintext: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """A server on a unix socket below `path`, with a worker joined."""
+    """A server on a unix socket below `path`, with a worker joined; and a channel to it, if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer, {})
     service = InferenceService(chosen, tokenizer, chat, model_defaults)
@@ -219,7 +224,7 @@ async def serving(
     if joined:
         engine.join()
         await until(lambda: server.health.is_serving(""))
-    channel = grpc.aio.insecure_channel(server.address)
+    channel = grpc.aio.insecure_channel(server.address if plaintext else f"unix:{path}/nobody")
     try:
         yield Serving(service, server, engine, channel)
     finally:

@@ -25,6 +25,7 @@ from .requests import (
     Request,
     Sampling,
     Unset,
+    authorized,
     detokenize_request,
     tokenize_request,
 )
@@ -131,6 +132,7 @@ class AsyncClient:
         target: str = DEFAULT_TARGET,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
         metadata: Metadata = (),
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         max_attempts: int | None = None,
@@ -139,7 +141,7 @@ class AsyncClient:
         options: Options = (),
         transport: AsyncTransport | None = None,
     ) -> None:
-        self._settings = settings(timeout_seconds, max_attempts, retry, metadata, sampling)
+        self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
         self._transport = transport or AioTransport(target, credentials, options)
 
     @property

@@ -95,6 +95,7 @@ class Params(TypedDict, total=False):
     include_stop_string: bool | None
     request_id: str | None
     priority: int | None
+    cache_salt: str | None
     add_generation_prompt: bool | None
     omit_text: bool | None
     logprobs: bool | None
@@ -119,6 +120,7 @@ class Request:
     sampling: Sampling | None = None
     request_id: str | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     add_generation_prompt: bool | None = None
     omit_text: bool | None = None
     logprobs: bool | None = None
@@ -157,6 +159,7 @@ class Request:
         _set_sampling(message, _merged(self.sampling, default_sampling))
         _set(message, "request_id", self.request_id)
         _set(message, "priority", self.priority)
+        _set(message, "cache_salt", self.cache_salt)
         for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings"):
             _set(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:
@@ -201,6 +204,11 @@ def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
                 )
             found.append((key, value))
     return tuple(found)
+
+
+def authorized(metadata: Metadata, token: str | None) -> Metadata:
+    """`metadata` with the token, if there is one, as servers ask for it."""
+    return metadata if token is None else (*pairs(metadata), ("authorization", f"Bearer {token}"))
 
 
 _KEY = re.compile(r"[a-z0-9_.-]+")

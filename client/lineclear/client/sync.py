@@ -25,6 +25,7 @@ from .requests import (
     Request,
     Sampling,
     Unset,
+    authorized,
     detokenize_request,
     tokenize_request,
 )
@@ -120,6 +121,7 @@ class Client:
     """Speaks to one lineclear server. Close it, or use it as a context manager.
 
     `target` is host:port or unix:/path. `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
+    `token` is shown with every call to servers that ask for one; without TLS whoever is on the way can read it.
     `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own; None is
     no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried.
     `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours.
@@ -130,6 +132,7 @@ class Client:
         target: str = DEFAULT_TARGET,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
         metadata: Metadata = (),
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         max_attempts: int | None = None,
@@ -138,7 +141,7 @@ class Client:
         options: Options = (),
         transport: Transport | None = None,
     ) -> None:
-        self._settings = settings(timeout_seconds, max_attempts, retry, metadata, sampling)
+        self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
         self._transport = transport or GrpcTransport(target, credentials, options)
 
     @property

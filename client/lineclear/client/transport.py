@@ -16,6 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from lineclear import errors, status
+from lineclear.limits import MAX_MESSAGE_BYTES
 
 from .methods import Method
 
@@ -244,8 +245,9 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
         "grpc.keepalive_timeout_ms": 10_000,
         # A request waiting in the queue is a call without data: its keepalives must not be rationed.
         "grpc.http2.max_pings_without_data": 0,
-        "grpc.max_receive_message_length": 64 * 1024 * 1024,
-        "grpc.max_send_message_length": 64 * 1024 * 1024,
+        # What a server takes and sends; a larger request is refused here before it travels.
+        "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+        "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
         # Reconnecting must not be slower than the pauses between attempts.
         "grpc.initial_reconnect_backoff_ms": 200,
         "grpc.min_reconnect_backoff_ms": 1_000,

@@ -123,7 +123,12 @@ async def _run(
         if settings.spawn_worker:
             supervisor.start()
         await server.start()
-        log.info("listening", address=server.address, health_address=server.health_address)
+        log.info(
+            "listening",
+            address=server.address,
+            admin_address=server.admin_address,
+            health_address=server.health_address,
+        )
         await leaving.begun.wait()
         if not await leaving.unless_hurried(_leave(leaving, settings, service, server)):
             service.fail_all(drained)

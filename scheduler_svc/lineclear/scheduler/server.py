@@ -1,17 +1,15 @@
-"""The gRPC listeners: which services are offered where, with which limits, and what health says.
+"""The gRPC listeners: which services are offered where, behind which doors, and what health says.
 
-Decides nothing about requests; those are the service's. Two listeners at most: the data one, and one with health alone
-for probes that come over the pod's network.
+Decides nothing about requests; those are the service's. Three listeners at most: data; admin, for operators; and one
+with health alone, for probes that come over the pod's network and can show neither token nor certificate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-import stat
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,12 +18,18 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from lineclear.errors import Unsupported
 from lineclear.scheduler import health as health_module
 from lineclear.scheduler import service as service_module
+from lineclear.scheduler.authentication import AuthenticationInterceptor
+from lineclear.scheduler.certificates import server_credentials
 from lineclear.scheduler.health import Health
-from lineclear.scheduler.interceptor import ErrorInterceptor
+from lineclear.scheduler.interceptor import ErrorInterceptor, abort
+from lineclear.scheduler.listening import bind, data_options, probe_options
 from lineclear.scheduler.service import InferenceService
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, is_local, parse_address
+from lineclear.scheduler.settings import SchedulerSettings, is_local
+from lineclear.scheduler.tokens import read_tokens
+from lineclear.scheduler.watched import Watched
 from lineclear.v1 import inference_pb2_grpc
 
 log = structlog.get_logger()
@@ -35,9 +39,11 @@ READY = ("", "readiness", service_module.NAME)
 LIVE = "liveness"
 """Serving while the process is able to answer."""
 
-_MAX_METADATA_BYTES = 16 * 1024
-_IDLE_CONNECTION_MS = 300_000
 _REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
+"""Answered on the admin address alone, where there is one."""
+BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
+"""Answered on both."""
 
 
 class Server:
@@ -46,28 +52,46 @@ class Server:
     def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
         self.health = Health((*READY, LIVE))
-        self._interceptor = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
-        self._server = grpc.aio.server(interceptors=(self._interceptor,), options=_options(settings))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self._errors = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
+        self._servers: list[grpc.aio.Server] = []
+        if not is_local(settings.listen) and (lack := settings.lacks()):
+            log.warning("listening_insecurely", address=settings.listen, there_is=lack)
+        # All of the service is offered where one may listen; where operators have a door of their own, it is divided.
+        withheld, offered = (OPERATORS, OPERATORS | BOTH) if settings.admin_listen else (frozenset(), frozenset())
+        credentials = server_credentials(settings)
+        data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
+        self.address = bind(data, settings.listen, credentials)
+        self.admin_address = self.health_address = ""
+        if settings.admin_listen:
+            admin = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
+            self.admin_address = bind(admin, settings.admin_listen, credentials)
         if settings.reflection:
-            _add_reflection(self._server)
-        if not is_local(settings.listen):
-            log.warning("listening_unencrypted", address=settings.listen, hint="anyone who can reach it may use it")
-        self.address = _bind(self._server, settings.listen)
-        self.health_address = ""
-        self._health_server: grpc.aio.Server | None = None
+            _add_reflection(admin if settings.admin_listen else data)
         if settings.health_listen:
-            options = [*_COMMON, ("grpc.max_receive_message_length", 4096)]
-            self._health_server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
-            health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
-            self.health_address = _bind(self._health_server, settings.health_listen)
+            probes = grpc.aio.server(interceptors=(self._errors,), options=probe_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, probes)
+            self.health_address = bind(probes, settings.health_listen)
+            self._servers.append(probes)
+
+    def _offer(
+        self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
+    ) -> grpc.aio.Server:
+        """A server with health and those methods of the service that it `has`, behind tokens where there is a file."""
+        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has), self._errors]
+        if token_file:
+            path = Path(token_file)
+            # First of all: what a caller without a token may not do, it may not ask about.
+            interceptors.insert(0, AuthenticationInterceptor(Watched([path], lambda: read_tokens(path))))
+        server = grpc.aio.server(interceptors=interceptors, options=data_options(settings))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self._servers.append(server)
+        return server
 
     async def start(self) -> None:
         """Take calls."""
-        await self._server.start()
-        if self._health_server is not None:
-            await self._health_server.start()
+        for server in self._servers:
+            await server.start()
         self.health.set((LIVE,), True)
 
     def set_ready(self, ready: bool) -> None:
@@ -81,76 +105,36 @@ class Server:
         health are let go here.
         """
         self.health.close()
-        self._interceptor.is_stopping = True
-        servers = [self._server] if self._health_server is None else [self._server, self._health_server]
-        await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
+        self._errors.is_stopping = True
+        await asyncio.gather(*(server.stop(grace_seconds) for server in self._servers))
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
-
-_COMMON: list[tuple[str, int]] = [
-    ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
-    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
-]
+# --- what is offered where -------------------------------------------------------------------------------------------
 
 
-def _options(settings: SchedulerSettings) -> list[tuple[str, int]]:
-    # No maximum_concurrent_rpcs: it would refuse health checks as well. Admission is the service's.
-    return [
-        *_COMMON,
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
-        # The default is two hours, in which a caller that vanished holds its blocks.
-        ("grpc.keepalive_time_ms", round(settings.keepalive_time_seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Clients that ping as often as we do must not be told off for it.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
-        # Bandwidth probing grows the windows, and with them what hides in the transport for a reader that stopped.
-        ("grpc.http2.bdp_probe", 0),
-    ]
+class _Division(grpc.aio.ServerInterceptor):
+    """Answers UNIMPLEMENTED to methods of the service that this listener does not have."""
+
+    def __init__(self, has: Callable[[str], bool]) -> None:
+        self._has = has
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of the call's method, or the one that says it is elsewhere."""
+        method = str(handler_call_details.method)
+        if method.startswith(f"/{service_module.NAME}/") and not self._has(method):
+            return _ELSEWHERE
+        return await continuation(handler_call_details)
 
 
-# --- binding ---------------------------------------------------------------------------------------------------------
+async def _elsewhere(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await abort(context, Unsupported("this server answers the method on another of its addresses"))
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
-    """Bind and return the address as clients write it. Raises ConfigurationError."""
-    parsed = parse_address(address)
-    if isinstance(parsed, str):
-        _remove_dead_socket(Path(parsed))
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise ConfigurationError(f"cannot listen on {address}: in use, or not an address of this machine")
-    return address if isinstance(parsed, str) else f"{parsed[0]}:{port}"
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """gRPC would take a path away from a server that lives there; so look first, and remove what a dead one left."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror}") from None
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigurationError(f"cannot listen on unix:{path}: something else is there; remove it, or choose another")
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.settimeout(1.0)
-        probe.connect(str(path))
-        raise ConfigurationError(f"cannot listen on unix:{path}: another server does")
-    path.unlink(missing_ok=True)
-
-
-# --- reflection ------------------------------------------------------------------------------------------------------
+_ELSEWHERE: Any = grpc.stream_stream_rpc_method_handler(_elsewhere)
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

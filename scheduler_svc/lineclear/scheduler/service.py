@@ -27,7 +27,7 @@ from lineclear.errors import (
     SlowConsumer,
     Starting,
 )
-from lineclear.scheduler import validation
+from lineclear.scheduler import identity, validation
 from lineclear.scheduler.chat import ChatTemplate, Turn, no_chat_template
 from lineclear.scheduler.core import CoreSnapshot
 from lineclear.scheduler.engine import EngineSnapshot
@@ -220,6 +220,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             prompt = await self._prompt(request)
             core_request = validation.resolve(checked, mailbox.key, prompt, arrival + remaining, bounds)
+            core_request = dataclasses.replace(core_request, cache_salt=self._salt(request, context))
             self._engine.submit(core_request)
             end = await self._relay(mailbox, core_request, checked, arrival, context)
             outcome = end.reason.name.lower()
@@ -253,6 +254,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             silent_ids=checked.stop_ids,
             keep_special=checked.keep_special,
         )
+
+    def _salt(self, request: pb.GenerateRequest, context: Context) -> bytes:
+        """Which cached prefixes the request may share: its tenant's, or those with the caller's own salt among them."""
+        tenant = identity.ANONYMOUS if self._settings.share_prefixes else identity.caller(context)
+        return identity.cache_salt(tenant, request.cache_salt)
 
     async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
         kind = request.WhichOneof("prompt")

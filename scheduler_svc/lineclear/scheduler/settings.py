@@ -21,6 +21,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from lineclear.limits import MAX_MESSAGE_BYTES
+
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline"]
 Victim = Literal["cheapest", "newest"]
@@ -62,16 +64,39 @@ class SchedulerSettings(BaseSettings):
     listen: str = Field("127.0.0.1:50051", description="Address of the gRPC server: host:port or unix:/path.")
     health_listen: str = Field(
         "",
-        description="A second, plaintext address with grpc.health.v1 alone, for probes. May be on any interface.",
+        description="A further, plaintext address with grpc.health.v1 alone, for probes. May be on any interface.",
+    )
+    admin_listen: str = Field(
+        "",
+        description="A further address for operators, with GetStats and reflection, which `listen` then no longer"
+        " answers. On an interface of the network it needs TLS and tokens.",
     )
     insecure_allow_remote: bool = Field(
-        False, description="Allow `listen` on an address other machines can reach. There is no encryption."
+        False,
+        description="Allow `listen` on an address other machines can reach although there is no TLS, or neither tokens"
+        " nor client certificates.",
     )
     reflection: bool = Field(
         True, description="Offer gRPC server reflection (v1 and v1alpha): what the API is, which is public."
     )
+    tls_cert_file: str = Field(
+        "", description="PEM file of our certificate and what links it to an authority: TLS on every host:port address."
+    )
+    tls_key_file: str = Field("", description="PEM file of the certificate's key, without a password.")
+    tls_client_ca_file: str = Field(
+        "", description="PEM file of authorities: callers must present a certificate that one of them signed."
+    )
+    token_file: str = Field(
+        "",
+        description="File of bearer tokens that calls of `listen` must show, one a line: a name and a token, or a name"
+        " and sha256: with its hash. A name may have several. The name is the tenant.",
+    )
+    admin_token_file: str = Field("", description="The same for admin_listen.")
     max_message_bytes: int = Field(
-        4 * 1024 * 1024, ge=4096, le=2**30, description="Largest gRPC message taken or sent, in bytes."
+        MAX_MESSAGE_BYTES,
+        ge=4096,
+        le=2**30,
+        description="Largest gRPC message taken or sent, in bytes. Clients allow as much as the default.",
     )
     max_streams_per_connection: int = Field(
         1024, ge=1, le=2**20, description="Most calls open at once on one connection."
@@ -107,6 +132,11 @@ class SchedulerSettings(BaseSettings):
         16, ge=0, le=10_000, description="How often a request that does not fit yet may be overtaken."
     )
     prefix_cache: bool = Field(True, description="Keep blocks of finished requests for prompts that begin the same.")
+    share_prefixes: bool = Field(
+        False,
+        description="Let tenants profit from each other's cached prefixes. How fast an answer begins then tells one of"
+        " them what another has asked.",
+    )
 
     # --- requests ---
     max_queue_size: int = Field(1024, ge=1, le=2**20, description="Most requests waiting.")
@@ -181,7 +211,7 @@ class SchedulerSettings(BaseSettings):
         """Arguments of the constructor stand for the file, so variables beat them; pydantic puts flags first."""
         return env_settings, init_settings
 
-    @field_validator("listen", "health_listen")
+    @field_validator("listen", "health_listen", "admin_listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         if value:
@@ -194,14 +224,39 @@ class SchedulerSettings(BaseSettings):
             raise ValueError("listen is empty")
         if self.demo and self.model:
             raise ValueError("demo and model exclude each other")
-        if not is_local(self.listen) and not self.insecure_allow_remote:
-            raise ValueError(
-                f"listen {self.listen} can be reached from other machines and is not encrypted; use 127.0.0.1 or "
-                "unix:, or set insecure_allow_remote"
-            )
+        self._check_security()
         if self.min_batch_size > self.max_batch_size:
             raise ValueError("min_batch_size is larger than max_batch_size")
         return self
+
+    def _check_security(self) -> None:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file go together")
+        if self.tls_client_ca_file and not self.tls_cert_file:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.tls_cert_file and not any(map(is_tcp, (self.listen, self.admin_listen))):
+            raise ValueError("tls_cert_file is set, but no address is host:port; a unix socket is not encrypted")
+        if self.admin_token_file and not self.admin_listen:
+            raise ValueError("admin_token_file is set without admin_listen")
+        if not is_local(self.listen) and not self.insecure_allow_remote and (lack := self.lacks()):
+            raise ValueError(
+                f"listen {self.listen} can be reached from other machines and there is {lack}; use 127.0.0.1 or "
+                "unix:, or set insecure_allow_remote"
+            )
+        is_guarded = self.tls_cert_file and self.admin_token_file
+        if self.admin_listen and not is_local(self.admin_listen) and not is_guarded:
+            raise ValueError(
+                f"admin_listen {self.admin_listen} can be reached from other machines; use 127.0.0.1 or unix:, or set "
+                "tls_cert_file and admin_token_file"
+            )
+
+    def lacks(self) -> str:
+        """What keeps `listen` from being safe on a network; empty if nothing does."""
+        if not self.tls_cert_file:
+            return "no encryption (tls_cert_file)"
+        if not self.token_file and not self.tls_client_ca_file:
+            return "no authentication (token_file, tls_client_ca_file)"
+        return ""
 
 
 def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
@@ -263,6 +318,11 @@ def parse_address(address: str) -> tuple[str, int] | str:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError("an IPv6 address is written [::1]:50051")
     return host, int(port)
+
+
+def is_tcp(address: str) -> bool:
+    """Whether this is host:port, which TLS is for."""
+    return bool(address) and not isinstance(parse_address(address), str)
 
 
 def is_local(address: str) -> bool:

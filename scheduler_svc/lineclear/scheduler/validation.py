@@ -32,6 +32,7 @@ MAX_LOGIT_BIAS = 300
 MAX_ID_LIST = 4096
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 255
+MAX_SALT_CHARACTERS = 64
 MAX_ROLE = 32
 MAX_MESSAGES = 4096
 _MAX_VIOLATIONS = 16  # the status travels in a header, which has a size limit
@@ -154,6 +155,8 @@ def check(request: pb.GenerateRequest, bounds: Bounds) -> Checked:
     priority = request.priority if request.HasField("priority") else 128
     if priority > MAX_PRIORITY:
         faults.add("priority", f"must be in [0, {MAX_PRIORITY}]")
+    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+        faults.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
     faults.raise_if_any()
     return Checked(
         label=label,

@@ -71,15 +71,30 @@ class Connection:
         Path | None,
         _option(CONNECTION, "Encrypt, trusting the authority in this PEM file.", exists=True, dir_okay=False),
     ] = None
+    tls_cert: Annotated[
+        Path | None,
+        _option(CONNECTION, "Present the certificate in this PEM file; needs --tls-key.", exists=True, dir_okay=False),
+    ] = None
+    tls_key: Annotated[
+        Path | None, _option(CONNECTION, "The key of --tls-cert, in a PEM file.", exists=True, dir_okay=False)
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        # Not the token itself: every user of the machine can read a command line.
+        _option(CONNECTION, "Show the token in this file.", envvar="LINECLEAR_TOKEN_FILE", exists=True, dir_okay=False),
+    ] = None
     header: Annotated[
         list[str] | None, _option(CONNECTION, "Metadata to send, as key=value. May be repeated.", metavar="KEY=VALUE")
     ] = None
 
     def client(self) -> Client:
         """Raises typer.BadParameter for what cannot be a server."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise typer.BadParameter("go together", param_hint="--tls-cert, --tls-key")
         credentials = None
-        if self.tls or self.tls_ca:
-            credentials = grpc.ssl_channel_credentials(self.tls_ca.read_bytes() if self.tls_ca else None)
+        if self.tls or self.tls_ca or self.tls_cert:
+            files = (self.tls_ca, self.tls_key, self.tls_cert)
+            credentials = grpc.ssl_channel_credentials(*(file.read_bytes() if file else None for file in files))
         entries = [entry.partition("=") for entry in self.header or ()]
         if not all(key and equals for key, equals, _ in entries):
             raise typer.BadParameter("is key=value", param_hint="--header")
@@ -93,6 +108,7 @@ class Connection:
             return Client(
                 self.target,
                 credentials=credentials,
+                token=self.token_file.read_text().strip() if self.token_file else None,
                 metadata=headers,
                 max_attempts=self.max_attempts,
                 **settings,

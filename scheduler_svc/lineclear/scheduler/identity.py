@@ -1,0 +1,68 @@
+"""Who is calling: the tenant that a call is accounted to, and what of the prefix cache that tenant may see.
+
+Decides nothing about whether a call is let in; that is `authentication`'s. A handler asks `caller(context)`.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import grpc.aio
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller as far as it is proven. Callers of one tenant are not told apart."""
+
+    tenant: str = ""
+    """The name of a token or of a client certificate; empty where the listener asks for neither."""
+    proof: str = "none"
+    """"token", "certificate" or "none"."""
+
+
+ANONYMOUS = Identity()
+
+# Set by the interceptor in the task of the call, so it is seen by that call's handler and by no other.
+_by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
+
+
+def remember(tenant: str) -> None:
+    """The call of this task showed the token of `tenant`."""
+    _by_token.set(Identity(tenant, "token"))
+
+
+def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+    """Who makes this call. To be asked in the handler, in the call's own task."""
+    shown = _by_token.get()
+    if shown is not None:
+        return shown
+    name = _certificate_name(context.auth_context())
+    return Identity(name, "certificate") if name else ANONYMOUS
+
+
+def _certificate_name(auth: Any) -> str:
+    """The first alternative name of the caller's certificate, else its common name. The TLS layer checked it."""
+    for field in ("x509_subject_alternative_name", "x509_common_name"):
+        for value in auth.get(field, ()):
+            if value:
+                return str(value.decode("utf-8", "replace"))
+    return ""
+
+
+def cache_salt(identity: Identity, narrower: str = "") -> bytes:
+    """What tells apart the cached prefixes of one caller from those of all others.
+
+    Made here from what was proven. `narrower` is the caller's own word: it can split the tenant's share further and
+    never leads out of it. Keyed with a secret of the process by the core (see blocks.root_key), so that nobody can
+    compute a key in advance.
+    """
+    if identity == ANONYMOUS and not narrower:
+        return b""
+    digest = sha256()
+    for part in (identity.proof, identity.tenant, narrower):
+        encoded = part.encode("utf-8", "replace")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)  # the lengths keep the parts apart
+    return digest.digest()

@@ -1,0 +1,100 @@
+"""How a gRPC server listens: its options, and binding an address without taking it from somebody.
+
+Decides the transport's limits. Which services are offered where is the server's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, parse_address
+
+_MAX_METADATA_BYTES = 16 * 1024
+_IDLE_CONNECTION_MS = 300_000
+_MAX_PROBE_BYTES = 4096
+_MAX_PROBE_STREAMS = 128
+_MAX_PING_STRIKES = 30
+
+Options = list[tuple[str, int]]
+
+
+def data_options(settings: SchedulerSettings) -> Options:
+    """For listeners that take requests."""
+    # No maximum_concurrent_rpcs: it would refuse health checks as well. Admission is the service's.
+    return [
+        *_COMMON,
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        # The default is two hours, in which a caller that vanished holds its blocks.
+        ("grpc.keepalive_time_ms", round(settings.keepalive_time_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Bandwidth probing grows the windows, and with them what hides in the transport for a reader that stopped.
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
+def probe_options() -> Options:
+    """For the listener with health alone: small in everything, since anybody in the cluster may reach it."""
+    return [
+        *_COMMON,
+        ("grpc.max_receive_message_length", _MAX_PROBE_BYTES),
+        ("grpc.max_concurrent_streams", _MAX_PROBE_STREAMS),
+    ]
+
+
+_COMMON: Options = [
+    ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
+    ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+    # Clients that ping as often as we do must not be told off for it; those that only ping are, and leave.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
+]
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Bind and return the address as clients write it; encrypted if it is host:port and there are `credentials`.
+
+    Raises ConfigurationError.
+    """
+    parsed = parse_address(address)
+    if isinstance(parsed, str):
+        _remove_dead_socket(Path(parsed))
+    try:
+        if credentials is None or isinstance(parsed, str):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise ConfigurationError(f"cannot listen on {address}: in use, or not an address of this machine")
+    return address if isinstance(parsed, str) else f"{parsed[0]}:{port}"
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """gRPC would take a path away from a server that lives there; so look first, and remove what a dead one left."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror}") from None
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigurationError(f"cannot listen on unix:{path}: something else is there; remove it, or choose another")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.settimeout(1.0)
+        probe.connect(str(path))
+        raise ConfigurationError(f"cannot listen on unix:{path}: another server does")
+    path.unlink(missing_ok=True)

@@ -1,0 +1,406 @@
+"""Who is let in, over what, and what each listener answers. Real sockets, real certificates, every method there is."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service.serving import Serving, error_of, read_all, run, serving, text_request
+from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
+from structlog.testing import capture_logs
+
+from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.scheduler import identity
+from lineclear.scheduler.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.server import BOTH, OPERATORS
+from lineclear.scheduler.settings import SchedulerSettings, is_local
+from lineclear.scheduler.watched import LOOK_SECONDS
+from lineclear.v1 import inference_pb2 as pb
+
+REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
+METHODS = [f"/{s.full_name}/{m.name}" for s in pb.DESCRIPTOR.services_by_name.values() for m in s.methods]
+HEALTH = [f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch")]
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def ask(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
+    """How a call of any kind of method goes that sends an empty message; "OK" once something comes back."""
+    call = channel.stream_stream(method)(metadata=metadata or None, timeout=20)
+    try:
+        await call.write(b"")
+        await call.done_writing()
+        answer = await call.read()
+        return "OK" if answer is not grpc.aio.EOF else (await call.code()).name
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return str((await call.code()).name)
+    finally:
+        call.cancel()
+
+
+async def ask_until(channel: Any, method: str, token: str, *, refused: bool) -> None:
+    """Ask until the token is (no longer) refused."""
+    async with asyncio.timeout(20 * LOOK_SECONDS):
+        while (await ask(channel, method, *bearer(token)) == "UNAUTHENTICATED") is not refused:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def credentials(leaf: trustme.LeafCert | None = None, authority: trustme.CA = AUTHORITY) -> grpc.ChannelCredentials:
+    if leaf is None:
+        return grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
+    return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), leaf.private_key_pem.bytes(), chain)
+
+
+def secure(s: Serving, chosen: grpc.ChannelCredentials) -> grpc.aio.Channel:
+    # A pool of its own: gRPC would hand the connection of an earlier channel to a later one with the same arguments.
+    return grpc.aio.secure_channel(s.server.address, chosen, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def tcp(**settings: Any) -> dict[str, Any]:
+    return {"listen": "localhost:0", **settings}
+
+
+# --- defaults --------------------------------------------------------------------------------------------------------
+
+
+def test_by_default_only_this_machine_can_reach_us() -> None:
+    settings = SchedulerSettings()
+    assert is_local(settings.listen)
+    assert settings.health_listen == settings.admin_listen == ""
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
+    """Methods come from the descriptors, so one that is added tomorrow is asked too; unknown ones look the same."""
+    assert "/lineclear.v1.InferenceService/Generate" in METHODS
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}")
+        async with serving(tmp_path, token_file=str(file)) as s:
+            for method in (*METHODS, *REFLECTION, "/lineclear.v1.InferenceService/None", "/any.Thing/AtAll"):
+                assert await ask(s.channel, method) == "UNAUTHENTICATED", method
+                assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
+                assert await ask(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
+            for method in HEALTH:
+                assert await ask(s.channel, method) != "UNAUTHENTICATED", method
+            assert s.engine.submitted == []
+            assert s.server.health.is_serving("")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (("authorization", ALICE),),
+        (("authorization", f"Basic {ALICE}"),),
+        (("authorization", "Bearer "),),
+        (("authorization", f"Bearer {ALICE}x"),),
+        (*bearer(ALICE), *bearer(ALICE)),
+        (("authorization-bin", b"Bearer"),),
+        (("x-authorization", f"Bearer {ALICE}"),),
+    ],
+)
+def test_what_is_no_token(tmp_path: Path, metadata: Any) -> None:
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}")
+        async with serving(tmp_path, token_file=str(file)) as s:
+            error = await error_of(s.generate(metadata=metadata))
+            assert (error.code, error.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+            assert error.retry_after_seconds is None
+            assert ALICE not in str(error)
+            assert s.engine.submitted == []
+
+    run(scenario())
+
+
+def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}")
+        async with serving(tmp_path, token_file=str(file)) as s:
+            s.engine.answer = lambda request: [5]
+            stats = METHODS[-1]
+            assert await ask(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
+            open_call = s.generate(metadata=bearer(ALICE))
+            await open_call.read()
+            token_file(tmp_path, f"alice {ALICE}", f"alice {BOB}")
+            await ask_until(s.channel, stats, BOB, refused=False)
+            assert await ask(s.channel, stats, *bearer(ALICE)) != "UNAUTHENTICATED"
+            token_file(tmp_path, f"alice {BOB}")
+            await ask_until(s.channel, stats, ALICE, refused=True)
+            assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
+
+    run(scenario())
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
+            s.engine.answer = lambda request: [5]
+            async with secure(s, credentials()) as channel:
+                await read_all(s.stub_of(channel).Generate(text_request()))
+            async with secure(s, credentials(authority=trustme.CA())) as stranger:
+                assert await ask(stranger, HEALTH[0]) == "UNAVAILABLE"
+            async with grpc.aio.insecure_channel(s.server.address) as plain:
+                assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
+
+    run(scenario())
+
+
+def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """The new one is of another authority, so whoever trusts that alone proves that it is served."""
+    other = trustme.CA()
+
+    async def scenario() -> None:
+        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        key = Path(files["tls_key_file"])
+        async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
+            s.engine.answer = lambda request: []
+            async with secure(s, credentials()) as before:
+                assert await ask(before, HEALTH[0]) != "UNAVAILABLE"
+                await asyncio.to_thread(key.write_text, "half a key")
+                with capture_logs() as lines:
+                    async with asyncio.timeout(20 * LOOK_SECONDS):
+                        while not any(line["event"] == "files_not_reloaded" for line in lines):
+                            async with secure(s, credentials()) as channel:
+                                assert await ask(channel, HEALTH[0]) != "UNAVAILABLE"
+                pem_files(tmp_path, other.issue_cert("localhost"))
+                async with asyncio.timeout(20 * LOOK_SECONDS):
+                    while True:
+                        async with secure(s, credentials(authority=other)) as channel:
+                            if await ask(channel, HEALTH[0]) != "UNAVAILABLE":
+                                break
+                        await asyncio.sleep(0.1)
+                # Who was connected stays so.
+                await read_all(s.stub_of(before).Generate(text_request()))
+
+    run(scenario())
+
+
+def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
+    clients = trustme.CA()
+    (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
+
+    async def scenario() -> None:
+        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
+        async with serving(tmp_path, plaintext=False, **settings) as s:
+            s.engine.answer = lambda request: [5]
+            for stranger in (None, AUTHORITY.issue_cert("alice@example.org")):
+                async with secure(s, credentials(stranger)) as channel:
+                    assert await ask(channel, HEALTH[0]) == "UNAVAILABLE"
+            for name in ("alice", "bob"):
+                async with secure(s, credentials(clients.issue_cert(f"{name}@example.org"))) as channel:
+                    await read_all(s.stub_of(channel).Generate(text_request()))
+            salts = [request.cache_salt for request in s.engine.submitted]
+            wanted = [cache_salt(Identity(f"{name}@example.org", "certificate")) for name in ("alice", "bob")]
+            assert salts == wanted
+
+    run(scenario())
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_who_calls_reaches_the_handler_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Identity] = []
+    real = identity.caller
+    monkeypatch.setattr(identity, "caller", lambda context: seen.append(real(context)) or real(context))
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+        async with serving(tmp_path, token_file=str(file)) as s:
+            s.engine.answer = lambda request: [5]
+            calls = [s.generate(metadata=bearer(token)) for token in (ALICE, BOB) * 8]
+            await asyncio.gather(*map(read_all, calls))
+            assert sorted(i.tenant for i in seen) == ["alice"] * 8 + ["bob"] * 8
+            assert {i.proof for i in seen} == {"token"}
+        seen.clear()
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: [5]
+            await read_all(s.generate())
+            assert seen == [ANONYMOUS]
+
+    run(scenario())
+
+
+def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
+    alice, bob = Identity("alice", "token"), Identity("bob", "token")
+    salts = [
+        cache_salt(i, word)
+        for i in (ANONYMOUS, alice, bob, Identity("alice", "certificate"))
+        for word in ("", "bob", "alice", "x")
+    ]
+    assert len(set(salts)) == len(salts)
+    assert cache_salt(alice, "x") == cache_salt(alice, "x")
+    assert cache_salt(Identity("ab", "token"), "c") != cache_salt(Identity("a", "token"), "bc")
+
+
+def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path) -> None:
+    async def scenario(share: bool) -> None:
+        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+        async with serving(tmp_path, token_file=str(file), share_prefixes=share) as s:
+            s.engine.answer = lambda request: [5]
+            for token, word in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
+                await read_all(s.generate(text_request(cache_salt=word), metadata=bearer(token)))
+            salts = [request.cache_salt for request in s.engine.submitted]
+            assert len(set(salts)) == (2 if share else 4)
+
+    run(scenario(share=False))
+    run(scenario(share=True))
+
+
+# --- listeners -------------------------------------------------------------------------------------------------------
+
+
+def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
+    """With an admin address, each method is answered on one of the two, or on both where that is said."""
+
+    async def scenario() -> None:
+        files = {"token_file": str(token_file(tmp_path, f"alice {ALICE}"))}
+        (tmp_path / "admin").mkdir()
+        files["admin_token_file"] = str(token_file(tmp_path / "admin", f"operator {BOB}"))
+        async with (
+            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", **files) as s,
+            grpc.aio.insecure_channel(s.server.admin_address) as admin,
+        ):
+            for method in METHODS:
+                there = (
+                    await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
+                    await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
+                )
+                assert there == (method not in OPERATORS, method in OPERATORS | BOTH), method
+                # Neither's token opens the other's door.
+                assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
+                assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
+            for method in REFLECTION:
+                assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+                assert await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
+            answer = await health_pb2_grpc.HealthStub(admin).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    run(scenario())
+
+
+def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        settings = tcp(**files, token_file=str(token_file(tmp_path, f"alice {ALICE}")), health_listen="127.0.0.1:0")
+        async with (
+            serving(tmp_path, plaintext=False, **settings) as s,
+            grpc.aio.insecure_channel(s.server.health_address) as probe,
+        ):
+            answer = await health_pb2_grpc.HealthStub(probe).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            for method in (*METHODS, *REFLECTION):
+                assert await ask(probe, method) == "UNIMPLEMENTED"
+
+    run(scenario())
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_both_ends_have_the_same_limit_for_a_message() -> None:
+    from lineclear.client.transport import channel_options
+
+    client = dict(channel_options())
+    assert client["grpc.max_receive_message_length"] == client["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
+    assert SchedulerSettings().max_message_bytes == MAX_MESSAGE_BYTES
+
+
+def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: [5]
+            error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
+            assert error.code in ("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE")
+            assert s.engine.submitted == []
+            await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
+
+    run(scenario())
+
+
+def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_streams_per_connection=4) as s:
+            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(8)]
+            await s.engine.next_request(4)
+            async with grpc.aio.insecure_channel(
+                s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as other:
+                assert await ask(other, HEALTH[0]) != "UNAVAILABLE"  # a round trip, in which a fifth would have come
+            assert len(s.engine.submitted) == 4
+            for call in calls:
+                call.cancel()
+
+    run(scenario())
+
+
+def _frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
+
+
+def test_who_only_pings_is_told_to_leave(tmp_path: Path) -> None:
+    """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
+
+    def flood(path: Path) -> bytes:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(20.0)
+            raw.connect(str(path))
+            raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4) + _frame(6, bytes(8)) * 1000)
+            heard = b""
+            try:
+                while data := raw.recv(65536):
+                    heard += data
+            except ConnectionResetError:
+                pass
+            return heard
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            heard = await asyncio.to_thread(flood, tmp_path / "s")
+            assert b"too_many_pings" in heard
+            assert await ask(s.channel, HEALTH[0]) != "UNAVAILABLE"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\x00" * 4096])
+def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) -> None:
+    def speak(path: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(20.0)
+            raw.connect(str(path))
+            raw.sendall(noise)
+            raw.shutdown(socket.SHUT_WR)
+            try:
+                while raw.recv(65536):
+                    pass
+            except ConnectionResetError:
+                pass
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            s.engine.answer = lambda request: [5]
+            await asyncio.to_thread(speak, tmp_path / "s")
+            await read_all(s.generate())
+
+    run(scenario())

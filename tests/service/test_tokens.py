@@ -1,0 +1,211 @@
+"""Tokens and certificates in files: what is taken, what is refused with which sentence, and when a change is seen."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import trustme
+
+from lineclear.scheduler.certificates import read_certificates
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
+from lineclear.scheduler.tokens import read_tokens
+from lineclear.scheduler.watched import LOOK_SECONDS, Watched
+
+ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
+
+
+def token_file(path: Path, *lines: str, mode: int = 0o400) -> Path:
+    file = path / "tokens"
+    file.unlink(missing_ok=True)
+    file.write_text("".join(f"{line}\n" for line in lines))
+    file.chmod(mode)
+    return file
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_plain_tokens_hashes_and_comments(tmp_path: Path) -> None:
+    hashed = f"sha256:{sha256(BOB.encode()).hexdigest()}"
+    tokens = read_tokens(token_file(tmp_path, "# for people", "", f"alice {ALICE}", f"  bob   {hashed}"))
+    assert tokens.name_of(ALICE) == "alice"
+    assert tokens.name_of(BOB) == "bob"
+    for wrong in ("", "alice", ALICE[:-1], ALICE + "a", ALICE.upper(), hashed, "x" * 10_000, "\udcff"):
+        assert tokens.name_of(wrong) is None
+
+
+def test_two_tokens_of_one_name_are_valid_at_once(tmp_path: Path) -> None:
+    tokens = read_tokens(token_file(tmp_path, f"alice {ALICE}", f"alice {BOB}"))
+    assert tokens.name_of(ALICE) == tokens.name_of(BOB) == "alice"
+
+
+def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often for the first entry as for none, and by the function that takes the same time for every mismatch."""
+    compared: list[int] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(len(a))
+        return a == b
+
+    tokens = read_tokens(token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}"))
+    monkeypatch.setattr("lineclear.scheduler.tokens.hmac.compare_digest", compare)
+    for shown in (ALICE, BOB, "nobody's"):
+        tokens.name_of(shown)
+    assert compared == [32] * 6
+
+
+def test_nothing_secret_is_shown(tmp_path: Path) -> None:
+    assert ALICE not in repr(read_tokens(token_file(tmp_path, f"alice {ALICE}")))
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "no token"),
+        (["# only this"], "no token"),
+        (["alice"], "line 1: a line is a name and a token"),
+        (["# x", f"alice {ALICE} more"], "line 2: a line is a name and a token"),
+        (["alice short"], "16 to 4096"),
+        ([f"al!ce {ALICE}"], "a name is"),
+        (["alice sha256:beef"], "64 lower-case"),
+        ([f"alïce {ALICE}"], "ASCII"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_its_contents_are_not_repeated(tmp_path: Path, lines: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        read_tokens(token_file(tmp_path, *lines))
+    assert "tokens" in str(caught.value)
+    assert not any(word in str(caught.value) for word in (ALICE, "short", "beef"))
+
+
+@pytest.mark.parametrize("mode", [0o404, 0o444, 0o604, 0o402])
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigurationError, match="chmod 0400"):
+        read_tokens(token_file(tmp_path, f"alice {ALICE}", mode=mode))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_tokens(tmp_path / "absent")
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_change_is_seen_after_a_second_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    file = token_file(tmp_path, f"alice {ALICE}")
+    watched = Watched([file], lambda: read_tokens(file), clock)
+    token_file(tmp_path, f"bob {BOB}")
+    clock.now += LOOK_SECONDS / 2
+    assert watched.current().name_of(ALICE) == "alice"
+    clock.now += LOOK_SECONDS / 2
+    assert (watched.current().name_of(ALICE), watched.current().name_of(BOB)) == (None, "bob")
+    assert watched.version == 1
+    for broken in (lambda: token_file(tmp_path, "rubbish"), file.unlink):
+        broken()
+        clock.now += LOOK_SECONDS
+        assert watched.current().name_of(BOB) == "bob"
+        assert watched.version == 1
+    token_file(tmp_path, f"alice {ALICE}")
+    clock.now += LOOK_SECONDS
+    assert watched.current().name_of(ALICE) == "alice"
+
+
+def test_a_link_that_is_swapped_is_a_change(tmp_path: Path) -> None:
+    """How Kubernetes renews a mounted secret."""
+    clock = Clock()
+    for name, token in (("one", ALICE), ("two", BOB)):
+        (tmp_path / name).mkdir()
+        token_file(tmp_path / name, f"x {token}")
+    link = tmp_path / "data"
+    link.symlink_to("one")
+    file = link / "tokens"
+    watched = Watched([file], lambda: read_tokens(file), clock)
+    (tmp_path / "new").symlink_to("two")
+    (tmp_path / "new").rename(link)
+    clock.now += LOOK_SECONDS
+    assert watched.current().name_of(BOB) == "x"
+
+
+def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path: Path) -> None:
+    clock = Clock()
+    reads: list[float] = []
+    file = token_file(tmp_path, f"alice {ALICE}")
+    watched = Watched([file], lambda: reads.append(clock.now), clock)
+    for _ in range(1000):
+        clock.now += LOOK_SECONDS / 100
+        file.touch()
+        watched.current()
+    assert len(reads) <= 11
+
+
+# --- certificates ----------------------------------------------------------------------------------------------------
+
+AUTHORITY = trustme.CA()
+
+
+def pem_files(path: Path, leaf: trustme.LeafCert, name: str = "server") -> dict[str, str]:
+    """The settings that name the certificate and its key, both written below `path`."""
+    cert, key = path / f"{name}.pem", path / f"{name}.key"
+    cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    key.write_bytes(leaf.private_key_pem.bytes())
+    return {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+
+
+def read(**files: str) -> None:
+    read_certificates(SchedulerSettings(listen="127.0.0.1:0", **files))
+
+
+def test_a_good_certificate_is_taken(tmp_path: Path) -> None:
+    read(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
+
+
+def test_one_of_an_intermediate_authority_is_taken(tmp_path: Path) -> None:
+    read(**pem_files(tmp_path, AUTHORITY.create_child_ca().issue_cert("localhost")))
+
+
+def test_what_cannot_serve_is_refused_with_file_and_reason(tmp_path: Path) -> None:
+    good = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    other = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"), "other")
+    import datetime
+
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    expired = pem_files(tmp_path, AUTHORITY.issue_cert("localhost", not_after=yesterday), "expired")
+    (tmp_path / "rubbish").write_text("rubbish")
+    rubbish = {"tls_cert_file": str(tmp_path / "rubbish")}
+    for files, says in (
+        (good | {"tls_key_file": other["tls_key_file"]}, "key values mismatch"),
+        (expired, "expired"),
+        (good | rubbish, "rubbish"),
+        (good | {"tls_cert_file": str(tmp_path / "absent")}, "absent: No such file"),
+        (good | {"tls_key_file": str(tmp_path)}, "Is a directory"),
+        (good | {"tls_client_ca_file": str(tmp_path / "rubbish")}, "rubbish holds no certificate"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            read(**files)
+
+
+def test_a_locked_key_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    key = Path(files["tls_key_file"])
+    locked = load_pem_private_key(key.read_bytes(), None)
+    key.write_bytes(locked.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    with pytest.raises(ConfigurationError, match="password"):
+        read(**files)
