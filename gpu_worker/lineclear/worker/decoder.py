@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attention import AttentionBackend
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from .linear import Linear, pack
+from .pages import Pages
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
@@ -57,9 +58,10 @@ class Decoder:
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._embedding: Tensor = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
-        self._layers = [_layer(module) for module in model.model.layers]
+        pages = Pages()
+        self._layers = [_layer(module, pages) for module in model.model.layers]
         self._final = _norm(model.model.norm)
-        self._head = pack([model.lm_head])
+        self._head = pack([model.lm_head], pages)
         self._intermediate = int(config.intermediate_size)
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
@@ -175,7 +177,7 @@ def release_weights(model: Any) -> None:
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
-def _layer(module: Any) -> _Layer:
+def _layer(module: Any, pages: Pages) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
     fused = hasattr(attention, "qkv_proj")
     after = getattr(module, "post_feedforward_layernorm", None)
@@ -187,12 +189,12 @@ def _layer(module: Any) -> _Layer:
         norm_after_attention=None if after is None else _norm(between),
         norm_before_mlp=_norm(between) if after is None else None,
         norm_after_mlp=_maybe(after),
-        qkv=pack([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=pack([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], pages),
         q_norm=_maybe(getattr(attention, "q_norm", None)),
         k_norm=_maybe(getattr(attention, "k_norm", None)),
-        attention_output=pack([attention.o_proj]),
-        gate_up=pack([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]),
-        down=pack([mlp.down_proj]),
+        attention_output=pack([attention.o_proj], pages),
+        gate_up=pack([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], pages),
+        down=pack([mlp.down_proj], pages),
         rotates=use_rope,
     )
 

@@ -1,6 +1,8 @@
-"""Matrix products with weights that never change: laid out once for the library that multiplies.
+"""Matrix products with weights that never change: laid out once for whatever multiplies fastest here.
 
-On CPUs oneDNN's own layout is worth 1.25 to 1.6 times at up to 32 rows, and products of one input are fused into one.
+Products of one input are fused into one. bf16 weights go through our own kernel where the processor's bf16 instruction
+is the slower way (see kernels/matmul.cpp), anything else on a CPU through oneDNN's own layout, worth 1.25 to 1.6 times
+at up to 32 rows.
 """
 
 from __future__ import annotations
@@ -11,23 +13,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels import LANES, library, multiplies_bfloat16
+from .pages import Pages
+
 Linear = Callable[[Tensor], Tensor]
 """[rows, in_features] -> [rows, out_features]."""
 
-_TYPICAL_ROWS = 64  # what the layout is tuned for
+_TYPICAL_ROWS = 64  # what oneDNN's layout is tuned for
 
 
-def pack(layers: Sequence[nn.Linear]) -> Linear:
+def pack(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     """The layers' products of one input, side by side: outputs in the order given."""
     weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
     biases = [layer.bias for layer in layers]
     bias = None if all(b is None for b in biases) else torch.cat([_bias(layer) for layer in layers])
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return _packed(weight, bias)
+    if weight.device.type != "cpu":
+        return lambda x: F.linear(x, weight, bias)
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and multiplies_bfloat16():
+        return widened(weight, bias, pages)
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return onednn(weight, bias)
     return lambda x: F.linear(x, weight, bias)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
+def widened(weight: Tensor, bias: Tensor | None, pages: Pages) -> Linear:
+    """Through our own kernel, in fp32 products of bf16 inputs; `library()` is there.
+
+    A row's result is the same bit for bit whatever rows lie beside it.
+    """
+    native = library()
+    assert native is not None
+    outputs, inputs = weight.shape
+    panels = pages.take((native.lineclear_laid_out(outputs, inputs),), torch.bfloat16)
+    weight = weight.contiguous()
+    native.lineclear_lay_out(outputs, inputs, weight.data_ptr(), panels.data_ptr())
+    wide_bias = None if bias is None else F.pad(bias.float(), (0, len(panels) // inputs - outputs)).contiguous()
+    bias_pointer = None if wide_bias is None else wide_bias.data_ptr()
+    panels_pointer, multiply = panels.data_ptr(), native.lineclear_multiply
+
+    def linear(x: Tensor, kept: tuple[Tensor, Tensor | None] = (panels, wide_bias)) -> Tensor:
+        out = x.new_empty(len(x), outputs)
+        multiply(len(x), inputs, outputs, x.data_ptr(), panels_pointer, bias_pointer, out.data_ptr())
+        return out
+
+    return linear
+
+
+def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Through oneDNN, in the layout it likes best."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     product = torch.ops.mkldnn._linear_pointwise
     none: list[float] = []

@@ -20,7 +20,7 @@ LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
 
-_ABI = 2
+_ABI = 3
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _FUNCTIONS: dict[str, list[Any]] = {
@@ -29,6 +29,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
     "lineclear_split_heads": [*[_INTEGER] * 6, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
     "lineclear_gate": [*[_INTEGER] * 4, *[_POINTER] * 2],
+    "lineclear_widening_pays": [],
+    "lineclear_laid_out": [_INTEGER] * 2,
+    "lineclear_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],
+    "lineclear_multiply": [*[_INTEGER] * 3, *[_POINTER] * 4],
 }
 # Best first: the library, and what the processor must be able to do for it.
 _X86 = (
@@ -55,6 +59,13 @@ def library() -> Any | None:
     return next((found for name in candidates() if (found := load(name)) is not None), None)
 
 
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether products with bf16 weights are faster through `lineclear_multiply` than through oneDNN here."""
+    found = library()
+    return found is not None and "amx_bf16" not in _x86_flags() and bool(found.lineclear_widening_pays())
+
+
 def library_name() -> str:
     """Which one `library()` is, as `x86_64_avx512bf16`; empty for none."""
     found = library()
@@ -73,7 +84,8 @@ def load(name: str) -> Any | None:
     for function, arguments in _FUNCTIONS.items():
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
-    found.lineclear_items.restype = _INTEGER
+    for function in ("lineclear_items", "lineclear_widening_pays", "lineclear_laid_out"):
+        getattr(found, function).restype = _INTEGER
     return found
 
 

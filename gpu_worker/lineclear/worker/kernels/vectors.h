@@ -48,7 +48,7 @@ inline void from_float(float x, bf16* out) {  // round to nearest, ties to even;
   *out = bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-inline vfloat splat(float x) { return vfloat{} + x; }
+inline vfloat splat(float x) { return x - vfloat{}; }  // 0 + x would not be x for -0, and cost an addition
 inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat_u*>(p); }
 inline vfloat load(const bf16* p) {
   vuint wide = __builtin_convertvector(*reinterpret_cast<const vshort_u*>(p), vuint) << 16;

@@ -1,0 +1,74 @@
+"""Products with weights laid out for our own kernel, in every library this processor can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lineclear.worker import linear
+from lineclear.worker.kernels import candidates, load
+from lineclear.worker.pages import Pages
+
+pytestmark = pytest.mark.skipif(not candidates(), reason="no C++ compiler built any kernels here")
+
+
+@pytest.fixture(params=candidates())
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load(request.param)
+    monkeypatch.setattr(linear, "library", lambda: found)
+
+
+def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(outputs + inputs)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
+def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bool) -> None:
+    module = layer(outputs, inputs, bias=bias)
+    multiply = linear.widened(module.weight.detach(), module.bias.detach() if bias else None, Pages())
+    exact = module.double()
+    for rows in (*range(1, 29), 64, 130):
+        x = torch.randn(rows, inputs).bfloat16()
+        torch.testing.assert_close(multiply(x).double(), exact(x.double()), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    multiply = linear.widened(layer(96, 80).weight.detach(), None, Pages())
+    x = torch.randn(150, 80).bfloat16()
+    alone = torch.cat([multiply(row[None]) for row in x])
+    for rows in (2, 5, 13, 14, 27, 64, 150):
+        assert torch.equal(multiply(x[:rows]), alone[:rows])
+
+
+@pytest.mark.usefixtures("native")
+def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
+    multiply = linear.widened(layer(32, 32).weight.detach(), None, Pages())
+    x = torch.randn(3, 32).bfloat16()
+    clean = multiply(x)
+    x[1, 7] = float("nan")
+    found = multiply(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+
+
+def test_products_of_one_input_lie_side_by_side() -> None:
+    modules = [layer(32, 48, bias=True), layer(16, 48)]
+    x = torch.randn(4, 48).bfloat16()
+    found = linear.pack(modules, Pages())(x)
+    torch.testing.assert_close(found, torch.cat([module(x) for module in modules], dim=1), rtol=2**-7, atol=1e-3)
+
+
+def test_memory_is_aligned_and_nobody_elses() -> None:
+    pages = Pages()
+    tensors = [pages.take((n, 3), torch.bfloat16) for n in (1, 50, 40_000_000, 7)]
+    for value, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        tensor[-1] = value
+        tensor[0] = value
+    assert [int(t[0, 0]) for t in tensors] == [0, 1, 2, 3]
+    assert [int(t[-1, 2]) for t in tensors] == [0, 1, 2, 3]
