@@ -68,16 +68,16 @@ void tile(const Product& p, const float* inputs, int64_t column, bf16* out) {
     for (int n = 0; n < N; n++) {
       const bf16* at = weights + ((n / VECTORS) * p.inputs + i) * PANEL + (n % VECTORS) * LANES * 2;
       if (n % VECTORS == 0) __builtin_prefetch((const char*)at + PREFETCH);
-      std::memcpy(&pairs[n], at, sizeof(vuint));
+      pairs[n] = load_pairs(at);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) sums[r][n] += (vfloat)(pairs[n] << 16) * splat(inputs[i * ROWS + r]);
+      for (int n = 0; n < N; n++) sums[r][n] += first(pairs[n]) * splat(inputs[i * ROWS + r]);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) sums[r][n] += (vfloat)(pairs[n] & 0xffff0000u) * splat(inputs[(i + 1) * ROWS + r]);
+      for (int n = 0; n < N; n++) sums[r][n] += second(pairs[n]) * splat(inputs[(i + 1) * ROWS + r]);
   }
   float all[ROWS][N * LANES];
 #pragma GCC unroll 16

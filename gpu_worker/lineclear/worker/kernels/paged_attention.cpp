@@ -10,10 +10,6 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int MAX_ROWS = 8;    // query rows of one work item
@@ -28,45 +24,38 @@ struct Geometry {
   int64_t page_k(int64_t block, int64_t head) const { return (block * num_kv_heads + head) * head_dim * block_size; }
 };
 
-#if defined(__AVX512BF16__)
-constexpr bool PAIRED = true;  // K of bf16 pools: [block, head, dim / 2, token, 2], for the dot product of pairs
-#else
-constexpr bool PAIRED = false;
-#endif
-
+// A page of K: [dim, token] in fp32, [dim / 2, token, 2] in bf16.
 template <typename T>
 inline int64_t k_cell(const Geometry& g, int64_t token, int64_t dim) {
-  if (PAIRED && sizeof(T) == 2) return (dim / 2) * g.block_size * 2 + token * 2 + (dim & 1);
+  if (sizeof(T) == 2) return (dim / 2) * g.block_size * 2 + token * 2 + (dim & 1);
   return dim * g.block_size + token;
 }
 
-// Scores of ROWS queries against LANES keys at each of GROUPS places: acc[r][g].
+// Scores of ROWS queries [ROWS, dim] against LANES keys at each of GROUPS places: acc[r][g].
 template <typename T, int ROWS, int GROUPS>
-inline void dot(const T* const* q, const T* const* k, int64_t dim, int64_t block_size, vfloat acc[ROWS][GROUPS]) {
+inline void dot(const float* q, const T* const* k, int64_t dim, int64_t block_size, vfloat acc[ROWS][GROUPS]) {
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
     for (int g = 0; g < GROUPS; g++) acc[r][g] = vfloat{};
-#if defined(__AVX512BF16__)
-  if constexpr (sizeof(T) == 2) {
-    for (int64_t d = 0; d < dim; d += 2) {
-      __m512bh keys[GROUPS];
-      for (int g = 0; g < GROUPS; g++) keys[g] = (__m512bh)_mm512_loadu_si512(k[g] + d * block_size);
-      for (int r = 0; r < ROWS; r++) {
-        int32_t pair;
-        std::memcpy(&pair, q[r] + d, 4);
-        __m512bh query = (__m512bh)_mm512_set1_epi32(pair);
-        for (int g = 0; g < GROUPS; g++) acc[r][g] = (vfloat)_mm512_dpbf16_ps((__m512)acc[r][g], keys[g], query);
+  for (int64_t d = 0; d < dim; d += 2) {
+    vfloat even[GROUPS], odd[GROUPS];
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) {
+      if constexpr (sizeof(T) == 2) {
+        const vuint pairs = load_pairs(k[g] + d * block_size);
+        even[g] = first(pairs), odd[g] = second(pairs);
+      } else {
+        even[g] = load(k[g] + d * block_size), odd[g] = load(k[g] + (d + 1) * block_size);
       }
     }
-    return;
-  }
-#endif
-  for (int64_t d = 0; d < dim; d++) {
-    vfloat keys[GROUPS];
-    for (int g = 0; g < GROUPS; g++) keys[g] = load(k[g] + d * block_size);
-    for (int r = 0; r < ROWS; r++) {
-      float query = to_float(q[r][d]);
-      for (int g = 0; g < GROUPS; g++) acc[r][g] += keys[g] * query;
-    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; g++) {
+        acc[r][g] += even[g] * splat(q[r * dim + d]);
+        acc[r][g] += odd[g] * splat(q[r * dim + d + 1]);
+      }
   }
 }
 
@@ -84,22 +73,50 @@ struct Layer {
   float scaling, softcap;
 };
 
+// `W` registers of values of one token, from dimension d on. Those of bf16 hold every other one: the first register of
+// each two the even ones, the second the odd ones; `place` undoes that at the end.
+template <typename T, int W>
+inline void load_values(const T* v, vfloat values[W]) {
+  if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+#pragma GCC unroll 4
+    for (int w = 0; w < W; w += 2) {
+      const vuint pairs = load_pairs(v + w * LANES);
+      values[w] = first(pairs), values[w + 1] = second(pairs);
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int w = 0; w < W; w++) values[w] = load(v + w * LANES);
+  }
+}
+
+// Where in a row of sums the value of dimension `d` is: in pairs for all that `weigh` takes two or more registers at once.
+template <typename T, int WIDE>
+inline int64_t place(int64_t d, int64_t dim) {
+  if (sizeof(T) != 2 || WIDE % 2 || d >= dim / (WIDE * LANES) * (WIDE * LANES)) return d;
+  const int64_t inside = d % (2 * LANES);
+  return d - inside + inside / 2 + inside % 2 * LANES;
+}
+
 // out[r][0 .. W * LANES) += p[r][t] * v[t], for `count` tokens of one page.
 template <typename T, int ROWS, int W>
 inline void weigh(const T* v, int64_t stride, int count, const float* p, float* out, int64_t dim) {
   vfloat acc[ROWS][W];
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
     for (int w = 0; w < W; w++) acc[r][w] = load(out + r * dim + w * LANES);
   for (int t = 0; t < count; t++) {
     vfloat values[W];
-    for (int w = 0; w < W; w++) values[w] = load(v + t * stride + w * LANES);
-    for (int r = 0; r < ROWS; r++) {
-      float weight = p[r * TILE_KEYS + t];
-      for (int w = 0; w < W; w++) acc[r][w] += values[w] * weight;
-    }
+    load_values<T, W>(v + t * stride, values);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int w = 0; w < W; w++) acc[r][w] += values[w] * splat(p[r * TILE_KEYS + t]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
-    for (int w = 0; w < W; w++) *reinterpret_cast<vfloat_u*>(out + r * dim + w * LANES) = acc[r][w];
+#pragma GCC unroll 4
+    for (int w = 0; w < W; w++) store(out + r * dim + w * LANES, acc[r][w]);
 }
 
 template <typename T, int ROWS>
@@ -108,13 +125,14 @@ void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int
   const int64_t dim = g.head_dim, size = g.block_size;
   const T* k_pool = static_cast<const T*>(layer.k_pool);
   const T* v_pool = static_cast<const T*>(layer.v_pool);
-  const T* q[ROWS];
+  alignas(64) float q[ROWS * 512];
   float largest[ROWS], total[ROWS];
   alignas(64) float out[ROWS * 512];
   alignas(64) float p[ROWS * TILE_KEYS];
   int64_t low = task.lows[0], limit = task.limits[0];
   for (int r = 0; r < ROWS; r++) {
-    q[r] = static_cast<const T*>(task.queries[r]);
+    const T* query = static_cast<const T*>(task.queries[r]);
+    for (int64_t d = 0; d < dim; d += LANES) store(q + r * dim + d, load(query + d));
     largest[r] = task.sinks ? task.sinks[r] : -INFINITY;
     total[r] = task.sinks ? 1.0f : 0.0f;
     low = task.lows[r] < low ? task.lows[r] : low;
@@ -198,7 +216,7 @@ void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int
   for (int r = 0; r < ROWS; r++) {
     T* to = static_cast<T*>(task.outs[r]);
     const float share = 1.0f / total[r];
-    for (int64_t d = 0; d < dim; d++) from_float(out[r * dim + d] * share, to + d);
+    for (int64_t d = 0; d < dim; d++) from_float(out[r * dim + place<T, width_for(ROWS)>(d, dim)] * share, to + d);
   }
 }
 

@@ -59,16 +59,30 @@ inline vfloat select(vint mask, vfloat yes, vfloat no) {
   return (vfloat)bits;
 }
 inline vfloat vmax(vfloat a, vfloat b) { return select(a > b, a, b); }
+// Over all lanes, in halves: a chain through every lane would take four times as long.
 inline float hmax(vfloat v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-  return best;
+  float lane[LANES];
+  std::memcpy(lane, &v, sizeof(v));
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] = lane[i + width] > lane[i] ? lane[i + width] : lane[i];
+  return lane[0];
 }
 inline float hsum(vfloat v) {
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += v[i];
-  return sum;
+  float lane[LANES];
+  std::memcpy(lane, &v, sizeof(v));
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+  return lane[0];
 }
+
+// Two bf16 in 32 bits, widened: one operation each, where widening neighbours into neighbours takes a shuffle more.
+inline vuint load_pairs(const bf16* p) {
+  vuint pairs;
+  std::memcpy(&pairs, p, sizeof(pairs));
+  return pairs;
+}
+inline vfloat first(vuint pairs) { return (vfloat)(pairs << 16); }
+inline vfloat second(vuint pairs) { return (vfloat)(pairs & 0xffff0000u); }
 
 // e^x for x <= 0 or moderate x: range reduction by ln 2 and a degree-6 polynomial (coefficients: Cephes expf).
 inline vfloat vexp(vfloat x) {
