@@ -6,6 +6,7 @@ Linux only for the CPU and memory figures, which are 0 elsewhere. Standard libra
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -121,6 +122,16 @@ def process_seconds(pids: Iterable[int]) -> float:
     """CPU time of these processes so far, all threads, without their children."""
     processes = _processes()
     return sum(sum(processes[pid][1:3]) for pid in pids if pid in processes) / os.sysconf("SC_CLK_TCK")
+
+
+def threads_seconds(pid: int) -> dict[int, float]:
+    """CPU time of each thread of a process so far, by thread id; the first has the process's own."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            found[int(path.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _own_ticks() -> int:

@@ -124,9 +124,10 @@ def _file(file: pb.FileDescriptorProto) -> Iterator[str]:
     for s, service in enumerate(file.service):
         yield from (f"## {service.name}", "", comments.get((6, s), ""), "")
         for m, method in enumerate(service.method):
+            asks = "stream " if method.client_streaming else ""
             stream = "stream " if method.server_streaming else ""
             answer = f"{stream}{_short(method.output_type)}"
-            yield from (f"### {method.name}({_short(method.input_type)}) → {answer}", "")
+            yield from (f"### {method.name}({asks}{_short(method.input_type)}) → {answer}", "")
             yield from (comments.get((6, s, 2, m), ""), "")
     yield from (f"## Messages of `{file.name}`", "")
     for m, message in enumerate(file.message_type):
@@ -146,6 +147,8 @@ def _file(file: pb.FileDescriptorProto) -> Iterator[str]:
 
 def _type(field: pb.FieldDescriptorProto) -> str:
     name = SCALARS.get(field.type) or _short(field.type_name)
+    if name.endswith("Entry"):  # the only maps there are
+        return "map<string, string>"
     if field.label == pb.FieldDescriptorProto.LABEL_REPEATED:
         return f"repeated {name}"
     return f"optional {name}" if field.proto3_optional else name

@@ -155,14 +155,22 @@ class FakeEngine:
         self._publish([Started(key, 3, 12, cached_tokens)])
 
     def tokens(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
+        self._publish([self._ready(key, tokens, logprobs)])
+
+    def step(self, tokens: dict[str, list[int]]) -> None:
+        """Tokens of several requests in one go."""
+        self._publish([self._ready(key, ids, ()) for key, ids in tokens.items()])
+
+    def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> TokensReady:
         record, now = self._records[key], monotonic()
-        self._publish([TokensReady(key, record.completion_tokens, tuple(tokens), tuple(logprobs))])
+        event = TokensReady(key, record.completion_tokens, tuple(tokens), tuple(logprobs))
         self._records[key] = replace(
             record,
             completion_tokens=record.completion_tokens + len(tokens),
             first_token_at=record.first_token_at or now,
             last_token_at=now,
         )
+        return event
 
     def finish_by(self, key: str, reason: FinishReason, matched_token_id: int | None = None) -> None:
         if self.requests.pop(key, None) is not None:

@@ -64,7 +64,7 @@ async def taken(mailbox: Mailbox) -> Delivery:
 def test_every_token_once_and_one_end(chunks: list[int], reads: list[bool], fails: bool, asks_logprobs: bool) -> None:
     async def scenario() -> None:
         inbox, engine, _ = streams()
-        mailbox = inbox.open("r", None)
+        mailbox = inbox.open("r", None, wants_times=True)
         events: list[Event] = [Admitted(mailbox.key), Started(mailbox.key, 1, 2, 0)]
         count = 0
         for size in chunks:

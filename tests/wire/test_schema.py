@@ -37,6 +37,8 @@ def _undocumented(file: FileDescriptorProto) -> Iterator[str]:
         for i, field in enumerate(proto.field):
             yield from [f"{name}.{field.name}"] * ((*path, 2, i) not in commented)
         for i, nested in enumerate(proto.nested_type):
+            if nested.options.map_entry:  # made by the compiler; the field says what it is
+                continue
             yield from message(nested, (*path, 3, i), f"{name}.{nested.name}")
 
     for i, proto in enumerate(file.message_type):

@@ -40,6 +40,11 @@ class InferenceServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/lineclear.v1.InferenceService/Session',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.SessionResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/lineclear.v1.InferenceService/Tokenize',
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -69,6 +74,17 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generate an answer and stream it as it is made. The call's deadline is
         the request's deadline; cancelling the call cancels the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Many requests of one caller over one stream: all that is new for any of
+        them travels together, one message for a step, which costs the server a
+        fraction of as many calls of Generate. A request that fails fails alone.
+        Cancelling the call cancels its requests; ending only the sending side
+        lets them come to their ends, and then the call is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +125,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=lineclear_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.SessionRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.SessionResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -159,6 +180,33 @@ class InferenceService(object):
             '/lineclear.v1.InferenceService/Generate',
             lineclear_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             lineclear_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lineclear.v1.InferenceService/Session',
+            lineclear_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

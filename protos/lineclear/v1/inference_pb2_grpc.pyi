@@ -3,8 +3,8 @@
 isort:skip_file
 The public interface of a lineclear server.
 
-Failure is always the status of the call, never a payload: the status
-details carry google.rpc.ErrorInfo (domain "lineclear", a reason in
+Failure is the status of the call (where one call serves many requests, a
+Failure that says the same of one of them). The status details carry google.rpc.ErrorInfo (domain "lineclear", a reason in
 UPPER_SNAKE_CASE, figures in its metadata), BadRequest with the path of the
 field at fault, and RetryInfo where trying again makes sense.
 """
@@ -43,6 +43,13 @@ class InferenceServiceStub:
     """Generate an answer and stream it as it is made. The call's deadline is
     the request's deadline; cancelling the call cancels the request.
     """
+    Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
+    """Many requests of one caller over one stream: all that is new for any of
+    them travels together, one message for a step, which costs the server a
+    fraction of as many calls of Generate. A request that fails fails alone.
+    Cancelling the call cancels its requests; ending only the sending side
+    lets them come to their ends, and then the call is over.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or of a conversation, as Generate would make them."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -60,6 +67,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate an answer and stream it as it is made. The call's deadline is
     the request's deadline; cancelling the call cancels the request.
+    """
+    Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
+    """Many requests of one caller over one stream: all that is new for any of
+    them travels together, one message for a step, which costs the server a
+    fraction of as many calls of Generate. A request that fails fails alone.
+    Cancelling the call cancels its requests; ending only the sending side
+    lets them come to their ends, and then the call is over.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Token ids of a text or of a conversation, as Generate would make them."""
@@ -81,6 +95,19 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generate an answer and stream it as it is made. The call's deadline is
         the request's deadline; cancelling the call cancels the request.
+        """
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.SessionRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.SessionResponse], _abc.AsyncIterator[_inference_pb2.SessionResponse]]:
+        """Many requests of one caller over one stream: all that is new for any of
+        them travels together, one message for a step, which costs the server a
+        fraction of as many calls of Generate. A request that fails fails alone.
+        Cancelling the call cancels its requests; ending only the sending side
+        lets them come to their ends, and then the call is over.
         """
 
     @_abc_1.abstractmethod

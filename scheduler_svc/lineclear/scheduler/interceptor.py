@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -33,7 +33,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Guards the methods of `services`; those of others pass untouched.
 
-    The methods are coroutine functions of (request, context) that take one request.
+    The methods are coroutine functions of (request, context); one that takes a stream of requests answers with one.
     """
 
     def __init__(self, *services: str) -> None:
@@ -59,6 +59,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded[method]
 
     def _guard(self, method: str, handler: Handler) -> Handler:
+        if handler.request_streaming:
+            assert handler.response_streaming, "no method of ours takes many and answers once"
+            return grpc.stream_stream_rpc_method_handler(
+                self._ending_well(method, _of_wellformed(handler.stream_stream)),
+                request_deserializer=_total(handler.request_deserializer),
+                response_serializer=handler.response_serializer,
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 self._ending_well(method, handler.unary_stream),
@@ -75,7 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 if request is _MALFORMED:
-                    raise Malformed("the bytes are no message of this method; a string in it may be no UTF-8")
+                    raise _malformed()
                 return await behavior(request, context)
             except LineclearError as error:
                 return await abort(context, error)
@@ -102,6 +109,25 @@ def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]
             return _MALFORMED
 
     return total
+
+
+def _of_wellformed(behavior: Any) -> Behavior:
+    """The same on a stream that raises Malformed at the first request that is none."""
+
+    async def wellformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            if request is _MALFORMED:
+                raise _malformed()
+            yield request
+
+    async def guarded(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await behavior(wellformed(requests), context)
+
+    return guarded
+
+
+def _malformed() -> Malformed:
+    return Malformed("the bytes are no message of this method; a string in it may be no UTF-8")
 
 
 def incident(where: str, error: BaseException) -> InternalError:

@@ -55,26 +55,64 @@ class End(NamedTuple):
 class Delivery(NamedTuple):
     """Everything not yet delivered, in one. `logprobs` is empty or one for each token, as `times` is.
 
+    `pieces` is empty or has the text that each token released, and after them, at the end, that of no token.
     `times` are seconds of the monotonic clock at which the worker's result was seen.
     """
 
     first_index: int
     token_ids: Sequence[int]
-    text: str
+    pieces: Sequence[str]
     logprobs: Sequence[Logprobs]
     times: Sequence[float]
     started: Started | None
     end: End | None
 
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.pieces)
+
 
 class Mailbox:
-    """One request's unread answer. One reader; written to by Streams only.
+    """One request's unread answer. One reader, which waits in `take` or is told by `listen`; written to by Streams
+    only.
 
     `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any.
     """
 
+    __slots__ = (
+        "_end",
+        "_engine",
+        "_error",
+        "_first_unread",
+        "_is_announced",
+        "_listener",
+        "_logprobs",
+        "_max_unread_tokens",
+        "_pieces",
+        "_text",
+        "_times",
+        "_tokens",
+        "_unsent_start",
+        "_waiter",
+        "_wants_times",
+        "is_over",
+        "key",
+        "label",
+        "num_received",
+        "record",
+        "started",
+    )
+
     def __init__(
-        self, key: str, label: str, text: AnswerText | None, engine: Canceller, max_unread_tokens: int
+        self,
+        key: str,
+        label: str,
+        text: AnswerText | None,
+        engine: Canceller,
+        max_unread_tokens: int,
+        *,
+        wants_times: bool,
     ) -> None:
         self.key = key
         self.label = label
@@ -86,6 +124,7 @@ class Mailbox:
         self._text = text
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
+        self._wants_times = wants_times
         self._first_unread = 0
         self._tokens: list[int] = []
         self._pieces: list[str] = []
@@ -95,23 +134,41 @@ class Mailbox:
         self._end: End | None = None
         self._error: LineclearError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._is_announced = False  # the listener knows
 
     # --- the reader --------------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when there is something to take, and not again until it was taken."""
+        self._listener = listener
+        if self.has_news:
+            self._wake()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_now` has something to give, or to raise."""
+        return bool(self._tokens or self._unsent_start or self._end or self._error)
 
     async def take(self) -> Delivery:
         """All that is unread, as soon as there is something. The one with an `end` is the last.
 
         Raises the error the request failed with, once everything before it is delivered.
         """
-        while not (self._tokens or self._unsent_start or self._end or self._error):
+        while not self.has_news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self.take_now()
+
+    def take_now(self) -> Delivery:
+        """The same where there are news already."""
+        self._is_announced = False
         if self._error is not None and not self._tokens:
             raise self._error
         delivery = Delivery(
             self._first_unread,
             self._tokens,
-            "".join(self._pieces),
+            self._pieces,
             self._logprobs,
             self._times,
             self._unsent_start,
@@ -121,6 +178,20 @@ class Mailbox:
         self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
         self._unsent_start = None
         return delivery
+
+    def take_plain(self) -> tuple[int, list[int], list[str]] | None:
+        """First index, tokens and the text of each, where that is all there is to take: the usual case, made cheap.
+
+        None where `take_now` is needed.
+        """
+        tokens = self._tokens
+        if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
+            return None
+        self._is_announced = False
+        first_index, pieces = self._first_unread, self._pieces
+        self._first_unread = first_index + len(tokens)
+        self._tokens, self._pieces = [], []
+        return first_index, tokens, pieces
 
     def fail(self, error: LineclearError) -> None:
         """End the stream with `error` unless it ended already."""
@@ -135,20 +206,24 @@ class Mailbox:
         self._wake()
 
     def on_tokens(self, event: TokensReady, at: float) -> None:
-        if self._stopped() or self._error is not None:
+        text = self._text
+        if self._error is not None or (text is not None and text.match is not None):
             return  # made before the engine heard that the answer is over
         assert event.first_index == self.num_received, "a gap in the tokens of a request"
+        tokens = self._tokens
         for token_id in event.tokens:
             self.num_received += 1
-            self._tokens.append(token_id)
-            self._times.append(at)
-            if self._text is not None:
-                self._pieces.append(self._text.push(token_id))
-                if self._text.match is not None:
+            tokens.append(token_id)
+            if text is not None:
+                self._pieces.append(text.push(token_id))
+                if text.match is not None:
                     self._engine.finish(self.key, self.num_received)
                     break
-        self._logprobs.extend(event.logprobs[: len(self._tokens) - len(self._logprobs)])
-        if len(self._tokens) > self._max_unread_tokens:
+        if self._wants_times:
+            self._times.extend([at] * (len(tokens) - len(self._times)))
+        if event.logprobs:
+            self._logprobs.extend(event.logprobs[: len(tokens) - len(self._logprobs)])
+        if len(tokens) > self._max_unread_tokens:
             self._give_up()
         self._wake()
 
@@ -191,7 +266,11 @@ class Mailbox:
         self._engine.cancel(self.key, error)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._listener is not None:
+            if not self._is_announced:
+                self._is_announced = True
+                self._listener()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
@@ -218,12 +297,13 @@ class Streams:
     def __iter__(self) -> Iterator[Mailbox]:
         return iter(list(self._by_key.values()))
 
-    def open(self, label: str, text: AnswerText | None) -> Mailbox:
+    def open(self, label: str, text: AnswerText | None, *, wants_times: bool = False) -> Mailbox:
         """A mailbox for a request about to be submitted. Raises DuplicateRequest while another has its label."""
         if label in self._labels:
             raise DuplicateRequest("a request with this request_id is in progress")
         # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
-        mailbox = Mailbox(f"{label}~{next(self._numbers)}", label, text, self._engine, self._max_unread_tokens)
+        key = f"{label}~{next(self._numbers)}"
+        mailbox = Mailbox(key, label, text, self._engine, self._max_unread_tokens, wants_times=wants_times)
         self._by_key[mailbox.key] = mailbox
         self._labels.add(label)
         self._idle.clear()
@@ -246,21 +326,26 @@ class Streams:
 
     def dispatch(self, events: Sequence[Event], at: float) -> None:
         """Put the engine's events where they belong. `at` is when the engine made them."""
+        mailboxes = self._by_key
         for event in events:
-            if isinstance(event, WorkerJoined | WorkerLost):
+            if isinstance(event, TokensReady):  # first: there are many more of these than of all others
+                mailbox = mailboxes.get(event.request_id)
+                if mailbox is not None:
+                    mailbox.on_tokens(event, at)
+            elif isinstance(event, WorkerJoined | WorkerLost):
                 self._on_worker(isinstance(event, WorkerJoined))
-                continue
-            mailbox = self._by_key.get(event.request_id)
-            if mailbox is None:
-                continue  # its reader left
-            if isinstance(event, TokensReady):
-                mailbox.on_tokens(event, at)
-            elif isinstance(event, Started):
-                self.num_waiting -= mailbox.started is None
-                mailbox.on_started(event)
-            elif isinstance(event, Finished):
-                mailbox.on_finished(event)
-            elif isinstance(event, Failed):
-                mailbox.on_failed(event)
             else:
-                assert isinstance(event, Admitted | Preempted)
+                mailbox = mailboxes.get(event.request_id)
+                if mailbox is not None:  # or its reader left
+                    self._tell(mailbox, event)
+
+    def _tell(self, mailbox: Mailbox, event: Admitted | Preempted | Started | Finished | Failed) -> None:
+        if isinstance(event, Started):
+            self.num_waiting -= mailbox.started is None
+            mailbox.on_started(event)
+        elif isinstance(event, Finished):
+            mailbox.on_finished(event)
+        elif isinstance(event, Failed):
+            mailbox.on_failed(event)
+        else:
+            assert isinstance(event, Admitted | Preempted)

@@ -1,0 +1,158 @@
+"""The door: from a message to a request in the queue, and from its end to the log.
+
+Decides the order of admission (what costs nothing is refused first) and that whatever happens to a caller, the request
+ends with it. What a valid request is, is `validation`'s; how its tokens are made, `prompts`'; what becomes of it, the
+engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import structlog
+
+from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler import identity, validation
+from lineclear.scheduler.identity import Identity
+from lineclear.scheduler.prompts import Prompts
+from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.stats import Durations, Stats, durations
+from lineclear.scheduler.streams import End, Mailbox, Streams
+from lineclear.scheduler.text import AnswerText
+from lineclear.scheduler.validation import Bounds, Checked
+from lineclear.v1 import inference_pb2 as pb
+
+log = structlog.get_logger()
+
+
+class Submitter(Protocol):
+    """The part of the engine that admission calls."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; the outcome is an event."""
+        ...
+
+
+class Ticket:
+    """A request that was let in, from its check to its end."""
+
+    __slots__ = ("arrival", "bounds", "caller", "checked", "deadline", "is_over", "mailbox", "prompt_tokens")
+
+    def __init__(
+        self, checked: Checked, mailbox: Mailbox, bounds: Bounds, caller: Identity, arrival: float, deadline: float
+    ) -> None:
+        self.checked = checked
+        self.mailbox = mailbox
+        self.bounds = bounds
+        self.caller = caller
+        self.arrival = arrival
+        self.deadline = deadline
+        self.prompt_tokens = 0
+        self.is_over = False
+
+
+class Admission:
+    """Opens, submits and closes tickets. On one event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        prompts: Prompts,
+        streams: Streams,
+        engine: Submitter,
+        stats: Stats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._streams = streams
+        self._engine = engine
+        self._stats = stats
+        self._clock = clock
+
+    def open(self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, seconds: float | None) -> Ticket:
+        """Let a request of `caller` in that has `seconds` from now (None: the default). Raises what it is refused for.
+
+        Whoever has the ticket calls `submit` once, and `close` whatever happens.
+        """
+        now = self._clock()
+        checked = validation.check(message, bounds)
+        self._refuse_if_full()
+        mailbox = self._streams.open(checked.label, self._answer_text(checked), wants_times=checked.token_timings)
+        seconds = self._settings.default_deadline_seconds if seconds is None else seconds
+        return Ticket(checked, mailbox, bounds, caller, now, now + seconds)
+
+    async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
+        """Tokenize and hand over to the engine. Raises what the request is refused for."""
+        prompt = await self._prompts.ids(message)
+        if ticket.is_over:  # given up meanwhile
+            return
+        request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
+        request = replace(request, cache_salt=self._salt(ticket, message))
+        ticket.prompt_tokens = len(request.prompt)
+        self._engine.submit(request)
+
+    def spent(self, ticket: Ticket, end: End) -> Durations:
+        """The times of a complete answer, which count in the statistics from now on."""
+        spent = durations(end.record, ticket.arrival, end.completion_tokens, self._clock())
+        self._stats.add_finished(spent)
+        return spent
+
+    def close(self, ticket: Ticket, outcome: str) -> None:
+        """The caller has all it will get. A request that still goes on is cancelled."""
+        ticket.is_over = True
+        self._streams.close(ticket.mailbox)
+        _log_end(ticket, outcome, self._clock())
+
+    def _salt(self, ticket: Ticket, message: pb.GenerateRequest) -> bytes:
+        """Which cached prefixes the request may share: its caller's, or those with the request's salt among them."""
+        owner = identity.ANONYMOUS if self._settings.share_prefixes else ticket.caller
+        return identity.cache_salt(owner, message.cache_salt)
+
+    def _refuse_if_full(self) -> None:
+        waiting, limit = self._streams.num_waiting, self._settings.max_queue_size
+        if waiting >= limit:
+            raise QueueFull(
+                f"{waiting} requests are waiting, the limit is {limit}; retry later",
+                retry_after_seconds=1.0,
+                metadata={"waiting": str(waiting), "limit": str(limit)},
+            )
+
+    def _answer_text(self, checked: Checked) -> AnswerText | None:
+        if not checked.wants_text and checked.stops is None:
+            return None
+        return AnswerText(
+            self._prompts.tokenizer,
+            stops=checked.stops,
+            include_stop_string=checked.include_stop_string,
+            min_tokens=checked.sampling.min_tokens,
+            silent_ids=checked.stop_ids,
+            keep_special=checked.keep_special,
+        )
+
+
+def outcome_of(error: BaseException) -> str:
+    """The word the log has for a request that ended with this."""
+    return error.reason.lower() if isinstance(error, LineclearError) else "internal"
+
+
+def _log_end(ticket: Ticket, outcome: str, now: float) -> None:
+    mailbox, arrival = ticket.mailbox, ticket.arrival
+    record = mailbox.record
+    fields: dict[str, Any] = {"request_id": mailbox.label, "outcome": outcome, "tokens": mailbox.num_received}
+    if record is not None:
+        spent = durations(record, arrival, mailbox.num_received, now)
+        fields |= {f"{name}_seconds": round(value, 6) for name, value in spent._asdict().items() if value is not None}
+        fields |= {
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "recomputed_tokens": record.recomputed_tokens,
+            "preemptions": record.preemptions,
+            "recoveries": record.recoveries,
+        }
+    else:
+        fields["total_seconds"] = round(now - arrival, 6)
+    log.info("request_ended", **fields)
