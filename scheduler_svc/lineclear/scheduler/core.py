@@ -109,6 +109,7 @@ class Scheduler:
         Raises QueueFull, PromptTooLong, CannotFit, DuplicateRequest or Draining, and then nothing has changed.
         """
         try:
+            assert len(request.output) < request.max_tokens, "nothing is left to do"
             self._refuse(request)
         except LineclearError as error:
             self._counters.requests_rejected += 1
@@ -136,7 +137,7 @@ class Scheduler:
                 retry_after_seconds=1.0,
                 metadata={"waiting": str(len(waiting)), "limit": str(limits.max_queue_size)},
             )
-        if len(waiting) > 0 and waiting.num_tokens + len(request.prompt) > limits.max_queue_tokens:
+        if len(waiting) > 0 and waiting.num_tokens + len(request.prompt) + len(request.output) > limits.max_queue_tokens:
             raise QueueFull(
                 f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
                 retry_after_seconds=1.0,

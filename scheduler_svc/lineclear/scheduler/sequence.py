@@ -18,7 +18,8 @@ from lineclear.wire.types import Sampling
 class Request:
     """What was asked for, validated. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
-    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
+    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`. `output` is
+    the beginning of the answer where another server made that, fewer than `max_tokens` tokens: this one goes on after it.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class Request:
     priority: int = 128
     deadline: float | None = None
     cache_salt: bytes = b""
+    output: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """Lengths, never content."""
@@ -82,7 +84,7 @@ class Sequence:
         self.request = request
         self.rank = rank  # the lower, the older: who is served first and who never yields to whom
         self.arrival = now
-        self.tokens = list(request.prompt)  # prompt and confirmed output
+        self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
         self.prompt_len = len(request.prompt)
         self.limit = self.prompt_len + request.max_tokens  # `known` never exceeds it
         self.state = State.WAITING
@@ -95,7 +97,7 @@ class Sequence:
         self.residence = 0  # grows when it takes a slot: tells rows of an earlier stay from those of this one
         # Always:
         self.in_flight = 0  # samples planned, not yet applied
-        self.known = self.prompt_len  # len(tokens) + in_flight
+        self.known = len(self.tokens)  # len(tokens) + in_flight
         self.keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
         self.saved = 0  # leading positions in blocks that the prefix cache knows
         self.high_water = 0  # most positions computed in earlier stays: what a new one computes again
