@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,45 @@ class _Layer:
     rotates: bool
 
 
+class _Rows(NamedTuple):
+    """The activations of one step, a row for each token."""
+
+    rows: int
+    residual: Tensor
+    normed: Tensor
+    part: Tensor
+    normed_part: Tensor
+    qkv: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate_up: Tensor
+    gated: Tensor
+
+
+class _Activations:
+    """Memory for them, kept from step to step: fresh memory costs a page fault every 4 KiB."""
+
+    def __init__(self, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+        wide = (heads + 2 * kv_heads) * head_dim
+        query, key = (heads, head_dim), (kv_heads, head_dim)
+        self._shapes: list[tuple[int, ...]] = [(hidden,)] * 4
+        self._shapes += [(wide,), query, key, key, (2 * intermediate,), (intermediate,)]
+        self._dtype = dtype
+        self._memory: list[Tensor] = []
+        self._capacity = 0
+        self._last: _Rows | None = None
+
+    def of(self, rows: int) -> _Rows:
+        """Uninitialised; what an earlier call gave is overwritten."""
+        if self._last is None or self._last.rows != rows:
+            if rows > self._capacity:
+                self._capacity = max(rows, 2 * self._capacity)
+                self._memory = [torch.empty(self._capacity, *shape, dtype=self._dtype) for shape in self._shapes]
+            self._last = _Rows(rows, *(memory[:rows] for memory in self._memory))
+        return self._last
+
+
 class Decoder:
     """Logits of packed tokens over a paged attention backend. Keeps its own copies of the weights."""
 
@@ -62,7 +101,10 @@ class Decoder:
         self._layers = [_layer(module, pages) for module in model.model.layers]
         self._final = _norm(model.model.norm)
         self._head = pack([model.lm_head], pages)
-        self._intermediate = int(config.intermediate_size)
+        self._vocabulary = int(model.lm_head.out_features)
+        self._activations = _Activations(
+            int(config.hidden_size), int(config.intermediate_size), num_heads, num_kv_heads, head_dim, model.dtype
+        )
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
@@ -83,29 +125,33 @@ class Decoder:
         """[len(rows), vocabulary] for the packed tokens at `rows`; the backend has begun the step."""
         backend = self._backend
         assert backend is not None
-        residual = self._embedding.index_select(0, input_ids)
+        a = self._activations.of(input_ids.shape[0])
+        torch.index_select(self._embedding, 0, input_ids, out=a.residual)
         if self._embedding_scale != 1.0:
-            residual *= self._embedding_scale
-        cosine, sine = (x[0].float().contiguous() for x in self._rotary(residual[None], positions[None]))
+            a.residual.mul_(self._embedding_scale)
+        cosine, sine = (x[0].float().contiguous() for x in self._rotary(a.residual[None], positions[None]))
         still = (torch.ones_like(cosine), torch.zeros_like(sine)) if not all(x.rotates for x in self._layers) else None
         pending: Tensor | None = None  # output of the last part, not yet added to the residual
         for index, layer in enumerate(self._layers):
-            x = self._add_norm(residual, pending, layer.norm_before_attention)
+            x = self._add_norm(a.residual, pending, layer.norm_before_attention, a.normed)
             turn = (cosine, sine) if layer.rotates or still is None else still
-            attended = backend.attend(index, *self._split_heads(layer, layer.qkv(x), *turn))
-            pending = layer.attention_output(attended.view(len(residual), -1))
-            pending = self._norm_output(pending, layer.norm_after_attention)
-            x = self._add_norm(residual, pending, layer.norm_before_mlp)
-            pending = layer.down(self._gate(layer.gate_up(x)))
-            pending = self._norm_output(pending, layer.norm_after_mlp)
+            self._split_heads(layer, layer.qkv(x, a.qkv), turn, a)
+            attended = backend.attend(index, a.query, a.key, a.value).view(a.rows, -1)
+            pending = layer.attention_output(attended, a.part)
+            pending = self._norm_output(pending, layer.norm_after_attention, a)
+            x = self._add_norm(a.residual, pending, layer.norm_before_mlp, a.normed)
+            self._gate(layer.gate_up(x, a.gate_up), a.gated)
+            pending = layer.down(a.gated, a.part)
+            pending = self._norm_output(pending, layer.norm_after_mlp, a)
         assert pending is not None
-        residual, pending = residual.index_select(0, rows), pending.index_select(0, rows)
-        logits = self._head(self._add_norm(residual, pending, self._final))
+        residual, pending = a.residual.index_select(0, rows), pending.index_select(0, rows)
+        x = self._add_norm(residual, pending, self._final, torch.empty_like(residual))
+        logits = self._head(x, x.new_empty(x.shape[0], self._vocabulary))
         return logits if self._logits_scale == 1.0 else logits * self._logits_scale
 
-    def _add_norm(self, residual: Tensor, add: Tensor | None, norm: _Norm | None) -> Tensor:
-        """Add to the residual, in place; return it normed (itself, where there is no norm)."""
-        output = torch.empty_like(residual) if norm is not None else residual
+    def _add_norm(self, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Tensor:
+        """Add to the residual, in place; return it normed, in `out` (itself, where there is no norm)."""
+        out = out if norm is not None else residual
         self._library.lineclear_add_norm(
             self._element,
             *residual.shape,
@@ -114,20 +160,18 @@ class Decoder:
             residual.data_ptr(),
             None if norm is None else norm.weight.data_ptr(),
             0.0 if norm is None else norm.eps,
-            output.data_ptr(),
+            out.data_ptr(),
         )
-        return output
+        return out
 
-    def _norm_output(self, x: Tensor, norm: _Norm | None) -> Tensor:
-        return x if norm is None else self._add_norm(x, None, norm)
+    def _norm_output(self, x: Tensor, norm: _Norm | None, a: _Rows) -> Tensor:
+        return x if norm is None else self._add_norm(x, None, norm, a.normed_part)
 
-    def _split_heads(self, layer: _Layer, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = len(qkv)
-        query = qkv.new_empty(tokens, self._heads, self._head_dim)
-        key, value = qkv.new_empty(2, tokens, self._kv_heads, self._head_dim)
+    def _split_heads(self, layer: _Layer, qkv: Tensor, turn: tuple[Tensor, Tensor], a: _Rows) -> None:
+        cosine, sine = turn
         self._library.lineclear_split_heads(
             self._element,
-            tokens,
+            a.rows,
             self._heads,
             self._kv_heads,
             self._head_dim,
@@ -139,18 +183,13 @@ class Decoder:
             None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
             self._norms_whole_row,
             0.0 if layer.q_norm is None else layer.q_norm.eps,
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
+            a.query.data_ptr(),
+            a.key.data_ptr(),
+            a.value.data_ptr(),
         )
-        return query, key, value
 
-    def _gate(self, gate_up: Tensor) -> Tensor:
-        output = gate_up.new_empty(len(gate_up), self._intermediate)
-        self._library.lineclear_gate(
-            self._element, *output.shape, self._activation, gate_up.data_ptr(), output.data_ptr()
-        )
-        return output
+    def _gate(self, gate_up: Tensor, out: Tensor) -> None:
+        self._library.lineclear_gate(self._element, *out.shape, self._activation, gate_up.data_ptr(), out.data_ptr())
 
 
 def build(model: Any, family: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Decoder | None:

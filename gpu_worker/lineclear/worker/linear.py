@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from .kernels import LANES, library, multiplies_bfloat16
 from .pages import Pages
 
-Linear = Callable[[Tensor], Tensor]
-"""[rows, in_features] -> [rows, out_features]."""
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""[rows, in_features], room for the result -> [rows, out_features], in that room or elsewhere. Contiguous all."""
 
 _TYPICAL_ROWS = 64  # what oneDNN's layout is tuned for
 
@@ -28,12 +28,12 @@ def pack(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     biases = [layer.bias for layer in layers]
     bias = None if all(b is None for b in biases) else torch.cat([_bias(layer) for layer in layers])
     if weight.device.type != "cpu":
-        return lambda x: F.linear(x, weight, bias)
+        return lambda x, _: F.linear(x, weight, bias)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and multiplies_bfloat16():
         return widened(weight, bias, pages)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return onednn(weight, bias)
-    return lambda x: F.linear(x, weight, bias)
+    return lambda x, _: F.linear(x, weight, bias)
 
 
 def widened(weight: Tensor, bias: Tensor | None, pages: Pages) -> Linear:
@@ -51,9 +51,8 @@ def widened(weight: Tensor, bias: Tensor | None, pages: Pages) -> Linear:
     bias_pointer = None if wide_bias is None else wide_bias.data_ptr()
     panels_pointer, multiply = panels.data_ptr(), native.lineclear_multiply
 
-    def linear(x: Tensor, kept: tuple[Tensor, Tensor | None] = (panels, wide_bias)) -> Tensor:
-        out = x.new_empty(len(x), outputs)
-        multiply(len(x), inputs, outputs, x.data_ptr(), panels_pointer, bias_pointer, out.data_ptr())
+    def linear(x: Tensor, out: Tensor, kept: tuple[Tensor, Tensor | None] = (panels, wide_bias)) -> Tensor:
+        multiply(x.shape[0], inputs, outputs, x.data_ptr(), panels_pointer, bias_pointer, out.data_ptr())
         return out
 
     return linear
@@ -65,7 +64,7 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     product = torch.ops.mkldnn._linear_pointwise
     none: list[float] = []
 
-    def linear(x: Tensor) -> Tensor:
+    def linear(x: Tensor, out: Tensor) -> Tensor:
         result: Tensor = product(x, packed, bias, "none", none, "")
         return result
 

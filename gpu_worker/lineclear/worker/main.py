@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ import structlog
 from lineclear import lifeline, logs
 from lineclear.sockets import SocketError
 
+from . import host
 from .loop import Exit, run
 from .settings import ConfigurationError, WorkerSettings, load
 
@@ -31,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: WorkerSettings, supervised: bool) -> int:
+    # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from .loader import ModelRefused
     from .start import make_runner
 
@@ -54,6 +59,10 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
     )
+    log.info("host", cores=host.usable_cores(), allocator=host.allocator(), huge_pages=host.huge_pages())
+    # What loading left behind stays; looking through it again and again for garbage would make steps wait.
+    gc.collect()
+    gc.freeze()
     try:
         return run(runner, Path(settings.directory), supervised=supervised)
     except SocketError as error:

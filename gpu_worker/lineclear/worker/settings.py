@@ -59,7 +59,7 @@ class WorkerSettings(BaseSettings):
     fused_forward: bool = Field(
         True, description="On CPUs, run models built like Llama through a forward pass of few operations."
     )
-    threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: torch's choice, one a core.")
+    threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: one for each core we may use.")
 
     # --- how much ---
     block_size_tokens: int = Field(

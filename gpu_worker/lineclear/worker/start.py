@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from .host import usable_cores
 from .loader import fuse, load
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
@@ -15,8 +16,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "
 def make_runner(settings: WorkerSettings) -> ModelRunner:
     """Load the model. Raises ModelRefused, or ConfigurationError for a device that is not there."""
     disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or usable_cores())
     loaded = load(settings.model, choose_device(settings.device), _DTYPES[settings.dtype], settings.max_model_len)
     return ModelRunner(
         fuse(loaded) if settings.fused_forward else loaded,

@@ -111,7 +111,7 @@ class NativeAttention(AttentionBackend):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self.layers[layer]
         # Some models rotate in float32 and hand that over; the kernel would read it as what the pool is.
-        query, key, value = (x.to(self.dtype).contiguous() for x in (query, key, value))
+        query, key, value = self._as_stored(query), self._as_stored(key), self._as_stored(value)
         output = torch.empty_like(query)
         self._library.lineclear_attend(
             ctypes.byref(self._descriptions[layer]),
@@ -122,6 +122,9 @@ class NativeAttention(AttentionBackend):
             output.data_ptr(),
         )
         return output
+
+    def _as_stored(self, x: Tensor) -> Tensor:
+        return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()
 
 
 def unsupported(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -1,0 +1,56 @@
+"""What the worker finds out about its machine, on files laid out as a kernel lays them out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lineclear.worker.host import allocator, huge_pages, usable_cores
+
+
+def put(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def bound_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+@pytest.mark.usefixtures("bound_to_eight")
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000\n", 8), ("200000 100000\n", 2), ("250000 100000\n", 3), ("5000 100000\n", 1), ("9900000 100000", 8)],
+)
+def test_a_quota_bounds_the_cores(tmp_path: Path, quota: str, cores: int) -> None:
+    put(tmp_path, "sys/fs/cgroup/cpu.max", quota)
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("bound_to_eight")
+@pytest.mark.parametrize(("quota", "cores"), [("-1\n", 8), ("150000\n", 2)])
+def test_a_quota_of_the_first_version_bounds_them_too(tmp_path: Path, quota: str, cores: int) -> None:
+    put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota)
+    put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("bound_to_eight")
+def test_where_nothing_is_said_the_binding_counts(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == 8
+
+
+def test_the_allocator_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    assert allocator(tmp_path) == "libc"
+    put(tmp_path, "proc/self/maps", "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libtcmalloc_minimal.so.4.5.16\n")
+    assert allocator(tmp_path) == "tcmalloc"
+
+
+def test_huge_pages_are_what_the_kernel_says(tmp_path: Path) -> None:
+    assert huge_pages(tmp_path) == "unknown"
+    put(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    assert huge_pages(tmp_path) == "madvise"
