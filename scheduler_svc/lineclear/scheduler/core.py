@@ -137,7 +137,8 @@ class Scheduler:
                 retry_after_seconds=1.0,
                 metadata={"waiting": str(len(waiting)), "limit": str(limits.max_queue_size)},
             )
-        if len(waiting) > 0 and waiting.num_tokens + len(request.prompt) + len(request.output) > limits.max_queue_tokens:
+        num_tokens = len(request.prompt) + len(request.output)
+        if len(waiting) > 0 and waiting.num_tokens + num_tokens > limits.max_queue_tokens:
             raise QueueFull(
                 f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
                 retry_after_seconds=1.0,

@@ -18,8 +18,8 @@ from lineclear.wire.types import Sampling
 class Request:
     """What was asked for, validated. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
-    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`. `output` is
-    the beginning of the answer where another server made that, fewer than `max_tokens` tokens: this one goes on after it.
+    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
+    `output` is the beginning of the answer where another server made that, of fewer than `max_tokens` tokens.
     """
 
     request_id: str
