@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from .attention import AttentionBackend, Chunk, LayerSpec, make_batch
 from .attention.reference import ReferenceAttention
+from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, build, release_weights
 from .families import VERIFIED
 
@@ -193,11 +194,10 @@ def _why_no_config(directory: Path, error: Exception) -> str:
 
 
 def _check_weights(directory: Path) -> None:
-    if any(directory.glob("*.safetensors")):
-        return
-    if any(path.suffix in {".bin", ".pt", ".pth", ".ckpt"} for path in directory.iterdir()):
-        raise ModelRefused("the weights are pickle files, which can run code when read; convert them to safetensors")
-    raise ModelRefused("the directory has no *.safetensors weights")
+    try:
+        check_weights(directory)
+    except CheckpointBroken as error:
+        raise ModelRefused(str(error)) from None
 
 
 # --- what the model is ---------------------------------------------------------------------------------------------

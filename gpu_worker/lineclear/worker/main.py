@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(settings: WorkerSettings, supervised: bool) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    from .golden import SelfTestFailed
     from .loader import ModelRefused
     from .start import make_runner
 
@@ -46,6 +47,9 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except (ModelRefused, ConfigurationError) as error:
         log.error("model_refused", reason=str(error))
         return Exit.CONFIGURATION
+    except SelfTestFailed as error:
+        log.error("self_test_failed", reason=str(error))
+        return Exit.BROKEN
     hello = runner.hello(0)
     log.info(
         "model_loaded",

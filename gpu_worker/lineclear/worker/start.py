@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from . import golden
 from .host import usable_cores
 from .loader import fuse, load
 from .runner import ModelRunner
@@ -14,12 +15,17 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "
 
 
 def make_runner(settings: WorkerSettings) -> ModelRunner:
-    """Load the model. Raises ModelRefused, or ConfigurationError for a device that is not there."""
+    """Load the model and have it answer a question whose answer is known.
+
+    Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device that is not there.
+    """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
     torch.set_num_threads(settings.threads or usable_cores())
     loaded = load(settings.model, choose_device(settings.device), _DTYPES[settings.dtype], settings.max_model_len)
-    return ModelRunner(
-        fuse(loaded) if settings.fused_forward else loaded,
+    served = fuse(loaded) if settings.fused_forward else loaded
+    right = golden.compute(served)
+    runner = ModelRunner(
+        served,
         num_blocks=settings.num_blocks,
         kv_memory_fraction=settings.kv_memory_fraction,
         block_size=settings.block_size_tokens,
@@ -27,6 +33,8 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         max_step_tokens=settings.max_step_tokens,
         attention_backend=settings.attention_backend,
     )
+    golden.check(runner, right, served.dtype)
+    return runner
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,0 +1,170 @@
+"""The weight files of a checkpoint, checked before anything is loaded from them.
+
+A file that is cut short, or whose header lies, must end the start with the name of the file and of what is wrong, and
+never in a model that computes with what happened to lie there. Reads headers only. What the tensors mean is the
+loader's; no file but *.safetensors and the index beside them is ever opened for weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 * 1000 * 1000
+_MAX_INDEX_BYTES = 100 * 1000 * 1000
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+_ONLY_PICKLES = "the weights are pickle files, which can run code when read; convert them to safetensors"
+_BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F4": 4,
+}
+
+
+class CheckpointBroken(Exception):
+    """The files are not a whole checkpoint; `str()` names the file and says why."""
+
+
+class _Tensor(NamedTuple):
+    begin: int
+    end: int
+    name: str
+
+
+def check_weights(directory: Path) -> None:
+    """Every weight file that would be read is whole, and every tensor the index promises is there.
+
+    Raises CheckpointBroken.
+    """
+    if (directory / _SINGLE).is_file():
+        _tensors(directory / _SINGLE)
+    elif (directory / _INDEX).is_file():
+        _check_shards(directory, _index(directory / _INDEX))
+    elif any(directory.glob("*.safetensors")):
+        raise CheckpointBroken(f"there are *.safetensors files, but neither {_SINGLE} nor {_INDEX}, which are read")
+    elif any(path.suffix in _PICKLES for path in directory.iterdir()):
+        raise CheckpointBroken(
+            "the weights are pickle files, which can run code when read; convert them to safetensors"
+        )
+    else:
+        raise CheckpointBroken("the directory has no *.safetensors weights")
+
+
+def _check_shards(directory: Path, index: Mapping[str, str]) -> None:
+    promised: dict[str, set[str]] = {}
+    for tensor, file in index.items():
+        promised.setdefault(file, set()).add(tensor)
+    for file, names in sorted(promised.items()):
+        if not (directory / file).is_file():
+            raise CheckpointBroken(f"{file} is missing, {len(names)} tensors are in it; the download may be incomplete")
+        lacking = sorted(names - {tensor.name for tensor in _tensors(directory / file)})
+        if lacking:
+            raise CheckpointBroken(f"{file} lacks {len(lacking)} tensors that {_INDEX} says are there, as {lacking[0]}")
+
+
+def _index(path: Path) -> Mapping[str, str]:
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise CheckpointBroken(f"{path.name} is larger than {_MAX_INDEX_BYTES} bytes")
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        raise CheckpointBroken(f"{path.name} is not JSON") from None
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointBroken(f"{path.name} has no weight_map")
+    for file in weight_map.values():
+        # A name and not a path: an index leads nowhere else.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointBroken(f"{path.name} names a file that is no *.safetensors beside it")
+    return weight_map
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """The tensors in a file, in the order they lie there. Raises CheckpointBroken if that is not the whole file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointBroken(f"{path.name} has {size} bytes, fewer than its header; it is cut short")
+        if length > _MAX_HEADER_BYTES:
+            raise CheckpointBroken(f"{path.name} has a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
+        raw = file.read(length)
+    tensors = sorted(_entries(path.name, raw))
+    _check_cover(path.name, tensors, size - 8 - length)
+    return tensors
+
+
+def _entries(file: str, raw: bytes) -> Iterator[_Tensor]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) != len(pairs):
+            raise CheckpointBroken(f"{file} has two tensors of one name")
+        return found
+
+    try:
+        header = json.loads(raw, object_pairs_hook=once)
+    except (ValueError, RecursionError):
+        raise CheckpointBroken(f"{file} has a header that is not JSON") from None
+    if not isinstance(header, dict):
+        raise CheckpointBroken(f"{file} has a header that is no object")
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield _entry(file, name, entry)
+
+
+def _entry(file: str, name: str, entry: Any) -> _Tensor:
+    where = f"{file}: tensor {name[:100]}"
+    if not isinstance(entry, dict):
+        raise CheckpointBroken(f"{where} has a header that is no object")
+    dtype, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CheckpointBroken(f"{where} is of an unknown number format")
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise CheckpointBroken(f"{where} has no proper shape and place")
+    begin, end = offsets
+    if (end - begin) * 8 != prod(shape) * _BITS[dtype]:
+        raise CheckpointBroken(f"{where} takes another number of bytes than its shape needs")
+    return _Tensor(begin, end, name)
+
+
+def _sizes(values: Any) -> list[int] | None:
+    """The values if they are sizes, None if they are anything else."""
+    fine = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return values if fine else None
+
+
+def _check_cover(file: str, tensors: list[_Tensor], size: int) -> None:
+    """The tensors follow each other without gap or overlap and end with the file."""
+    first = tensors[0].begin if tensors else 0
+    if first != 0:
+        raise CheckpointBroken(f"{file}: {first} bytes before the first tensor belong to none")
+    for one, other in pairwise(tensors):
+        if other.begin != one.end:
+            what = "overlap" if other.begin < one.end else "leave a gap"
+            raise CheckpointBroken(f"{file}: tensors {one.name[:100]} and {other.name[:100]} {what}")
+    end = tensors[-1].end if tensors else 0
+    if end > size:
+        raise CheckpointBroken(f"{file} is cut short by {end - size} bytes; copy it again")
+    if end < size:
+        raise CheckpointBroken(f"{file} has {size - end} bytes after its last tensor")

@@ -1,0 +1,151 @@
+"""The self-test before a worker joins: short greedy answers over the path that will serve, against a plain one.
+
+What the load proved (loader: the model's own logits over pages, the fused forward against that) was proven without the
+chosen attention backend, the slots, chunked prompts and the sampler. Here two sequences go through all of it, and every
+token must be the one that recomputing the whole sequence over the reference attention gives. Decides whether the
+process may serve; a wrong answer is never a warning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
+
+from .attention import Chunk, make_batch
+from .attention.reference import ReferenceAttention
+from .loader import LoadedModel
+from .protocol import StepFailed
+from .runner import ModelRunner
+
+log = structlog.get_logger()
+
+_PROMPT_LENS = (19, 5)
+_NUM_TOKENS = 6
+_TIE = {torch.float32: 0.01, torch.float64: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
+"""How much less likely than the best a token may be and still be as good, in standard deviations of the logits."""
+
+
+class SelfTestFailed(Exception):
+    """The worker would give wrong answers. Names the step and the path, never a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A prompt and the logits that follow it, greedily. `logits` is [tokens, vocabulary], float32, on the host."""
+
+    prompt: tuple[int, ...]
+    logits: Tensor
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer."""
+        return self.logits.argmax(-1).tolist()
+
+
+def compute(loaded: LoadedModel) -> tuple[Golden, ...]:
+    """The right answers, each token from the whole sequence anew. Leaves the reference attention attached."""
+    limit = min(loaded.max_model_len, max(_PROMPT_LENS) + _NUM_TOKENS)
+    prompts = [tuple((i * 7 + 3 + n) % loaded.vocab_size for i in range(n)) for n in _PROMPT_LENS]
+    backend = ReferenceAttention(loaded.layers, 1, limit, loaded.dtype, loaded.device)
+    loaded.attach(backend)
+    with torch.inference_mode():
+        return tuple(_greedy(loaded, backend, prompt) for prompt in prompts if len(prompt) + _NUM_TOKENS <= limit)
+
+
+def _greedy(loaded: LoadedModel, backend: ReferenceAttention, prompt: tuple[int, ...]) -> Golden:
+    ids = list(prompt)
+    rows: list[Tensor] = []
+    for _ in range(_NUM_TOKENS):
+        backend.begin(make_batch([Chunk(0, len(ids), 0, np.zeros(1, np.int64))], backend.block_size))
+        positions = torch.arange(len(ids), device=loaded.device)
+        logits = loaded.logits(torch.tensor(ids, device=loaded.device), positions, positions[-1:])
+        rows.append(logits[0].float().cpu())
+        ids.append(int(rows[-1].argmax()))
+    return Golden(prompt, torch.stack(rows))
+
+
+def check(runner: ModelRunner, golden: Sequence[Golden], dtype: torch.dtype) -> None:
+    """Raise SelfTestFailed unless `runner` gives these answers. Leaves it as if it were new."""
+    began_at = time.monotonic()
+    fitting = _fitting(runner, golden)
+    answers = _serve(runner, fitting)
+    runner.reset()
+    for one, answer in zip(fitting, answers, strict=True):
+        _compare(one, answer, _TIE[dtype], runner.backend_name)
+    seconds = round(time.monotonic() - began_at, 3)
+    log.info("self_test_passed", sequences=len(fitting), tokens=len(fitting) * _NUM_TOKENS, seconds=seconds)
+
+
+def _fitting(runner: ModelRunner, golden: Sequence[Golden]) -> list[Golden]:
+    """As many as the slots and blocks hold, the longest first. A worker too small for any is not tested."""
+    chosen: list[Golden] = []
+    blocks = runner.capacity.num_blocks
+    most = min(runner.capacity.num_slots, runner.capacity.max_step_tokens)
+    for one in golden:
+        needed = _num_blocks(runner, one)
+        if len(chosen) < most and needed <= blocks:
+            chosen.append(one)
+            blocks -= needed
+    return chosen
+
+
+def _num_blocks(runner: ModelRunner, one: Golden) -> int:
+    return -(-(len(one.prompt) + _NUM_TOKENS) // runner.capacity.block_size)
+
+
+def _serve(runner: ModelRunner, golden: Sequence[Golden]) -> list[list[int]]:
+    """All of `golden` at once: prompts in chunks, blocks taken in turns from the far end, then steps of all."""
+    size = min(8, max(1, runner.capacity.max_step_tokens // max(1, len(golden))))
+    free = iter(range(runner.capacity.num_blocks - 1, -1, -1))
+    held, start = [0] * len(golden), [0] * len(golden)
+    answers: list[list[int]] = [[] for _ in golden]
+    runner.reset()
+    step = 0
+    while any(len(answer) < _NUM_TOKENS for answer in answers):
+        step += 1
+        rows, inits = [], []
+        for slot, one in enumerate(golden):
+            if len(answers[slot]) == _NUM_TOKENS:
+                continue
+            if start[slot] == 0:
+                inits.append(SlotInit(slot, one.prompt, len(one.prompt), (), Sampling()))
+            count = min(size, max(1, len(one.prompt) - start[slot]))
+            end = start[slot] + count
+            needed = -(-end // runner.capacity.block_size) - held[slot]
+            blocks = tuple(next(free) for _ in range(needed))
+            rows.append(Row(slot, start[slot], count, end >= len(one.prompt), blocks))
+            held[slot] += needed
+            start[slot] = end
+        try:
+            result = runner.launch(StepPlan(1, step, tuple(rows), tuple(inits))).result()
+        except StepFailed as error:
+            raise SelfTestFailed(f"step {step} of the self-test failed: {error.summary}") from error
+        if result.bad_rows:
+            raise SelfTestFailed(f"step {step} of the self-test gave NaN or infinity")
+        sampled = iter(result.tokens)
+        for row in rows:
+            if row.sample:
+                answers[row.slot].append(next(sampled))
+    return answers
+
+
+def _compare(one: Golden, answer: Sequence[int], tie: float, backend: str) -> None:
+    for index, (found, wanted) in enumerate(zip(answer, one.tokens, strict=True)):
+        if found == wanted:
+            continue
+        row = one.logits[index]
+        gap = float((row.max() - row[found]) / row.std().clamp_min(1e-30))
+        if gap <= tie:  # as good as the other one; what follows it is another answer
+            return
+        raise SelfTestFailed(
+            f"token {index} after a prompt of {len(one.prompt)} is wrong: it is {gap:.2g} standard deviations less "
+            f"likely than the right one (attention backend {backend}); try --attention-backend reference, and report it"
+        )

@@ -1,0 +1,141 @@
+"""The self-test: every served path passes it, and a path that computes something else does not get past it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.families import tiny_model
+
+from lineclear.worker import golden
+from lineclear.worker.golden import SelfTestFailed
+from lineclear.worker.loader import LoadedModel, adopt, fuse
+from lineclear.worker.runner import ModelRunner
+
+
+def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:
+    return ModelRunner(loaded, **{"num_blocks": 32, "block_size": 4, "num_slots": 4, "max_step_tokens": 64, **settings})
+
+
+def passes(loaded: LoadedModel, **settings: Any) -> None:
+    right = golden.compute(loaded)
+    golden.check(runner_of(loaded, **settings), right, loaded.dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
+    passes(adopt(tiny_model(family, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_forward_passes(dtype: torch.dtype) -> None:
+    passes(fuse(adopt(tiny_model("llama", dtype=dtype))))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_slots": 1},
+        {"num_blocks": 7},
+        {"num_blocks": 1},
+        {"block_size": 1, "num_blocks": 64},
+        {"block_size": 64, "num_blocks": 2},
+        {"max_step_tokens": 1},
+        {"max_step_tokens": 3},
+    ],
+    ids=str,
+)
+def test_however_small_the_worker_is(settings: dict[str, int]) -> None:
+    passes(adopt(tiny_model("llama")), **settings)
+
+
+def test_a_context_too_short_for_it() -> None:
+    passes(adopt(tiny_model("llama"), max_model_len=8))
+
+
+def test_the_runner_is_as_new_after_it() -> None:
+    """Its slots belong to nobody: a plan that goes on where the self-test ended is refused."""
+    loaded = adopt(tiny_model("llama"))
+    right = golden.compute(loaded)
+    runner = runner_of(loaded)
+    golden.check(runner, right, loaded.dtype)
+    golden.check(runner, right, loaded.dtype)
+
+
+def a_weight_differs(runner: ModelRunner, loaded: LoadedModel) -> None:
+    with torch.no_grad():
+        loaded.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+
+
+def keys_are_stored_wrongly(runner: ModelRunner, loaded: LoadedModel) -> None:
+    backend: Any = runner._backend
+    attend = backend.attend
+    backend.attend = lambda index, query, key, value: attend(index, query, -key, value)
+
+
+def positions_are_off_by_one(runner: ModelRunner, loaded: LoadedModel) -> None:
+    slots: Any = runner._slots
+    pack = slots._pack
+    slots._pack = lambda rows: pack(rows)._replace(positions=pack(rows).positions // 2)
+
+
+def the_sampler_is_wrong(runner: ModelRunner, loaded: LoadedModel) -> None:
+    real = runner._logits
+    runner._logits = lambda packed: -real(packed)  # type: ignore[method-assign]
+
+
+def it_gives_nan(runner: ModelRunner, loaded: LoadedModel) -> None:
+    real = runner._logits
+    runner._logits = lambda packed: real(packed) * float("nan")  # type: ignore[method-assign]
+
+
+def it_raises(runner: ModelRunner, loaded: LoadedModel) -> None:
+    def fail(packed: Any) -> Any:
+        raise RuntimeError("device")
+
+    runner._logits = fail  # type: ignore[method-assign]
+
+
+FAULTS = (
+    a_weight_differs,
+    keys_are_stored_wrongly,
+    positions_are_off_by_one,
+    the_sampler_is_wrong,
+    it_gives_nan,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
+    loaded = adopt(tiny_model("llama", seed=3))
+    right = golden.compute(loaded)
+    runner = runner_of(loaded)
+    fault(runner, loaded)
+    with pytest.raises(SelfTestFailed):
+        golden.check(runner, right, loaded.dtype)
+
+
+def test_a_step_that_fails_is_a_sentence() -> None:
+    loaded = adopt(tiny_model("llama"))
+    right = golden.compute(loaded)
+    runner = runner_of(loaded)
+    it_raises(runner, loaded)
+    with pytest.raises(SelfTestFailed, match="step 1 of the self-test failed: RuntimeError at"):
+        golden.check(runner, right, loaded.dtype)
+
+
+def test_a_tie_is_no_fault() -> None:
+    loaded = adopt(tiny_model("llama"))
+    right = golden.compute(loaded)
+    one = right[0]
+    first, second = one.logits[0].topk(2).indices.tolist()
+    tied = one.logits.clone()
+    tied[0, second] = tied[0, first] + 1e-4 * tied[0].std()  # the oracle would have taken the other one
+    golden.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)
+    tied[0, second] = tied[0, first] + tied[0].std()
+    with pytest.raises(SelfTestFailed, match="token 0 after a prompt of 19"):
+        golden.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)
