@@ -60,8 +60,7 @@ class InstantRunner:
 
     def launch(self, plan: StepPlan) -> InstantFlight:
         """A token for each row that samples."""
-        count = sum(row.sample for row in plan.rows)
-        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * count))
+        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

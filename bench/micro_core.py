@@ -48,7 +48,7 @@ class Bench:
         rows = 0
         while (plan := self.core.plan(self.now)) is not None:
             self.flights.append(plan)
-            rows += len(plan.rows)
+            rows += plan.num_rows
         self.core.take_events()
         return rows
 
@@ -56,8 +56,7 @@ class Bench:
         """The oldest plan is done."""
         plan = self.flights.popleft()
         self.now += 1.0
-        count = sum(row.sample for row in plan.rows)
-        self.core.apply(StepResult(plan.epoch, plan.step, (TOKEN,) * count, step_seconds=0.01), self.now)
+        self.core.apply(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples, step_seconds=0.01), self.now)
 
 
 def decoding(count: int) -> Iterator[Figure]:
@@ -70,7 +69,7 @@ def decoding(count: int) -> Iterator[Figure]:
     for index in range(count):
         bench.submit(index)
     # Until everybody decodes in every step.
-    while bench.fill() != count or len(bench.flights[-1].rows) != count:
+    while bench.fill() != count or bench.flights[-1].num_rows != count:
         bench.apply()
     plans, applies = [], []
     gc.collect()

@@ -12,7 +12,7 @@ from functools import partial
 from bench.figures import Figure, arguments, main, seconds_per_call
 from bench.instant import BLOCK_SIZE
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Message, Row, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.types import Decodes, Message, Row, Sampling, SlotInit, StepPlan, StepResult
 
 ROWS = (1, 32, 256)
 PROMPT_LEN = 512
@@ -22,10 +22,9 @@ _GOAL_BYTES = 4096.0
 
 def decodes(count: int) -> tuple[StepPlan, StepResult]:
     """A step of `count` decodes, every 16th of which takes a block."""
-    rows = tuple(
-        Row(slot, 500 + 7 * slot, 1, True, (12345 + slot,) if slot % BLOCK_SIZE == 0 else ()) for slot in range(count)
-    )
-    plan = StepPlan(epoch=1 << 62, step=123456, rows=rows)
+    slots = tuple(range(count))
+    grown = tuple((slot, 12345 + slot) for slot in slots[::BLOCK_SIZE])
+    plan = StepPlan(1 << 62, 123456, decodes=Decodes(slots, tuple(500 + 7 * slot for slot in slots), grown))
     tokens = tuple((31 * slot + 1009) % 150_000 for slot in range(count))
     return plan, StepResult(plan.epoch, plan.step, tokens, step_seconds=0.0123)
 

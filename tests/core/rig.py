@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from support.events import flat
 from support.toy import ToyRunner, expected
 
 from lineclear.scheduler.core import CoreLimits, Scheduler
@@ -139,5 +140,6 @@ class Rig:
 
     def _saw(self, events: list[Event]) -> list[Event]:
         self.core.check()
-        self.events += events
-        return events
+        told = list(flat(events))
+        self.events += told
+        return told

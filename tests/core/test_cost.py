@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import pytest
 from core.rig import Rig, make_request
+
+from lineclear.wire.types import Logprobs
 
 LARGE = 100_000
 
@@ -89,6 +92,31 @@ def test_cancelling_all_costs_a_constant_for_each() -> None:
     rig.core.check()
     assert len(rig.core._fresh._heap) < 200
     assert len(rig.core._deadlines) < 200
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_who_just_goes_on_costs_no_call(logprobs: bool) -> None:
+    # Copies of columns grow with who runs; work of the interpreter only with what changes.
+    costs = []
+    for count in (8, 512):
+        worker = {"worker_num_slots": count, "worker_num_blocks": 4096, "worker_block_size": 64}
+        rig = Rig(max_batch_size=count, target_batch_tokens=8 * count, **worker)
+        for number in range(count):
+            rig.core.submit(make_request(f"r{number}", 5, max_tokens=200), 0.0)
+        for _ in range(3):
+            _step(rig)
+        plan = rig.core.plan(0.0)
+        assert plan is not None
+        assert plan.num_rows == count
+        result = rig.runner.launch(plan).result()
+        if logprobs:
+            result = replace(result, logprobs=(Logprobs(-1.0),) * count)
+        applying = count_calls(lambda rig=rig, result=result: rig.core.apply(result, 0.0))
+        planning = count_calls(lambda rig=rig: rig.core.plan(0.0))
+        costs.append((planning, applying))
+    (plan_few, apply_few), (plan_many, apply_many) = costs
+    assert plan_many <= plan_few + 20
+    assert apply_many <= apply_few + 520  # one append a token
 
 
 def test_what_does_not_fit_is_looked_at_a_bounded_number_of_times() -> None:

@@ -57,7 +57,7 @@ def test_prefill_first_lets_prompts_go_before_decodes() -> None:
     rig.submit("short", 3, max_tokens=9)
     rig.step()
     rig.submit("long", 20, max_tokens=2)
-    assert [rig.rows(rig.step()) for _ in range(3)] == [[(1, 0, 8)], [(1, 8, 16)], [(1, 16, 20), (0, 3, 4)]]
+    assert [rig.rows(rig.step()) for _ in range(3)] == [[(1, 0, 8)], [(1, 8, 16)], [(0, 3, 4), (1, 16, 20)]]
 
 
 def test_the_next_step_is_planned_before_the_token_is_known() -> None:

@@ -21,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.small_tokenizers import byte_level, definition, save
 from support.toy import expected
+from support.world import ENVIRONMENT
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.text import decode
@@ -30,7 +31,6 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.types import Sampling
 
-TESTS = Path(__file__).parents[1]
 VOCABULARY, EOS = 512, 0
 BOUND_SECONDS = 60.0
 
@@ -56,7 +56,10 @@ class Process:
 
     def __init__(self, flags: list[str], code: str = RUN, **toy: Any) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
-        environment |= {"PYTHONPATH": str(TESTS), "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy})}
+        environment |= {
+            "PYTHONPATH": ENVIRONMENT["PYTHONPATH"],
+            "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy}),
+        }
         self.popen = subprocess.Popen(
             [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
@@ -232,7 +235,7 @@ def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None
         with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             assert error_of(stub.Generate(endless())).reason == "STARTING"
-            environment = os.environ | {"PYTHONPATH": str(TESTS)}
+            environment = ENVIRONMENT
             options = json.dumps({"vocab_size": VOCABULARY})
             worker = subprocess.Popen(
                 [sys.executable, "-m", "support.toy_worker", str(directory), options],

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from simulation.scenario import Scenario
+from support.events import flat
 from support.toy import expected
 
 from lineclear.errors import (
@@ -209,6 +211,7 @@ class Oracle:
             self.resuming[track] = None
         for track in self.live.values():
             track.in_flight = 0
+            track.high = min(track.high, len(track.tokens))
         self.flights.clear()
         self.hello = hello
         self.step = self.num_slots = 0
@@ -272,7 +275,9 @@ class Oracle:
         zeroed = set(plan.zero_blocks)
         hold(len(zeroed) == len(plan.zero_blocks), "I18", "each block zeroed once")
         total = decoded = 0
-        for row in plan.rows:
+        # In the order in which they were planned, in which blocks were handed out.
+        prompts_first = self.limits.order == "prefill_first"
+        for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
             if row.slot in inits:
                 self._began(inits.pop(row.slot), plan.step, started, fresh_may, now)
             hold(row.slot in self.running, "I16", "every row belongs to a live request")
@@ -280,6 +285,9 @@ class Oracle:
             self._row(track, row, flight, zeroed)
             total += row.num_tokens
             decoded += track in ready
+        place = {row.slot: index for index, row in enumerate(plan.rows)}
+        flight.rows.sort(key=lambda entry: place[entry[0].slot])
+        flight.samples.sort(key=lambda track: place[track.slot])
         hold(not inits and not started, "I6", "whoever starts has a row")
         hold(not zeroed, "I18", "only dirty blocks that are handed out are zeroed")
         hold(total <= budget, "I6", "no more tokens than the budget")
@@ -521,8 +529,13 @@ class Oracle:
         for track, residence, end in flight.rows:
             if track.running and track.residence == residence:
                 self._publish(track, end)
-        wanted += [event for track in flight.samples if (event := self._ended(track, now)) is not None]
-        self._same(events, wanted)
+        # Who ends first gives its blocks back first: the order is free, but what follows from it is not.
+        order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
+        by_end = sorted(flight.samples, key=lambda track: order.get(track.request.request_id, len(order)))
+        wanted += [event for track in by_end if (event := self._ended(track, now)) is not None]
+        self._same(_in_kinds(events), _in_kinds(wanted))
+        kinds = [_kind(event) for event in flat(events)]
+        hold(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
 
     def _publish(self, track: Track, end: int) -> None:
         if self.limits.prefix_cache:
@@ -655,3 +668,13 @@ class Oracle:
             differ = [type(e).__name__ if not isinstance(e, tuple) else "Failed" for e in (*got, *wanted)]
             invariant = "I10" if any(name in str(differ) for name in ("Finished", "Failed")) and ends else "I7"
             raise Breach(invariant, f"events {got} instead of {list(wanted)}")
+
+
+def _kind(event: Any) -> int:
+    """Its place among the events of one result: tokens, failures, ends."""
+    return 0 if isinstance(event, TokensReady) else 2 if isinstance(event, Finished) else 1
+
+
+def _in_kinds(events: Iterable[Any]) -> list[Any]:
+    """The events of one result, whose order says nothing from one request to another."""
+    return sorted(flat(events), key=lambda e: (_kind(e), e[1] if type(e) is tuple else e.request_id))

@@ -17,6 +17,8 @@ from typing import Any
 from lineclear.scheduler import core, policy, residents
 from lineclear.scheduler.blocks import BlockPool
 from lineclear.scheduler.core import Scheduler
+from lineclear.scheduler.decoding import Decoding
+from lineclear.scheduler.flights import Flight, Tokens
 from lineclear.scheduler.planning import Planning
 from lineclear.scheduler.residents import Residents
 from lineclear.scheduler.sequence import Sequence
@@ -35,7 +37,10 @@ class Bug:
 
 
 _OWNERS: dict[str, Any] = {
-    **{cls.__name__: cls for cls in (BlockPool, Planning, Residents, Scheduler, Sequence, WaitingQueue)},
+    **{
+        cls.__name__: cls
+        for cls in (BlockPool, WaitingQueue, Residents, Decoding, Planning, Flight, Tokens, Scheduler, Sequence)
+    },
     **{cls.__name__: cls for cls in (policy.View, *policy.STRATEGIES.values()) if isinstance(cls, type)},
     "core": core,
     "policy": policy,

@@ -13,6 +13,7 @@ from typing import Any
 
 from simulation.oracle import Breach, Oracle, hold, is_bad
 from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request
+from support.events import flat
 from support.toy import ToyFlight, ToyRunner
 
 from lineclear.errors import Cancelled, Drained, LineclearError
@@ -145,7 +146,7 @@ class World:
         return plan
 
     def _saw(self, call: str, events: list[Event]) -> None:
-        for event in events:
+        for event in flat(events):
             if isinstance(event, TokensReady):
                 self.live[event.request_id] += event.tokens
             elif isinstance(event, (Finished, Failed)):
@@ -237,7 +238,7 @@ class World:
         if worker.broken:
             return
         base, per_token, per_kv = self.scenario.step_seconds
-        tokens = sum(row.num_tokens for row in plan.rows)
+        tokens = plan.num_tokens
         seconds = base + per_token * tokens + per_kv * sum(row.start for row in plan.rows)
         result = worker.runner.launch(plan).result()
         result = replace(result, step_seconds=seconds * self.rng.uniform(1.0, 1.2))

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import count
 
+from support.events import flat
+
 from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.events import Event, Failed, Finished, TokensReady
 from lineclear.scheduler.ledger import Counters
@@ -93,7 +95,7 @@ class InProcess:
         assert self._flights, "nothing runs, nothing can be planned, and requests wait"
         result = decode(encode(self._flights.popleft().result()))
         assert isinstance(result, StepResult)
-        self.events += self.core.apply(result, next(self._clock))
+        self.events += flat(self.core.apply(result, next(self._clock)))
 
     def _settle(self) -> None:
         """Apply what was planned beyond the ends of the requests."""

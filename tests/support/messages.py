@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lineclear.wire.types import (
+    Decodes,
     Goodbye,
     Heartbeat,
     Hello,
@@ -50,9 +51,24 @@ samplings = st.builds(
     stop_ids=tuples(naturals),
     logprobs=st.integers(-1, 20),
 )
-inits = st.builds(SlotInit, naturals, tuples(naturals, 40), naturals, tuples(naturals), samplings)
+
+
+@st.composite
+def slot_inits(draw: st.DrawFn) -> SlotInit:
+    tokens = tuple(draw(st.lists(naturals, min_size=1, max_size=40)))
+    return SlotInit(draw(naturals), tokens, draw(st.integers(1, len(tokens))), draw(tuples(naturals)), draw(samplings))
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> Decodes:
+    slots = tuple(draw(st.lists(naturals, max_size=8, unique=True)))
+    starts = tuple(draw(naturals) for _ in slots)
+    grown = [slot for slot in slots if draw(st.booleans())]
+    return Decodes(slots, starts, tuple((slot, draw(naturals)) for slot in grown))
+
+
 rows = st.builds(Row, naturals, naturals, positives, st.booleans(), tuples(naturals))
-plans = st.builds(StepPlan, uint64, uint64, tuples(rows), tuples(inits, 3), tuples(naturals))
+plans = st.builds(StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes())
 logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, floats), 4))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.events import flat
 from support.toy import expected
 from support.toy_worker import ToyOptions
 
@@ -28,7 +29,8 @@ from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello, Sampling
 
 TESTS = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""Of child processes, which find the tests, and the sources where this process finds them."""
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0, what: str = "the condition") -> float:
@@ -193,7 +195,7 @@ class World:
     def _publish(self, events: Sequence[Event]) -> None:
         self.on_publish(events)
         with self._changed:
-            for event in events:
+            for event in flat(events):
                 if isinstance(event, WorkerJoined):
                     self.joins.append((time.monotonic(), event.epoch))
                 elif isinstance(event, WorkerLost):

@@ -20,6 +20,7 @@ from lineclear.wire import codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.types import (
     PROTOCOL,
+    Decodes,
     Goodbye,
     Heartbeat,
     Hello,
@@ -44,9 +45,10 @@ EXAMPLES: tuple[Message, ...] = (
     StepPlan(
         epoch=2**63 - 1,
         step=812,
-        rows=(Row(0, 17, 1, True), Row(5, 0, 300, False, (11, 12, 13))),
+        chunks=(Row(0, 17, 2, True), Row(5, 0, 300, False, (11, 12, 13))),
         inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
         zero_blocks=(4,),
+        decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
     ),
     StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
     Hello(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),

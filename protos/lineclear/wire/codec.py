@@ -19,6 +19,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from lineclear.wire.types import (
     PROTOCOL,
+    Decodes,
     Goodbye,
     Heartbeat,
     Hello,
@@ -109,6 +110,14 @@ def _read_ints(data: bytes) -> list[int]:
     return _read("i", data)
 
 
+def _read_indices(data: bytes) -> list[int]:
+    """Slots, positions, blocks and the like. Raises ValueError for a negative one."""
+    values = _read_ints(data)
+    if values and min(values) < 0:
+        raise ValueError("a negative index")
+    return values
+
+
 def _read_floats(data: bytes) -> list[float]:
     return _read("f", data)
 
@@ -125,9 +134,18 @@ def _split(values: Sequence[_T], lengths: Sequence[int]) -> list[tuple[_T, ...]]
 
 
 def _plan_to(plan: StepPlan) -> pb.Plan:
-    message = pb.Plan(inits=[_init_to(i) for i in plan.inits], zero_blocks=_ints(plan.zero_blocks))
-    if plan.rows:
-        slots, starts, counts, samples, blocks = zip(*plan.rows, strict=True)
+    decodes = plan.decodes
+    message = pb.Plan(
+        inits=[_init_to(i) for i in plan.inits],
+        zero_blocks=_ints(plan.zero_blocks),
+        decode_slots=_ints(decodes.slots),
+        decode_starts=_ints(decodes.starts),
+    )
+    if decodes.new_blocks:
+        grown_slots, grown_blocks = zip(*decodes.new_blocks, strict=True)
+        message.grown_slots, message.grown_blocks = _ints(grown_slots), _ints(grown_blocks)
+    if plan.chunks:
+        slots, starts, counts, samples, blocks = zip(*plan.chunks, strict=True)
         message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
         message.samples = bytes(samples)
         message.new_blocks, message.num_new_blocks = _ints(chain.from_iterable(blocks)), _ints(map(len, blocks))
@@ -136,12 +154,24 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
 
 def _plan_from(epoch: int, step: int, payload: bytes) -> StepPlan:
     m = pb.Plan.FromString(payload)
-    blocks = _split(_read_ints(m.new_blocks), _read_ints(m.num_new_blocks))
-    columns = (_read_ints(m.slots), _read_ints(m.starts), _read_ints(m.counts), map(bool, m.samples), blocks)
-    rows = tuple(map(Row, *columns)) if len({len(m.samples), *(len(c) for c in (*columns[:3], blocks))}) == 1 else None
-    if rows is None:
+    inits = tuple(map(_init_from, m.inits))
+    return StepPlan(epoch, step, _chunks_from(m), inits, tuple(_read_indices(m.zero_blocks)), _decodes_from(m))
+
+
+def _decodes_from(m: pb.Plan) -> Decodes:
+    slots, starts = _read_indices(m.decode_slots), _read_indices(m.decode_starts)
+    grown = _read_indices(m.grown_slots)
+    if len(slots) != len(starts) or not set(grown) <= set(slots):
         raise ValueError("columns disagree")
-    return StepPlan(epoch, step, rows, tuple(map(_init_from, m.inits)), tuple(_read_ints(m.zero_blocks)))
+    return Decodes(tuple(slots), tuple(starts), tuple(zip(grown, _read_indices(m.grown_blocks), strict=True)))
+
+
+def _chunks_from(m: pb.Plan) -> tuple[Row, ...]:
+    blocks = _split(_read_indices(m.new_blocks), _read_ints(m.num_new_blocks))
+    slots, starts, counts = _read_indices(m.slots), _read_indices(m.starts), _read_indices(m.counts)
+    if 0 in counts or len({len(slots), len(starts), len(counts), len(m.samples), len(blocks)}) != 1:
+        raise ValueError("columns disagree")
+    return tuple(map(Row, slots, starts, counts, map(bool, m.samples), blocks))
 
 
 def _init_to(init: SlotInit) -> pb.SlotInit:
@@ -190,7 +220,10 @@ def _init_from(m: pb.SlotInit) -> SlotInit:
         stop_ids=tuple(_read_ints(s.stop_ids)),
         logprobs=s.logprobs,
     )
-    return SlotInit(m.slot, tuple(_read_ints(m.tokens)), m.prompt_len, tuple(_read_ints(m.blocks)), sampling)
+    tokens, blocks = tuple(_read_indices(m.tokens)), tuple(_read_indices(m.blocks))
+    if m.slot < 0 or not 0 < m.prompt_len <= len(tokens):
+        raise ValueError("a slot or a prompt that cannot be")
+    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling)
 
 
 def _result_to(result: StepResult) -> pb.Result:

@@ -6,11 +6,13 @@ sequence (prompt, then output); a *block* is `block_size` positions of keys and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -64,16 +66,58 @@ class Row(NamedTuple):
     new_blocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+class Decodes(NamedTuple):
+    """Rows of one position each that all sample, as columns: `slots[i]` computes position `starts[i]`."""
+
+    slots: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    new_blocks: tuple[tuple[int, int], ...] = ()
+    """(slot, block) of each of them whose block table grows."""
+
+    def rows(self) -> Iterator[Row]:
+        """One by one."""
+        blocks = dict(self.new_blocks)
+        for slot, start in zip(self.slots, self.starts, strict=True):
+            yield Row(slot, start, 1, True, (blocks[slot],) if slot in blocks else ())
+
+
+NO_DECODES = Decodes()
+
+
+@dataclass(frozen=True)
 class StepPlan:
-    """One packed forward pass. Plans of an epoch are numbered 1, 2, 3 ... and run strictly in that order."""
+    """One packed forward pass. Plans of an epoch are numbered 1, 2, 3 ... and run strictly in that order.
+
+    Its rows are the `decodes`, which make up nearly all of nearly every step, and the `chunks` after them.
+    """
 
     epoch: int
     step: int
-    rows: tuple[Row, ...]
+    chunks: tuple[Row, ...] = ()
     inits: tuple[SlotInit, ...] = ()
     zero_blocks: tuple[int, ...] = ()
     """To be filled with zeros first: they held values that were not finite."""
+    decodes: Decodes = NO_DECODES
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All of them, one by one: for whoever is not in a hurry."""
+        return (*self.decodes.rows(), *self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        """`len(rows)`."""
+        return len(self.decodes.slots) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all rows."""
+        return len(self.decodes.slots) + sum(row.num_tokens for row in self.chunks)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that sample."""
+        return len(self.decodes.slots) + sum(row.sample for row in self.chunks)
 
 
 class Logprobs(NamedTuple):

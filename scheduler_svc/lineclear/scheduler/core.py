@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
 
 from lineclear.errors import (
     Cancelled,
@@ -32,15 +31,15 @@ from lineclear.scheduler.events import (
     Failed,
     Finished,
     FinishReason,
-    TokensReady,
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.flights import BadResult, Flight, Tokens
 from lineclear.scheduler.ledger import CoreLimits, CoreSnapshot, Counters
 from lineclear.scheduler.planning import Planning, World
 from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS
 from lineclear.scheduler.residents import Residents
-from lineclear.scheduler.sequence import Request, Sequence, State
+from lineclear.scheduler.sequence import NEVER, Request, Sequence, State
 from lineclear.scheduler.stepmodel import StepModel
 from lineclear.scheduler.waiting import WaitingQueue
 from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
@@ -48,21 +47,6 @@ from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, Step
 __all__ = ["BadResult", "CoreLimits", "CoreSnapshot", "Request", "Scheduler"]
 
 _RECOVERY_STEPS = 200  # until a token budget halved by an out-of-memory step is doubled again
-
-
-class BadResult(ValueError):
-    """A result that no correct worker gives for the plan it belongs to. Nothing of it was applied."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A plan without its result yet: whose rows it has."""
-
-    step: int
-    owners: list[tuple[Sequence, int, int]]  # of each row: sequence, its residence, end position
-    samples: list[Sequence]
-    num_tokens: int
-    kv_tokens: int
 
 
 class Scheduler:
@@ -87,7 +71,7 @@ class Scheduler:
             counters=self._counters,
         )
         self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._events: list[Event] = []
         self._num_arrivals = 0
         self._hello: Hello | None = None
@@ -211,8 +195,8 @@ class Scheduler:
             sequence.recoveries += 1
             self._resuming.push(sequence)
         for sequence in self._live.values():
-            sequence.in_flight = 0
             sequence.known = len(sequence.tokens)
+            sequence.high_water = min(sequence.high_water, sequence.known)  # samples that are void were never computed
             sequence.keys.clear()  # another worker may have another block size
         self._hello = hello
         # The halved token budget stays: after an out-of-memory step the worker joins again with the same memory.
@@ -238,11 +222,11 @@ class Scheduler:
         flight = self._flights[0] if self._flights else None
         if flight is None or error.step != flight.step or error.kind is not StepErrorKind.OUT_OF_MEMORY:
             return []
-        if len(flight.owners) > 1:
+        if flight.num_rows > 1:
             self._halvings += 1
             self._steps_to_doubling = _RECOVERY_STEPS
             return []
-        sequence = flight.owners[0][0]
+        sequence = next(flight.sequences())
         if sequence.state is State.FINISHED:
             return []
         self._counters.requests_failed += 1
@@ -260,7 +244,7 @@ class Scheduler:
         planning = Planning(self._world, step, max(1, budget >> self._halvings), now)
         planning.run()
         self._events.extend(planning.events)
-        if not planning.rows:
+        if not (planning.decodes.slots or planning.chunks):
             return None
         self._step = step
         if self._halvings:
@@ -268,75 +252,102 @@ class Scheduler:
             if self._steps_to_doubling == 0:
                 self._halvings -= 1
                 self._steps_to_doubling = _RECOVERY_STEPS
-        self._counters.steps += 1
-        self._counters.rows += len(planning.rows)
-        self._flights.append(
-            _Flight(step, planning.owners, planning.samples, planning.num_tokens, planning.kv_tokens),
+        flight = Flight(
+            step,
+            self._residents.decoding.beat,
+            planning.crew,
+            planning.filling,
+            planning.owners,
+            planning.samples,
+            planning.num_tokens,
+            planning.kv_tokens,
         )
+        self._flights.append(flight)
+        self._counters.steps += 1
+        self._counters.rows += flight.num_rows
+        chunks, inits = tuple(planning.chunks), tuple(planning.inits)
         zero_blocks = self._residents.pool.drain_to_zero()
-        return StepPlan(self._hello.epoch, step, tuple(planning.rows), tuple(planning.inits), zero_blocks)
+        return StepPlan(self._hello.epoch, step, chunks, inits, zero_blocks, planning.decodes)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Take in the result of the oldest step in flight. Raises BadResult, and then nothing was applied."""
         flight = self._flights[0] if self._flights else None
         if flight is None or self._hello is None or (result.epoch, result.step) != (self._hello.epoch, flight.step):
             raise BadResult(f"step {result.step} is not the oldest in flight")
-        if len(result.tokens) != len(flight.samples) or len(result.logprobs) not in (0, len(flight.samples)):
-            raise BadResult(f"{len(result.tokens)} tokens for {len(flight.samples)} samples")
-        if not all(0 <= index < len(flight.samples) for index in result.bad_rows):
-            raise BadResult(f"a bad row beyond the {len(flight.samples)} samples")
-        if not 0.0 <= result.step_seconds < float("inf"):  # NaN fails this too
-            raise BadResult(f"a step of {result.step_seconds} seconds")
+        flight.check(result)
         self._flights.popleft()
         self._world.model.observe(flight.num_tokens, flight.kv_tokens, result.step_seconds)
-        events: list[Event] = []
-        self._confirm(result, flight, self._hello.vocab_size, events, now)
+        tokens, failures = Tokens(result), list[Event]()
+        over = self._confirm(result, flight, self._hello.vocab_size, tokens, failures, now)
+        for sequence in flight.filling:
+            if sequence.state is State.RUNNING:
+                if sequence.joined != NEVER:
+                    self._residents.decoding.settle(sequence)
+                self._residents.publish(sequence)
         for sequence, residence, end in flight.owners:
             if sequence.residence == residence and sequence.state is State.RUNNING:
                 sequence.computed = end
                 self._residents.publish(sequence)
-        self._stop(flight, events, now)
-        return events
+        return [*tokens.event(), *failures, *self._stop(over, now)]
 
-    def _confirm(self, result: StepResult, flight: _Flight, vocab_size: int, events: list[Event], now: float) -> None:
-        """Append the sampled tokens. One sampled for a sequence that was preempted meanwhile is as good as any."""
-        for index, (sequence, token) in enumerate(zip(flight.samples, result.tokens, strict=True)):
-            sequence.in_flight -= 1
+    def _confirm(
+        self, result: StepResult, flight: Flight, vocab_size: int, tokens: Tokens, failures: list[Event], now: float
+    ) -> list[Sequence]:
+        """Append the sampled tokens. Returns whose answer they may have completed.
+
+        Whoever has taken part in all beats since this one needs no more than that, and is dealt with in one go. Others
+        left in between, and for them it is as with chunks; a token sampled for a sequence that was preempted meanwhile
+        is as good as any.
+        """
+        crew, beat = flight.crew.sequences, flight.beat
+        bad = result.bad_rows
+        if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < vocab_size:
+            bad = bad | {row for row, token in enumerate(result.tokens) if not 0 <= token < vocab_size}
+        for row in bad:
+            if row < len(crew) and crew[row].joined != NEVER:
+                self._residents.loosen(crew[row])  # before the beat is heard: this sample is none of its tokens
+        apart = [row for row, sequence in enumerate(crew) if sequence.joined > beat]
+        over = []
+        if crew:
+            self._residents.decoding.hear(beat, flight.step, now)
+            over = tokens.add_crew(flight, apart)
+            self._counters.output_tokens += len(crew) - len(apart)
+        singles = [(row, crew[row]) for row in apart]
+        for row, sequence in (*singles, *enumerate(flight.samples, len(crew))):
             if sequence.state is State.FINISHED:
                 self._counters.wasted_samples += 1
-                continue
-            if index in result.bad_rows or not 0 <= token < vocab_size:
+            elif row in bad:
                 self._counters.requests_failed += 1
-                events.append(self._fail(sequence, _bad_row(index in result.bad_rows), now, dirty=True))
-                continue
-            sequence.tokens.append(token)
-            if sequence.state is State.WAITING:
-                self._resuming.grow(sequence)
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
-            sequence.last_token_at = now
-            sequence.last_step = flight.step
-            self._counters.output_tokens += 1
-            logprobs = result.logprobs[index] if result.logprobs else None
-            events.append(
-                TokensReady(
-                    sequence.request.request_id,
-                    sequence.num_outputs - 1,
-                    (token,),
-                    () if logprobs is None else (logprobs,),
-                )
-            )
+                failures.append(self._fail(sequence, _bad_row(row in result.bad_rows), now, dirty=True))
+            else:
+                tokens.add(sequence, row)
+                self._account(sequence, flight.step, now)
+                over.append(sequence)
+        return over
 
-    def _stop(self, flight: _Flight, events: list[Event], now: float) -> None:
-        for sequence in flight.samples:
-            if sequence.state is State.FINISHED:
-                continue
+    def _account(self, sequence: Sequence, step: int, now: float) -> None:
+        """A token more, to a sequence that does not take part in beats, or did not when the token was planned."""
+        if sequence.state is State.WAITING:
+            self._resuming.grow(sequence)
+        else:
+            sequence.computed = len(sequence.tokens) - 1
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        sequence.last_token_at = now
+        sequence.last_step = step
+        self._counters.output_tokens += 1
+
+    def _stop(self, over: list[Sequence], now: float) -> list[Event]:
+        """The ends of answers that are complete."""
+        events: list[Event] = []
+        for sequence in over:
             request, token = sequence.request, sequence.tokens[-1]
-            if token in request.sampling.stop_ids and sequence.num_outputs > request.sampling.min_tokens:
+            if token in sequence.stops and sequence.num_outputs > request.sampling.min_tokens:
                 reason = FinishReason.STOP_EOS if token in request.eos_ids else FinishReason.STOP_TOKEN
                 events.append(self._complete(sequence, reason, token, now))
             elif len(sequence.tokens) >= sequence.limit:
                 events.append(self._complete(sequence, FinishReason.LENGTH, None, now))
+        return events
 
     # --- the ends of a request -------------------------------------------------------------------------------------
 
@@ -388,17 +399,22 @@ class Scheduler:
 
     def check(self) -> None:
         """Every invariant that holds between two calls. AssertionError on a breach."""
-        running, fresh, resuming = self._residents.running, self._fresh.sequences(), self._resuming.sequences()
+        residents, fresh, resuming = self._residents, self._fresh.sequences(), self._resuming.sequences()
+        running = residents.by_age()
+        for s in residents.decoding:
+            residents.decoding.settle(s)
+        residents.decoding.check()
         size = self._residents.pool.block_size
         self._residents.pool.check([s.blocks for s in running])
         everyone = [*running, *fresh, *resuming]
         assert len(everyone) == len(self._live) == len({id(s) for s in everyone}), "a request in two places or in none"
         assert all(self._live[s.request.request_id] is s for s in everyone)
-        assert running == sorted(running, key=lambda s: s.rank)
+        assert {*running} == {*residents.decoding, *residents.loose}, "running, and in no group or in two"
+        assert len(running) == len(residents.decoding) + len(residents.loose)
         slots = [s.slot for s in running]
         assert sorted([*slots, *self._residents.free_slots]) == list(range(self._residents.num_slots)), "slots disagree"
         for s in everyone:
-            assert s.known == len(s.tokens) + s.in_flight <= s.limit, "more output planned than asked for"
+            assert len(s.tokens) <= s.known <= s.limit, "more output planned than asked for"
             assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt
             assert s.bypasses <= self.limits.max_bypasses
         for s in running:
@@ -413,7 +429,7 @@ class Scheduler:
         assert all(s.in_flight == 0 for s in fresh)
         for queue in (self._fresh, self._resuming):
             assert queue.num_tokens == sum(len(s.tokens) for s in queue.sequences())
-        samples = [s for flight in self._flights for s in flight.samples]
+        samples = [s for flight in self._flights for s in flight.sampled()]
         assert all(s.in_flight == sum(other is s for other in samples) for s in everyone)
         assert len(self._flights) <= self.limits.pipeline_depth
         assert len(self._deadlines) <= 2 * len(self._live) + 65

@@ -272,7 +272,7 @@ class Engine:
                 break
             if not self._in_flight:
                 self._oldest_since = now
-            self._in_flight.append(_Sent(plan, sum(row.num_tokens for row in plan.rows), now))
+            self._in_flight.append(_Sent(plan, plan.num_tokens, now))
         events += self._core.take_events()
         encode_seconds = self._link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
@@ -304,7 +304,7 @@ class Engine:
         self._oldest_since = now
         self._step_times.append(
             StepTime(
-                result.epoch, result.step, len(sent.plan.rows), sent.num_tokens, result.step_seconds, now - sent.sent_at
+                result.epoch, result.step, sent.plan.num_rows, sent.num_tokens, result.step_seconds, now - sent.sent_at
             )
         )
 

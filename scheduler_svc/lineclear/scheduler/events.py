@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Column
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
+from typing import NamedTuple
 
 from lineclear.errors import LineclearError
 from lineclear.wire.types import Logprobs
@@ -53,14 +57,33 @@ class Started:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokensReady:
+class TokensReady(NamedTuple):
     """New confirmed tokens; `first_index` counts output tokens from 0. `logprobs` is empty or one for each token."""
 
     request_id: str
     first_index: int
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The confirmed tokens of a step, one for each request, as columns. Iterating gives them request by request."""
+
+    request_ids: Column[str]
+    indices: Column[int]
+    """Of each token among its request's output tokens, from 0."""
+    tokens: Column[int]
+    logprobs: Column[Logprobs | None] = ()
+    """Empty when nobody asked."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[TokensReady]:
+        columns = (self.request_ids, self.indices, self.tokens, self.logprobs or repeat(None))
+        for request_id, index, token, logprobs in zip(*columns, strict=False):
+            yield TokensReady(request_id, index, (token,), () if logprobs is None else (logprobs,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +126,4 @@ class WorkerLost:
     epoch: int
 
 
-Event = Admitted | Started | TokensReady | Finished | Failed | Preempted | WorkerJoined | WorkerLost
+Event = Admitted | Started | StepTokens | Finished | Failed | Preempted | WorkerJoined | WorkerLost

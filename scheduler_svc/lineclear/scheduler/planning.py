@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lineclear.scheduler.decoding import Crew
 from lineclear.scheduler.events import Event, Preempted, Started
 from lineclear.scheduler.ledger import CoreLimits, Counters
 from lineclear.scheduler.policy import Order, Strategy, Victim, View
@@ -14,7 +15,7 @@ from lineclear.scheduler.residents import Residents
 from lineclear.scheduler.sequence import Sequence, State
 from lineclear.scheduler.stepmodel import StepModel
 from lineclear.scheduler.waiting import WaitingQueue
-from lineclear.wire.types import Row, SlotInit
+from lineclear.wire.types import Decodes, Row, SlotInit
 
 _LOOKAHEAD = 8  # how many that do not fit are passed over in a step before admission gives up
 _SMALLEST_CHUNK = 16  # prompt tokens a step may take whatever the inter-token target says
@@ -50,13 +51,13 @@ class World:
             oldest_arrival=None if oldest is None else oldest.arrival,
             draining=self.draining,
             refusing=self.refusing,
-            kv_tokens=sum(s.planned for s in self.residents.running) if self.strategy.reads_kv_tokens else 0,
+            kv_tokens=self.residents.positions if self.strategy.reads_kv_tokens else 0,
             model=self.model,
         )
 
 
 class Planning:
-    """The making of one plan. After `run`, `rows`, `inits` and the rest hold it; no rows: nothing can run now."""
+    """The making of one plan. After `run`, `decodes`, `chunks` and the rest hold it; no rows: nothing can run now."""
 
     def __init__(self, world: World, step: int, budget: int, now: float) -> None:
         self._world = world
@@ -66,9 +67,12 @@ class Planning:
         self._now = now
         self._short_of_blocks = False  # somebody running had to wait or to yield: nobody joins in this step
         self._prompt_tokens = 0
-        self.rows: list[Row] = []
-        self.owners: list[tuple[Sequence, int, int]] = []  # of each row: sequence, its residence, end position
-        self.samples: list[Sequence] = []
+        self.decodes = Decodes()
+        self.crew = Crew()  # whose rows the decodes are
+        self.filling: list[Sequence] = []  # those of them whose row fills a block
+        self.chunks: list[Row] = []
+        self.owners: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, its residence, end position
+        self.samples: list[Sequence] = []  # of the chunks
         self.inits: list[SlotInit] = []
         self.events: list[Event] = []
         self.num_tokens = 0
@@ -86,9 +90,48 @@ class Planning:
             self._admit()
 
     def _decode(self) -> None:
-        """Running sequences that lack one position, oldest first."""
-        size = self._residents.pool.block_size
-        for sequence in list(self._residents.running):
+        """Running sequences that lack one position: in one beat while tokens and blocks suffice for all of them."""
+        residents, room = self._residents, self._budget - self.num_tokens
+        ready = [s for s in residents.loose_by_age() if s.todo == 1 and s.planned_step != self._step]
+        if room <= 0 or not (ready or residents.decoding):
+            return
+        beginners = []  # the account of a first token is kept where chunks are confirmed
+        for sequence in ready:
+            if sequence.first_token_at is None and not sequence.in_flight:
+                beginners.append(sequence)
+            else:
+                residents.tie(sequence)
+        growing = residents.decoding.short_of_block()
+        if len(residents.decoding) + len(beginners) > room or len(growing) > residents.pool.num_free:
+            self._decode_by_age()
+            return
+        if residents.decoding:
+            self._beat(growing)
+        for sequence in beginners:
+            self._add(sequence, 1, ())
+
+    def _beat(self, growing: list[Sequence]) -> None:
+        """A row for everybody who takes part; a further block for those who need one."""
+        residents, decoding = self._residents, self._residents.decoding
+        grown = []
+        for sequence, block in zip(growing, residents.pool.take(len(growing)), strict=True):
+            sequence.blocks.append(block)
+            grown.append((sequence.slot, block))
+        self.crew = crew = decoding.advance(self._step)
+        beat = decoding.beat
+        self.decodes = Decodes(crew.slots, tuple([origin + beat for origin in crew.origins]), tuple(grown))
+        self.filling = decoding.filling()
+        self.num_tokens += len(crew.slots)
+        self.kv_tokens += decoding.positions
+        for sequence in decoding.ending():
+            residents.loosen(sequence)
+
+    def _decode_by_age(self) -> None:
+        """One by one, the oldest first: tokens or blocks do not suffice for all of them."""
+        residents = self._residents
+        residents.disband()
+        size = residents.pool.block_size
+        for sequence in residents.by_age():
             if self.num_tokens >= self._budget:
                 break
             # Preempted by an older one in this very pass, in this step already, or not one position short:
@@ -129,7 +172,7 @@ class Planning:
 
     def _prefill(self) -> None:
         """Prompts begun in earlier steps. Their blocks are theirs since admission."""
-        for sequence in self._residents.running:
+        for sequence in self._residents.loose_by_age():
             if sequence.todo > 1 and sequence.planned_step != self._step:
                 count = min(sequence.todo, self._room_for_prompts())
                 if count <= 0:
@@ -215,7 +258,7 @@ class Planning:
         start = sequence.planned
         end = start + count
         sample = end == sequence.known
-        self.rows.append(Row(sequence.slot, start, count, sample, new_blocks))
+        self.chunks.append(Row(sequence.slot, start, count, sample, new_blocks))
         self.owners.append((sequence, sequence.residence, end))
         if start < sequence.high_water:
             again = min(end, sequence.high_water) - start
@@ -225,7 +268,6 @@ class Planning:
         sequence.planned_step = self._step
         if sample:
             self.samples.append(sequence)
-            sequence.in_flight += 1
             sequence.known += 1
         self.num_tokens += count
         self.kv_tokens += end

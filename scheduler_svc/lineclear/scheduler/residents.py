@@ -6,14 +6,17 @@ The only place where a sequence takes a slot or gives it back, so that nothing c
 from __future__ import annotations
 
 import heapq
-from bisect import insort
 
 from lineclear.scheduler.blocks import BlockPool, chain_key, root_key
-from lineclear.scheduler.sequence import Sequence, State
+from lineclear.scheduler.decoding import Decoding
+from lineclear.scheduler.sequence import NEVER, Sequence, State
 
 
 class Residents:
-    """Running sequences, oldest first, over `num_slots` slots and a block pool. Without a worker all are empty."""
+    """Running sequences over `num_slots` slots and a block pool: those that are `decoding`, and the `loose` others.
+
+    Without a worker all are empty.
+    """
 
     def __init__(self, secret: bytes, prefix_cache: bool) -> None:
         self._secret = secret
@@ -22,7 +25,9 @@ class Residents:
 
     def open(self, num_slots: int, num_blocks: int, block_size: int) -> None:
         """Start empty, over the capacity of a worker that joined."""
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # an ordered set, by entering
+        self.loose: dict[Sequence, None] = {}
+        self.decoding = Decoding(block_size)
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots))  # a heap: low slots first
         self.pool = BlockPool(num_blocks, block_size)
@@ -42,13 +47,15 @@ class Residents:
         sequence.slot = heapq.heappop(self.free_slots)
         sequence.blocks = [*shared, *taken]
         sequence.planned = sequence.computed = sequence.saved = len(shared) * size
-        insort(self.running, sequence, key=lambda s: s.rank)
+        self.running[sequence] = self.loose[sequence] = None
         return shared, taken
 
     def leave(self, sequence: Sequence, state: State, *, dirty: bool = False) -> None:
         """RUNNING -> `state`, giving back slot and blocks; `dirty` blocks are zeroed before anybody reuses them."""
         assert sequence.state is State.RUNNING
-        self.running.remove(sequence)
+        if sequence.joined != NEVER:
+            self.loosen(sequence)
+        del self.running[sequence], self.loose[sequence]
         if dirty:
             self.pool.release_dirty(sequence.blocks)
         else:
@@ -58,11 +65,40 @@ class Residents:
 
     def evict_all(self) -> list[Sequence]:
         """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first."""
-        evicted, self.running = self.running, []
+        self.disband()
+        evicted = self.by_age()
         for sequence in evicted:
             _strip(sequence, State.WAITING, computed=sequence.computed)
         self.open(0, 0, 1)
         return evicted
+
+    def by_age(self) -> list[Sequence]:
+        """All that run, the oldest first."""
+        return sorted(self.running, key=lambda s: s.rank)
+
+    def loose_by_age(self) -> list[Sequence]:
+        """Those of them that do not take part in beats."""
+        return sorted(self.loose, key=lambda s: s.rank)
+
+    @property
+    def positions(self) -> int:
+        """Planned positions of all together: the keys and values that a step reads."""
+        return self.decoding.positions + sum(s.planned for s in self.loose)
+
+    def tie(self, sequence: Sequence) -> None:
+        """A loose sequence takes part in beats from now on."""
+        del self.loose[sequence]
+        self.decoding.join(sequence)
+
+    def loosen(self, sequence: Sequence) -> None:
+        """It does not any more."""
+        self.decoding.leave(sequence)
+        self.loose[sequence] = None
+
+    def disband(self) -> None:
+        """Nobody does."""
+        for sequence in self.decoding:
+            self.loosen(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Published blocks that hold its leading tokens; never the last token, which must be computed."""

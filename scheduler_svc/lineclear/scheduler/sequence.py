@@ -13,6 +13,9 @@ from enum import Enum
 from lineclear.scheduler.events import Record
 from lineclear.wire.types import Sampling
 
+NEVER = 1 << 62
+"""The beat at which somebody joined who is no member of the decoding ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -57,12 +60,13 @@ class Sequence:
         "computed",
         "first_token_at",
         "high_water",
-        "in_flight",
+        "joined",
         "keys",
         "known",
         "last_step",
         "last_token_at",
         "limit",
+        "origin",
         "pinned",
         "planned",
         "planned_step",
@@ -77,6 +81,7 @@ class Sequence:
         "slot",
         "started_at",
         "state",
+        "stops",
         "tokens",
     )
 
@@ -87,31 +92,40 @@ class Sequence:
         self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
         self.prompt_len = len(request.prompt)
         self.limit = self.prompt_len + request.max_tokens  # `known` never exceeds it
+        self.stops = frozenset(request.sampling.stop_ids)
         self.state = State.WAITING
+        # `decoding` owns these two. While it takes part in beats, fields marked * are as old as its last settle.
+        self.joined = NEVER  # the first beat of its part
+        self.origin = 0
         # While running:
         self.slot = -1
         self.blocks: list[int] = []
-        self.planned = 0  # positions in plans, sent or applied
-        self.computed = 0  # positions in applied plans
-        self.planned_step = 0  # the last step it has a row in
+        self.planned = 0  # * positions in plans, sent or applied
+        self.computed = 0  # * positions in applied plans
+        self.planned_step = 0  # * the last step it has a row in
         self.residence = 0  # grows when it takes a slot: tells rows of an earlier stay from those of this one
         # Always:
-        self.in_flight = 0  # samples planned, not yet applied
-        self.known = len(self.tokens)  # len(tokens) + in_flight
+        self.known = len(self.tokens)  # * tokens and the samples in flight
         self.keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
         self.saved = 0  # leading positions in blocks that the prefix cache knows
         self.high_water = 0  # most positions computed in earlier stays: what a new one computes again
         self.preemptions = self.recoveries = self.bypasses = 0
         self.pinned = False  # preempted too often: holds all the blocks it can ever need and is no victim any more
-        self.cached_tokens = self.recomputed_tokens = self.last_step = 0
+        self.cached_tokens = self.recomputed_tokens = 0
+        self.last_step = 0  # *
         self.started_at: float | None = None
         self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
+        self.last_token_at: float | None = None  # *
 
     @property
     def num_outputs(self) -> int:
         """Confirmed output tokens."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def in_flight(self) -> int:
+        """Samples planned, not yet applied."""
+        return self.known - len(self.tokens)
 
     @property
     def todo(self) -> int:

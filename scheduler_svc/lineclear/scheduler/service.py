@@ -23,7 +23,7 @@ from lineclear.scheduler import identity, overview, responses, validation
 from lineclear.scheduler.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.chat import ChatTemplate
 from lineclear.scheduler.engine import EngineSnapshot
-from lineclear.scheduler.events import Event, TokensReady
+from lineclear.scheduler.events import Event, StepTokens, TokensReady
 from lineclear.scheduler.interceptor import incident
 from lineclear.scheduler.prompts import Prompts
 from lineclear.scheduler.sequence import Request
@@ -147,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _dispatch(self, events: Sequence[Event], at: float) -> None:
         try:
-            count = sum(len(event.tokens) for event in events if isinstance(event, TokensReady))
+            count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens | TokensReady))
             if count:
                 self._stats.add_tokens(count, at)
             self.streams.dispatch(events, at)

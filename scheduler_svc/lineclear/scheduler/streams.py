@@ -22,6 +22,7 @@ from lineclear.scheduler.events import (
     Preempted,
     Record,
     Started,
+    StepTokens,
     TokensReady,
     WorkerJoined,
     WorkerLost,
@@ -324,14 +325,15 @@ class Streams:
         """Return when no mailbox is open."""
         await self._idle.wait()
 
-    def dispatch(self, events: Sequence[Event], at: float) -> None:
+    def dispatch(self, events: Sequence[Event | TokensReady], at: float) -> None:
         """Put the engine's events where they belong. `at` is when the engine made them."""
         mailboxes = self._by_key
         for event in events:
-            if isinstance(event, TokensReady):  # first: there are many more of these than of all others
-                mailbox = mailboxes.get(event.request_id)
-                if mailbox is not None:
-                    mailbox.on_tokens(event, at)
+            if isinstance(event, StepTokens | TokensReady):
+                for ready in event if isinstance(event, StepTokens) else (event,):
+                    mailbox = mailboxes.get(ready.request_id)
+                    if mailbox is not None:
+                        mailbox.on_tokens(ready, at)
             elif isinstance(event, WorkerJoined | WorkerLost):
                 self._on_worker(isinstance(event, WorkerJoined))
             else:

@@ -25,7 +25,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Plan(_message.Message):
-    """Scheduler to worker: work for one packed forward pass."""
+    """Scheduler to worker: work for one packed forward pass. Its rows are the
+    decodes, one position each, and then the chunks, of any length.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -37,8 +39,14 @@ class Plan(_message.Message):
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     ZERO_BLOCKS_FIELD_NUMBER: _builtins.int
+    DECODE_SLOTS_FIELD_NUMBER: _builtins.int
+    DECODE_STARTS_FIELD_NUMBER: _builtins.int
+    GROWN_SLOTS_FIELD_NUMBER: _builtins.int
+    GROWN_BLOCKS_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
-    """int32 per row."""
+    """Fields 2 to 7: the chunks.
+    int32 per row.
+    """
     starts: _builtins.bytes
     """int32 per row: first position to compute."""
     counts: _builtins.bytes
@@ -46,11 +54,18 @@ class Plan(_message.Message):
     samples: _builtins.bytes
     """One byte per row, 1 where a token is sampled after the last position."""
     new_blocks: _builtins.bytes
-    """Block tables grow: int32 block ids of all rows, one after the other."""
+    """Block tables grow: int32 block ids of all chunks, one after the other."""
     num_new_blocks: _builtins.bytes
     """int32 per row: how many of `new_blocks` are its own."""
     zero_blocks: _builtins.bytes
     """int32: blocks to fill with zeros before the step."""
+    decode_slots: _builtins.bytes
+    """int32 per decode."""
+    decode_starts: _builtins.bytes
+    """int32 per decode: the position to compute. A token is sampled after it."""
+    grown_slots: _builtins.bytes
+    """int32: decoding slots whose block table grows, and by which block."""
+    grown_blocks: _builtins.bytes
     @_builtins.property
     def inits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotInit]:
         """Slots that begin a new owner before this step."""
@@ -66,10 +81,14 @@ class Plan(_message.Message):
         new_blocks: _builtins.bytes = ...,
         num_new_blocks: _builtins.bytes = ...,
         zero_blocks: _builtins.bytes = ...,
+        decode_slots: _builtins.bytes = ...,
+        decode_starts: _builtins.bytes = ...,
+        grown_slots: _builtins.bytes = ...,
+        grown_blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "samples", b"samples", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "samples", b"samples", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
