@@ -102,6 +102,7 @@ class Decoder:
         self._final = _norm(model.model.norm)
         self._head = pack([model.lm_head], pages)
         self._vocabulary = int(model.lm_head.out_features)
+        self._logits = torch.empty(0, self._vocabulary, dtype=model.dtype)  # kept, as the activations are
         self._activations = _Activations(
             int(config.hidden_size), int(config.intermediate_size), num_heads, num_kv_heads, head_dim, model.dtype
         )
@@ -122,7 +123,10 @@ class Decoder:
         self._backend = backend
 
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """[len(rows), vocabulary] for the packed tokens at `rows`; the backend has begun the step."""
+        """[len(rows), vocabulary] for the packed tokens at `rows`, good until the next call.
+
+        The backend has begun the step.
+        """
         backend = self._backend
         assert backend is not None
         a = self._activations.of(input_ids.shape[0])
@@ -146,7 +150,9 @@ class Decoder:
         assert pending is not None
         residual, pending = a.residual.index_select(0, rows), pending.index_select(0, rows)
         x = self._add_norm(residual, pending, self._final, torch.empty_like(residual))
-        logits = self._head(x, x.new_empty(x.shape[0], self._vocabulary))
+        if x.shape[0] > len(self._logits):
+            self._logits = torch.empty(x.shape[0], self._vocabulary, dtype=x.dtype)
+        logits = self._head(x, self._logits[: x.shape[0]])
         return logits if self._logits_scale == 1.0 else logits * self._logits_scale
 
     def _add_norm(self, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Tensor:

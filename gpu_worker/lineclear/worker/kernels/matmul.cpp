@@ -42,13 +42,17 @@ struct Product {
 };
 
 // Sums of one row, with the bias and rounded. The last panel may be wider than the matrix.
-void finish(const Product& p, const float* sums, int64_t column, int64_t count, bf16* out) {
+inline void finish(const Product& p, const float* sums, int64_t column, int64_t count, bf16* out) {
   for (int64_t j = 0; j < count; j += LANES) {
     const int64_t left = p.outputs - column - j;
     const vfloat sum = p.bias ? load(sums + j) + load(p.bias + column + j) : load(sums + j);
-    bf16 rounded[LANES];
-    store(rounded, sum);
-    if (left > 0) std::memcpy(out + column + j, rounded, (left < LANES ? left : LANES) * sizeof(bf16));
+    if (left >= LANES) {
+      store(out + column + j, sum);
+    } else if (left > 0) {
+      bf16 rounded[LANES];
+      store(rounded, sum);
+      std::memcpy(out + column + j, rounded, left * sizeof(bf16));
+    }
   }
 }
 
