@@ -103,7 +103,7 @@ class FakeEngine:
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
-        self._records[request.request_id] = Record(monotonic(), len(request.prompt))
+        self._records[request.request_id] = Record(monotonic(), len(request.prompt), len(request.output))
         if self.is_draining or self.refusal is not None:
             self.requests[request.request_id] = request
             self.fail(request.request_id, self.refusal or Draining("no"))
@@ -112,10 +112,10 @@ class FakeEngine:
         self._publish([Admitted(request.request_id)])
         if self.answer is not None:
             self.start(request.request_id)
-            tokens = list(self.answer(request))
+            tokens = list(self.answer(request))[len(request.output) :]
             for token in tokens:
                 self.tokens(request.request_id, [token])
-            self.finish_by(request.request_id, FinishReason.LENGTH)
+            self.finish_by(request.request_id, *_end(request, tokens))
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
         self.cancelled.append(request_id)
@@ -182,6 +182,13 @@ class FakeEngine:
 
     def _end(self, key: str) -> Record:
         return replace(self._records[key], ended_at=monotonic())
+
+
+def _end(request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | None]:
+    """Why an answer that has these for its last tokens is over."""
+    if tokens and tokens[-1] in request.sampling.stop_ids:
+        return (FinishReason.STOP_EOS if tokens[-1] in request.eos_ids else FinishReason.STOP_TOKEN), tokens[-1]
+    return FinishReason.LENGTH, None
 
 
 class Serving:

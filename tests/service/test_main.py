@@ -293,7 +293,7 @@ def test_sigterm_lets_short_answers_finish_and_ends_long_ones(start: Callable[..
         tokens = list(begun[8 + number].token_ids)
         error = error_of(tokens.extend(response.token_ids) for response in call)
         assert error.reason == "DRAINED"
-        assert int(error.metadata["completion_tokens"]) == len(tokens)
+        assert int(error.metadata["next_index"]) == len(tokens)
         assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
         assert 1.0 < time.monotonic() - begin < 4
     assert server.exit_code() == 0

@@ -71,6 +71,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, at most 64 of [A-Za-z0-9._:-]. It must
@@ -105,6 +106,10 @@ class GenerateRequest(_message.Message):
     def output(self) -> Global___OutputOptions:
         """What to send back."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Go on with an answer that was cut off, at the next index."""
+
     def __init__(
         self,
         *,
@@ -116,11 +121,12 @@ class GenerateRequest(_message.Message):
         stop: _sampling_pb2.StopConditions | None = ...,
         priority: _builtins.int | None = ...,
         output: Global___OutputOptions | None = ...,
+        resume: Global___Resume | None = ...,
         cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -140,6 +146,37 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """What the caller has of an answer that was cut off. Any server of the same
+    model goes on as the first one would have done: token for token, and the
+    text as well, of which nothing is sent again. The rest of the request must
+    be as it was, with `sampling.seed` set to what Started told unless the
+    temperature is 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Every token id of the answer that was received, in order. An answer that
+        was complete but for its end gets that and nothing else.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import LineclearError, QueueFull
+from lineclear.errors import InvalidRequest, LineclearError, QueueFull, Violation
 from lineclear.scheduler import identity, validation
+from lineclear.scheduler.events import Event, Finished, FinishReason, Record, Started
 from lineclear.scheduler.identity import Identity
 from lineclear.scheduler.prompts import Prompts
 from lineclear.scheduler.sequence import Request
@@ -39,13 +40,21 @@ class Submitter(Protocol):
 class Ticket:
     """A request that was let in, from its check to its end."""
 
-    __slots__ = ("arrival", "bounds", "caller", "checked", "deadline", "is_over", "mailbox", "prompt_tokens")
+    __slots__ = ("arrival", "bounds", "caller", "checked", "deadline", "is_over", "mailbox", "prompt_tokens", "text")
 
     def __init__(
-        self, checked: Checked, mailbox: Mailbox, bounds: Bounds, caller: Identity, arrival: float, deadline: float
+        self,
+        checked: Checked,
+        mailbox: Mailbox,
+        text: AnswerText | None,
+        bounds: Bounds,
+        caller: Identity,
+        arrival: float,
+        deadline: float,
     ) -> None:
         self.checked = checked
         self.mailbox = mailbox
+        self.text = text
         self.bounds = bounds
         self.caller = caller
         self.arrival = arrival
@@ -81,9 +90,16 @@ class Admission:
         now = self._clock()
         checked = validation.check(message, bounds)
         self._refuse_if_full()
-        mailbox = self._streams.open(checked.label, self._answer_text(checked), wants_times=checked.token_timings)
+        text = self._answer_text(checked)
+        mailbox = self._streams.open(
+            checked.label,
+            text,
+            wants_times=checked.token_timings,
+            num_received=len(checked.received),
+            seed=checked.sampling.seed,
+        )
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
-        return Ticket(checked, mailbox, bounds, caller, now, now + seconds)
+        return Ticket(checked, mailbox, text, bounds, caller, now, now + seconds)
 
     async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
         """Tokenize and hand over to the engine. Raises what the request is refused for."""
@@ -93,11 +109,29 @@ class Admission:
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
         request = replace(request, cache_salt=self._salt(ticket, message))
         ticket.prompt_tokens = len(request.prompt)
-        self._engine.submit(request)
+        if not request.output:
+            self._engine.submit(request)
+            return
+        if ticket.text is not None:
+            await self._prompts.replay(ticket.text, request.output)
+            if ticket.is_over:
+                return
+        end = _end_of(request, ticket.text)
+        if end is None:
+            self._engine.submit(request)
+        else:  # all that is missing is the end
+            self._finish_at_once(ticket, *end)
+
+    def _finish_at_once(self, ticket: Ticket, reason: FinishReason, matched_token_id: int | None) -> None:
+        now, mailbox = self._clock(), ticket.mailbox
+        record = Record(ticket.arrival, ticket.prompt_tokens, mailbox.num_received, started_at=now, ended_at=now)
+        events: list[Event] = [Started(mailbox.key, 0, 0, 0), Finished(mailbox.key, reason, matched_token_id, record)]
+        self._streams.dispatch(events, now)
 
     def spent(self, ticket: Ticket, end: End) -> Durations:
         """The times of a complete answer, which count in the statistics from now on."""
-        spent = durations(end.record, ticket.arrival, end.completion_tokens, self._clock())
+        made_here = end.completion_tokens - len(ticket.checked.received)
+        spent = durations(end.record, ticket.arrival, made_here, self._clock())
         self._stats.add_finished(spent)
         return spent
 
@@ -132,6 +166,24 @@ class Admission:
             silent_ids=checked.stop_ids,
             keep_special=checked.keep_special,
         )
+
+
+def _end_of(request: Request, text: AnswerText | None) -> tuple[FinishReason, int | None] | None:
+    """Why an answer that begins with all of `request.output` is complete, and the token that ended it; None if not.
+
+    Raises InvalidRequest if it was complete before.
+    """
+    count, last = len(request.output), request.output[-1]
+    if text is not None and text.match is not None:
+        if text.match.num_tokens < count:
+            description = "goes on after a stop string"
+            raise InvalidRequest(
+                f"resume.token_ids {description}", violations=[Violation("resume.token_ids", description)]
+            )
+        return FinishReason.STOP_STRING, None
+    if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
+        return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last
+    return (FinishReason.LENGTH, None) if count == request.max_tokens else None
 
 
 def outcome_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lineclear.errors import QueueFull
 from lineclear.scheduler import validation
 from lineclear.scheduler.chat import ChatTemplate, Turn, no_chat_template
-from lineclear.scheduler.text import decode
+from lineclear.scheduler.text import AnswerText, decode
 from lineclear.scheduler.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
@@ -68,6 +68,20 @@ class Prompts:
     async def decode(self, ids: Sequence[int], *, keep_special: bool) -> str:
         """The text of tokens."""
         return await self._off_loop(lambda: decode(self.tokenizer, ids, keep_special=keep_special), 8 * len(ids))
+
+    async def replay(self, text: AnswerText, received: Sequence[int]) -> None:
+        """Bring the text of an answer to where these tokens leave it. What they release was sent by somebody else.
+
+        Stops at a stop string: `text.match` says after how many tokens.
+        """
+
+        def work() -> None:
+            for token_id in received:
+                text.push(token_id)
+                if text.match is not None:
+                    return
+
+        await self._off_loop(work, len(received))
 
     async def _off_loop(self, work: Callable[[], T], size: int) -> T:
         """The result of `work`, which is about `size` bytes of it; done in a thread where it would hold up others."""

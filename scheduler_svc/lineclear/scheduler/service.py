@@ -296,9 +296,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def drained(mailbox: Mailbox) -> Drained:
-    """The error for a request that the server leaves behind."""
+    """The error for a request that the server leaves behind; with it, any other server can go on."""
     return Drained(
         "the server shut down before the answer was complete; send the request again, elsewhere",
         retry_after_seconds=1.0,
-        metadata={"completion_tokens": str(mailbox.num_received)},
+        metadata={"next_index": str(mailbox.num_received), "seed": str(mailbox.seed)},
     )

@@ -78,7 +78,8 @@ class Mailbox:
     """One request's unread answer. One reader, which waits in `take` or is told by `listen`; written to by Streams
     only.
 
-    `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any.
+    `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any. Tokens before
+    `num_received` reached the caller in another way. `seed` is what another server needs to go on with the answer.
     """
 
     __slots__ = (
@@ -102,6 +103,7 @@ class Mailbox:
         "label",
         "num_received",
         "record",
+        "seed",
         "started",
     )
 
@@ -114,19 +116,22 @@ class Mailbox:
         max_unread_tokens: int,
         *,
         wants_times: bool,
+        num_received: int,
+        seed: int,
     ) -> None:
         self.key = key
         self.label = label
         self.started: Started | None = None
         self.record: Record | None = None
-        self.num_received = 0
+        self.num_received = num_received
+        self.seed = seed
         self.is_over = False
         """The engine has said its last word."""
         self._text = text
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
         self._wants_times = wants_times
-        self._first_unread = 0
+        self._first_unread = num_received
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._logprobs: list[Logprobs] = []
@@ -298,13 +303,26 @@ class Streams:
     def __iter__(self) -> Iterator[Mailbox]:
         return iter(list(self._by_key.values()))
 
-    def open(self, label: str, text: AnswerText | None, *, wants_times: bool = False) -> Mailbox:
+    def open(
+        self,
+        label: str,
+        text: AnswerText | None,
+        *,
+        wants_times: bool = False,
+        num_received: int = 0,
+        seed: int = 0,
+    ) -> Mailbox:
         """A mailbox for a request about to be submitted. Raises DuplicateRequest while another has its label."""
         if label in self._labels:
             raise DuplicateRequest("a request with this request_id is in progress")
         # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
         key = f"{label}~{next(self._numbers)}"
-        mailbox = Mailbox(key, label, text, self._engine, self._max_unread_tokens, wants_times=wants_times)
+        mailbox = Mailbox(
+            *(key, label, text, self._engine, self._max_unread_tokens),
+            wants_times=wants_times,
+            num_received=num_received,
+            seed=seed,
+        )
         self._by_key[mailbox.key] = mailbox
         self._labels.add(label)
         self._idle.clear()

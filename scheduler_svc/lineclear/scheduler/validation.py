@@ -112,6 +112,8 @@ class Checked:
     wants_text: bool
     keep_special: bool
     token_timings: bool
+    received: tuple[int, ...] = ()
+    """Of an answer that goes on here."""
 
 
 class _Faults:
@@ -152,6 +154,7 @@ def check(request: pb.GenerateRequest, bounds: Bounds) -> Checked:
     eos_ids = frozenset() if request.sampling.ignore_eos else bounds.eos_ids
     _check_choice(sampling, eos_ids | stop_ids, bounds.vocab_size, faults)
     logprobs = _logprobs(request.output, faults)
+    received = _received(request, sampling, eos_ids | stop_ids, bounds, faults)
     priority = request.priority if request.HasField("priority") else 128
     if priority > MAX_PRIORITY:
         faults.add("priority", f"must be in [0, {MAX_PRIORITY}]")
@@ -171,6 +174,7 @@ def check(request: pb.GenerateRequest, bounds: Bounds) -> Checked:
         wants_text=not request.output.omit_text,
         keep_special=request.output.keep_special_tokens,
         token_timings=request.output.token_timings,
+        received=received,
     )
 
 
@@ -192,6 +196,8 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
     max_tokens = min(bounds.default_max_tokens, room) if wanted is None else wanted
     if checked.sampling.min_tokens > max_tokens:
         raise _invalid("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
+    if len(checked.received) > max_tokens:
+        raise _invalid("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
     return Request(
         request_id=key,
         prompt=tuple(prompt),
@@ -201,6 +207,7 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
         stop_ids=checked.stop_ids,
         priority=checked.priority,
         deadline=deadline,
+        output=checked.received,
     )
 
 
@@ -382,6 +389,19 @@ def _check_choice(sampling: Sampling, stop_ids: frozenset[int], vocab_size: int,
             faults.add("sampling.allowed_token_ids", "leaves no token to sample, after bans and min_tokens")
     elif len(banned) >= vocab_size:
         faults.add("sampling.banned_token_ids", "leaves no token to sample")
+
+
+def _received(
+    request: pb.GenerateRequest, sampling: Sampling, ends: frozenset[int], bounds: Bounds, faults: _Faults
+) -> tuple[int, ...]:
+    if not request.HasField("resume"):
+        return ()
+    if sampling.temperature != 0 and not request.sampling.HasField("seed"):
+        faults.add("sampling.seed", "is missing: without the one that Started told, the answer would be another")
+    received = _ids("resume.token_ids", request.resume.token_ids, bounds.context_length, bounds.vocab_size, faults)
+    if not ends.isdisjoint(received[sampling.min_tokens : -1]):
+        faults.add("resume.token_ids", "goes on after a token that ends the answer")
+    return received
 
 
 def _stop_strings(strings: Sequence[str], faults: _Faults) -> tuple[str, ...]:
