@@ -17,7 +17,7 @@ from lineclear.scheduler.sequence import Request
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 VOCABULARY = 97
-_POLICY = ("min_batch_size", "batch_timeout_seconds", "ageing_seconds", "inter_token_target_seconds")
+_POLICY = ("min_batch_size", "batch_timeout_seconds", "ageing_seconds", "inter_token_target_seconds", "decode_stretch")
 
 
 def make_request(
@@ -47,7 +47,7 @@ class Rig:
         self.core = Scheduler(CoreLimits(policy=policy, **{"pipeline_depth": 1} | sizes))
         self.worker, self.is_bad = worker, is_bad
         self.now, self.epoch = 0.0, 0
-        self.seconds_per_token = 0.0
+        self.seconds_per_step, self.seconds_per_token = 0.0, 0.0
         self.events: list[Event] = []
         self.plans: list[StepPlan] = []
         self.flights: deque[StepPlan] = deque()
@@ -87,7 +87,7 @@ class Rig:
     def compute(self) -> StepResult:
         """The worker computes the oldest plan in flight."""
         plan = self.flights.popleft()
-        seconds = self.seconds_per_token * sum(row.num_tokens for row in plan.rows)
+        seconds = self.seconds_per_step + self.seconds_per_token * sum(row.num_tokens for row in plan.rows)
         return replace(self.runner.launch(plan).result(), step_seconds=seconds)
 
     def apply(self, **changes: Any) -> list[Event]:

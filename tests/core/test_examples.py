@@ -89,7 +89,7 @@ def test_max_tokens_1_takes_one_step_and_no_block_for_the_output() -> None:
 def test_the_inter_token_target_cuts_prompts_but_never_to_nothing(target: float, prompt_tokens: int) -> None:
     # At 1 ms a token, 50 ms hold 50 tokens, one of them the decode's. A target that cannot be met leaves prompts 16
     # tokens a step: slow, not stuck.
-    rig = Rig(target_batch_tokens=256, inter_token_target_seconds=target, worker_num_blocks=512)
+    rig = Rig(target_batch_tokens=256, inter_token_target_seconds=target, decode_stretch=1000.0, worker_num_blocks=512)
     rig.seconds_per_token = 0.001
     rig.submit("old", 20, max_tokens=100)
     for number, length in enumerate((3, 9, 12, 5, 14, 11, 2, 8, 16, 7)):
@@ -97,6 +97,39 @@ def test_the_inter_token_target_cuts_prompts_but_never_to_nothing(target: float,
         rig.step()
     rig.submit("long", 200, max_tokens=1)
     assert [end - start for _, start, end in rig.rows(rig.step())] == [1, prompt_tokens]
+
+
+def taught(decode_stretch: float = 2.0) -> Rig:
+    """A rig whose model of steps has settled on 10 ms and 1 ms a token."""
+    rig = Rig(target_batch_tokens=512, worker_num_blocks=512, worker_max_model_len=1024, decode_stretch=decode_stretch)
+    rig.seconds_per_step, rig.seconds_per_token = 0.01, 0.001
+    for number, length in enumerate((30, 9, 120, 5, 14, 60, 2, 80, 16, 7, 40, 25)):
+        rig.submit(f"teach{number}", length, max_tokens=1)
+        rig.step()
+    return rig
+
+
+@pytest.mark.parametrize(("stretch", "prompt_tokens"), [(2.0, 17), (4.0, 51), (100.0, 183)])
+def test_a_prompt_makes_a_step_so_many_times_as_long_as_its_decodes(stretch: float, prompt_tokens: int) -> None:
+    # Seven decodes alone take 17 ms; the inter-token target of 200 ms bounds it all.
+    rig = taught(stretch)
+    for number in range(7):
+        rig.submit(f"old{number}", 4, max_tokens=100)
+    rig.step()
+    rig.step()
+    rig.submit("long", 400, max_tokens=1)
+    assert [end - start for _, start, end in rig.rows(rig.step())] == [*[1] * 7, pytest.approx(prompt_tokens, abs=4)]
+
+
+def test_the_few_wait_while_the_many_have_not_begun() -> None:
+    # One runs and six wait: a step may take six times as long as its decode alone, 11 ms.
+    rig = taught()
+    rig.submit("old", 4, max_tokens=100)
+    rig.step()
+    rig.step()
+    for number in range(6):
+        rig.submit(f"new{number}", 50, max_tokens=1)
+    assert sum(end - start for _, start, end in rig.rows(rig.step())) == pytest.approx(56, abs=4)
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

@@ -189,6 +189,7 @@ def _draw_limits(rng: random.Random) -> CoreLimits:
             batch_timeout_seconds=rng.choice((0.0, 0.05, 0.1, rng.random())),
             ageing_seconds=rng.choice((0.01, 1.0, 30.0)),
             inter_token_target_seconds=rng.choice((0.0, 0.005, 0.05, 0.2)),
+            decode_stretch=rng.choice((1.0, 2.0, 2.0, 50.0)),
         ),
     )
 

@@ -79,7 +79,9 @@ class WorkerSettings(BaseSettings):
     max_model_len: int = Field(
         0, ge=0, le=2**24, description="Most positions of a sequence, prompt and output together. 0: the model's limit."
     )
-    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Most tokens computed in one step.")
+    max_step_tokens: int = Field(
+        0, ge=0, le=2**20, description="Most tokens computed in one step. 0: 256 on a CPU, 2048 on a GPU."
+    )
 
     # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")

@@ -11,6 +11,8 @@ from .loader import fuse, load
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
 
+_STEP_TOKENS = {"cpu": 256}  # enough to multiply at full speed; more only make whoever comes next wait
+_MANY_STEP_TOKENS = 2048
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,7 +32,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kv_memory_fraction=settings.kv_memory_fraction,
         block_size=settings.block_size_tokens,
         num_slots=settings.num_slots,
-        max_step_tokens=settings.max_step_tokens,
+        max_step_tokens=settings.max_step_tokens or _STEP_TOKENS.get(loaded.device.type, _MANY_STEP_TOKENS),
         attention_backend=settings.attention_backend,
     )
     golden.check(runner, right, served.dtype)

@@ -240,7 +240,8 @@ class Scheduler:
             return None
         self._planned_at = now
         step = self._step + 1
-        budget = min(self.limits.target_batch_tokens, self._hello.max_step_tokens)
+        most = self._hello.max_step_tokens
+        budget = min(self.limits.target_batch_tokens or most, most)
         planning = Planning(self._world, step, max(1, budget >> self._halvings), now)
         planning.run()
         self._events.extend(planning.events)

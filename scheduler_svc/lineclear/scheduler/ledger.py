@@ -12,7 +12,7 @@ class CoreLimits:
     """The bounds the core holds, and the policies it follows. Names and meaning: docs/configuration.md."""
 
     max_batch_size: int = 64
-    target_batch_tokens: int = 256
+    target_batch_tokens: int = 0  # as many as the worker takes
     pipeline_depth: int = 2
     max_queue_size: int = 1024
     max_queue_tokens: int = 1_000_000

@@ -299,6 +299,7 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
             batch_timeout_seconds=settings.batch_timeout_ms / 1000,
             ageing_seconds=settings.ageing_seconds,
             inter_token_target_seconds=settings.inter_token_target_ms / 1000,
+            decode_stretch=settings.decode_stretch,
         ),
     )
 

@@ -19,7 +19,7 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
     """What a worker that said `hello` serves."""
     limits = pb.Limits(
         max_batch_size=min(settings.max_batch_size, hello.num_slots),
-        target_batch_tokens=min(settings.target_batch_tokens, hello.max_step_tokens),
+        target_batch_tokens=min(settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
         max_queue_size=settings.max_queue_size,
         max_queue_tokens=settings.max_queue_tokens,
         block_size_tokens=hello.block_size,

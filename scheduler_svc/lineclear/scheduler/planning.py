@@ -67,6 +67,7 @@ class Planning:
         self._now = now
         self._short_of_blocks = False  # somebody running had to wait or to yield: nobody joins in this step
         self._prompt_tokens = 0
+        self._prompt_kv_tokens = 0
         self.decodes = Decodes()
         self.crew = Crew()  # whose rows the decodes are
         self.filling: list[Sequence] = []  # those of them whose row fills a block
@@ -177,19 +178,29 @@ class Planning:
                 count = min(sequence.todo, self._room_for_prompts())
                 if count <= 0:
                     break
-                self._prompt_tokens += count
-                self._add(sequence, count, ())
+                self._add_prompt(sequence, count, ())
 
     def _room_for_prompts(self) -> int:
         """Prompt tokens this step can still take without breaking the inter-token target of its decodes."""
         room = self._budget - self.num_tokens
-        target = self._world.limits.policy.inter_token_target_seconds
         decodes = self.num_tokens - self._prompt_tokens
-        if decodes and target > 0:
-            fitting = self._world.model.tokens_within(target, self.kv_tokens)
+        if decodes and self._world.limits.policy.inter_token_target_seconds > 0:
+            fitting = self._world.model.tokens_within(self._longest(decodes), self.kv_tokens)
             if fitting is not None:
                 room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting) - self.num_tokens))
         return room
+
+    def _longest(self, decodes: int) -> float:
+        """Seconds this step may take: a few times those of its decodes alone, and never more than the target.
+
+        As many times as more requests wait for a first token than for their next one, if that is more: the delay of the
+        few is worth the start of the many.
+        """
+        world, policy = self._world, self._world.limits.policy
+        expecting = len(world.fresh) + len(world.resuming) + len(self._residents.running) - decodes
+        stretch = max(policy.decode_stretch, expecting / decodes)
+        alone = world.model.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
+        return min(policy.inter_token_target_seconds, stretch * alone)
 
     def _admit(self) -> None:
         """Who waits joins, by rank. One that does not fit is passed over a bounded number of times, then waited for."""
@@ -251,8 +262,12 @@ class Planning:
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
         )
         count = min(sequence.todo, self._room_for_prompts())
+        self._add_prompt(sequence, count, tuple(taken))
+
+    def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        self._add(sequence, count, new_blocks)
         self._prompt_tokens += count
-        self._add(sequence, count, tuple(taken))
+        self._prompt_kv_tokens += sequence.planned
 
     def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
         start = sequence.planned

@@ -22,6 +22,7 @@ class PolicySettings:
     batch_timeout_seconds: float = 0.05
     ageing_seconds: float = 30.0
     inter_token_target_seconds: float = 0.2
+    decode_stretch: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)

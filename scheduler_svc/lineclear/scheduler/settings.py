@@ -113,7 +113,9 @@ class SchedulerSettings(BaseSettings):
     min_batch_size: int = Field(
         1, ge=1, le=4096, description="An idle server waits for this many requests, or batch_timeout_ms, to begin."
     )
-    target_batch_tokens: int = Field(256, ge=1, le=2**20, description="Most tokens computed in one step.")
+    target_batch_tokens: int = Field(
+        0, ge=0, le=2**20, description="Most tokens computed in one step. 0: 256 on a CPU, 2048 on a GPU."
+    )
     pipeline_depth: int = Field(2, ge=1, le=4, description="Steps in flight between scheduler and worker.")
     batching_strategy: Strategy = Field("continuous", description="When waiting requests may join the running ones.")
     batch_timeout_ms: float = Field(
@@ -125,6 +127,13 @@ class SchedulerSettings(BaseSettings):
     )
     inter_token_target_ms: float = Field(
         200.0, gt=0, le=60_000, description="Prompts are cut so that running requests wait no longer for a token."
+    )
+    decode_stretch: float = Field(
+        2.0,
+        ge=1,
+        le=1000,
+        description="Prompts make a step at most so many times as long as the tokens of running requests alone would;"
+        " more, while more requests wait for their first token than for their next one.",
     )
     victim: Victim = Field("cheapest", description="Which running request yields its blocks when there are too few.")
     max_preemptions: int = Field(4, ge=0, le=1000, description="A request preempted this often is left alone.")
