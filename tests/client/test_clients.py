@@ -342,10 +342,10 @@ def test_no_two_errors_share_a_reason() -> None:
 def test_an_error_after_some_tokens_is_raised_after_them(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.tokens(0, 1, text="a")
-        server.fail(context, errors.Drained("gone", retry_after_seconds=0.0))
+        server.fail(context, errors.NonFiniteLogits("gone"))
 
     server.script = script
-    with pytest.raises(errors.Drained, match="gone"):
+    with pytest.raises(errors.NonFiniteLogits, match="gone"):
         client.with_settings(max_attempts=5).generate("x")
     assert len(server.requests) == 1  # half an answer is never asked for again
 

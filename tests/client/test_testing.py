@@ -12,7 +12,7 @@ import pytest
 from lineclear.client import AsyncClient, Client, FinishReason, HealthStatus
 from lineclear.client import testing as module
 from lineclear.client.testing import Answer, FakeTransport
-from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, QueueFull
+from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, QueueFull
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -61,8 +61,8 @@ def test_a_script_may_be_a_function_or_one_reply_for_all(ask: Any) -> None:
 
 
 def test_errors_before_and_in_the_middle_of_an_answer(ask: Any) -> None:
-    fake = FakeTransport([QueueFull("full", retry_after_seconds=0.0), Answer("half of", error=Drained("gone"))])
-    with pytest.raises(Drained):
+    fake = FakeTransport([QueueFull("full", retry_after_seconds=0.0), Answer("half of", error=InternalError("broken"))])
+    with pytest.raises(InternalError):
         ask(fake, "x")
     assert len(fake.requests) == 2
     with pytest.raises(QueueFull):

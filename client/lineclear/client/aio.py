@@ -51,7 +51,7 @@ class AsyncStream(Answer):
 
     async def __aenter__(self) -> Self:
         assert self._call is None, "a stream is entered once"
-        self._attempts = self._outgoing.attempts()
+        self._begin()
         self._open()
         return self
 
@@ -71,9 +71,10 @@ class AsyncStream(Answer):
         if self._ended:
             raise StopAsyncIteration
         try:
-            message = await self._read()
-            if message is not None:
-                return self._assembly.add(message)
+            while (message := await self._read()) is not None:
+                delta = self._take(message)
+                if delta is not None:
+                    return delta
             self._assembly.close()
         except BaseException:
             self.cancel()
@@ -92,7 +93,7 @@ class AsyncStream(Answer):
         outgoing = self._outgoing
         self._call = self._transport.stream_async(
             methods.GENERATE,
-            outgoing.message,
+            self._message(),
             timeout_seconds=self._attempts.begin(),
             metadata=outgoing.metadata,
         )
@@ -103,17 +104,14 @@ class AsyncStream(Answer):
         while True:
             assert self._call is not None
             try:
-                message = await self._call.__anext__()
+                return await self._call.__anext__()
             except StopAsyncIteration:
                 return None
             except LineclearError as error:
-                if self._heard or self._stop.is_set():
+                if self._stop.is_set():
                     raise
-                await self._pause(self._attempts.pause_after(error))
+                await self._pause(self._pause_after(error))
                 self._open()
-            else:
-                self._heard = True
-                return message
 
     async def _pause(self, seconds: float) -> None:
         try:

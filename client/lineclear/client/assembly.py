@@ -5,6 +5,8 @@ Knows the order in which a server may say things and nothing about how they arri
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lineclear.errors import DataLoss
 from lineclear.v1 import inference_pb2 as pb
 
@@ -29,7 +31,9 @@ class Assembly:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._times_seconds: list[float] = []
-        self._started = Started()
+        self._started: Started | None = None
+        self.resumes = 0
+        """How often the answer was cut off and went on."""
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -47,6 +51,8 @@ class Assembly:
         if self.complete:
             raise DataLoss("the server sent more after the end of the answer")
         delta = delta_from_proto(message)
+        if self._started is not None and delta.started is not None:
+            delta = replace(delta, started=None)  # of a call that goes on with what another one began
         count, have = len(delta.token_ids), len(self.token_ids)
         if count and delta.first_index != have:
             raise DataLoss(
@@ -60,7 +66,7 @@ class Assembly:
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
-        self._started = delta.started or self._started
+        self._started = self._started or delta.started
         if delta.finish_reason is not None:
             self._finish_reason, self._finished = delta.finish_reason, message.finished
         return delta
@@ -69,6 +75,16 @@ class Assembly:
         """The stream ended well. Raises DataLoss if the answer did not."""
         if not self.complete:
             raise DataLoss(f"the stream ended after {len(self.token_ids)} tokens without the end of the answer")
+
+    def rest(self, message: pb.GenerateRequest) -> pb.GenerateRequest:
+        """The request for what is still missing of the answer to `message`, of which something came."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(message)
+        if self._started is not None:
+            again.sampling.seed = self._started.seed
+        again.resume.token_ids[:] = self.token_ids
+        again.resume.SetInParent()
+        return again
 
     def generation(self) -> Generation:
         """The whole answer, once it is `complete`."""
@@ -81,9 +97,10 @@ class Assembly:
             matched_stop=_matched_stop(self._finished),
             usage=from_proto(Usage, self._finished.usage),
             timings=from_proto(Timings, self._finished.timings),
-            started=self._started,
+            started=self._started or Started(),
             logprobs=tuple(self._logprobs),
             token_times_seconds=tuple(self._times_seconds),
+            resumes=self.resumes,
         )
 
 

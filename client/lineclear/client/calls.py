@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
+from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .assembly import Assembly
 from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
-from .results import Generation
-from .retries import Attempts, RetryPolicy
+from .results import Delta, Generation
+from .retries import Attempts, Resumptions, RetryPolicy
 from .transport import Pairs
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -70,9 +71,38 @@ class Answer:
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
         self._assembly = Assembly()
-        self._heard = False  # a first response came: from here on nothing is tried again
+        self._heard = False  # a first response came: from here on the call is not made again but resumed
         self._ended = False
         self._result: Generation | None = None
+
+    def _begin(self) -> None:
+        self._attempts = self._outgoing.attempts()
+        self._resumptions = Resumptions(self._outgoing.retry, self._attempts)
+
+    def _message(self) -> pb.GenerateRequest:
+        """What is asked for by the next call: everything, or what is missing."""
+        return self._assembly.rest(self._outgoing.message) if self._heard else self._outgoing.message
+
+    def _pause_after(self, error: LineclearError) -> float:
+        """Seconds until the next call, which asks for `_message()`. Raises `error` where there is to be none."""
+        if not self._heard:
+            return self._attempts.pause_after(error)
+        return self._resumptions.pause_after(error)
+
+    def _take(self, message: pb.GenerateResponse) -> Delta | None:
+        """The piece that a message has; None where it is only the greeting of a call that goes on."""
+        self._heard = True
+        delta = self._assembly.add(message)
+        self._assembly.resumes = self._resumptions.count
+        if delta.token_ids or delta.text or delta.finish_reason:
+            self._resumptions.progressed()
+            return delta
+        return delta if delta.started is not None or not self._resumptions.count else None
+
+    @property
+    def resumes(self) -> int:
+        """How often the answer was cut off so far, and went on or is about to."""
+        return self._resumptions.count
 
     @property
     def text(self) -> str:

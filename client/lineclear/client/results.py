@@ -114,7 +114,8 @@ class Generation:
     """A complete answer.
 
     `matched_stop` is the stop string or the token id that ended it, None when the length did. `logprobs` and
-    `token_times_seconds` have an entry for each token where they were asked for, and are empty otherwise.
+    `token_times_seconds` have an entry for each token where they were asked for, and are empty otherwise. `resumes`
+    counts how often the answer was cut off and went on; `timings` are then those of the last part alone.
     """
 
     text: str
@@ -126,6 +127,7 @@ class Generation:
     started: Started
     logprobs: tuple[TokenLogprobs, ...] = ()
     token_times_seconds: tuple[float, ...] = ()
+    resumes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for json.dumps; what was not asked for is left out."""

@@ -1,6 +1,7 @@
-"""Whether a call that failed is tried again, and when. Pure but for the clock and the dice it is given.
+"""Whether a call that failed is tried again, or an answer that was cut off is resumed, and when.
 
-Only what failed before its first response may come here: what was half answered is never asked twice.
+Pure but for the clock and the dice it is given. What was half answered is never asked from the beginning: `Attempts` is
+for calls that were not taken, `Resumptions` for answers, which go on at the index they were cut off at.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import DeadlineExceeded, LineclearError, Unreachable
+from lineclear.errors import DeadlineExceeded, DuplicateRequest, LineclearError, Unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,23 @@ class RetryPolicy:
     The n-th pause is drawn from the upper half of `first_pause_seconds * 2**n`, which never exceeds
     `max_pause_seconds`; a server that names a longer pause gets it, plus up to half of that draw again so that callers
     refused together do not come back together.
+
+    An answer that is cut off (the server left, died or cannot be reached) is resumed: at most `max_resumes` times, and
+    not once it has got nothing new for `resume_timeout_seconds`. The pause before is drawn from all of the same
+    ceiling. 0, or `max_attempts` 1, switches resuming off.
     """
 
     max_attempts: int = 4
     first_pause_seconds: float = 0.1
     max_pause_seconds: float = 5.0
+    max_resumes: int = 64
+    resume_timeout_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ValueError("max_attempts must be at least 1, which means no retries")
+        if self.max_resumes < 0:
+            raise ValueError("max_resumes must not be negative; 0 means that answers are not resumed")
 
 
 def may_retry(error: LineclearError) -> bool:
@@ -36,6 +45,17 @@ def may_retry(error: LineclearError) -> bool:
     if isinstance(error, Unreachable):
         return True
     return error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and error.retry_after_seconds is not None
+
+
+def may_resume(error: LineclearError, resumed: bool) -> bool:
+    """Whether another server, or the same one later, can go on with an answer that ended like this.
+
+    `resumed`: the error is that of an attempt to go on, which may also be refused for want of room, or because the
+    server has not noticed yet that the first call is gone.
+    """
+    if error.code == "UNAVAILABLE":
+        return True
+    return resumed and (isinstance(error, DuplicateRequest) or may_retry(error))
 
 
 class Attempts:
@@ -71,6 +91,10 @@ class Attempts:
         asked = error.retry_after_seconds
         if asked is not None and asked > pause:
             pause = asked + ceiling * self._uniform() / 2
+        return self.within(pause, error)
+
+    def within(self, pause: float, error: LineclearError) -> float:
+        """`pause`, or `error` raised where the call has no such time left."""
         remaining = self._remaining_seconds()
         if remaining is not None and pause >= remaining:
             raise error  # the true cause says more than a deadline missed by waiting for it
@@ -78,3 +102,42 @@ class Attempts:
 
     def _remaining_seconds(self) -> float | None:
         return None if self._deadline is None else self._deadline - self._clock()
+
+
+class Resumptions:
+    """How often one answer was cut off, and how long it has been standing still."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        attempts: Attempts,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.count = 0
+        """Attempts to go on so far."""
+        self._policy = policy
+        self._attempts = attempts
+        self._clock = clock
+        self._uniform = uniform
+        self._standing_since: float | None = None
+        self._in_vain = 0
+
+    def progressed(self) -> None:
+        """Something new of the answer came."""
+        self._standing_since = None
+        self._in_vain = 0
+
+    def pause_after(self, error: LineclearError) -> float:
+        """Seconds to wait before going on. Raises `error` when that is not to be."""
+        policy, now = self._policy, self._clock()
+        if self._standing_since is None:
+            self._standing_since = now
+        stood = now - self._standing_since
+        allowed = policy.max_attempts > 1 and self.count < policy.max_resumes
+        if not allowed or not may_resume(error, self._in_vain > 0) or stood > policy.resume_timeout_seconds:
+            raise error
+        ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._in_vain, 30), policy.max_pause_seconds)
+        self.count += 1
+        self._in_vain += 1
+        return self._attempts.within((error.retry_after_seconds or 0.0) + ceiling * self._uniform(), error)

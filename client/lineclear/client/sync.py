@@ -51,7 +51,7 @@ class Stream(Answer):
 
     def __enter__(self) -> Self:
         assert self._call is None, "a stream is entered once"
-        self._attempts = self._outgoing.attempts()
+        self._begin()
         self._open()
         return self
 
@@ -71,9 +71,10 @@ class Stream(Answer):
         if self._ended:
             raise StopIteration
         try:
-            message = self._read()
-            if message is not None:
-                return self._assembly.add(message)
+            while (message := self._read()) is not None:
+                delta = self._take(message)
+                if delta is not None:
+                    return delta
             self._assembly.close()
         except BaseException:
             self.cancel()
@@ -92,7 +93,7 @@ class Stream(Answer):
         outgoing = self._outgoing
         self._call = self._transport.stream(
             methods.GENERATE,
-            outgoing.message,
+            self._message(),
             timeout_seconds=self._attempts.begin(),
             metadata=outgoing.metadata,
         )
@@ -103,18 +104,15 @@ class Stream(Answer):
         while True:
             assert self._call is not None
             try:
-                message = next(self._call)
+                return next(self._call)
             except StopIteration:
                 return None
             except LineclearError as error:
-                if self._heard or self._stop.is_set():
+                if self._stop.is_set():
                     raise
-                if self._stop.wait(self._attempts.pause_after(error)):
+                if self._stop.wait(self._pause_after(error)):
                     raise Cancelled("the call was cancelled") from None
                 self._open()
-            else:
-                self._heard = True
-                return message
 
 
 class Client:

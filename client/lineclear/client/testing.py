@@ -43,7 +43,8 @@ Res = TypeVar("Res")
 class Answer:
     """A scripted answer: `text` in pieces of a word each, or exactly these `pieces`.
 
-    `delay_seconds` passes before each piece. With `error` the pieces come first and then the call fails with it.
+    `delay_seconds` passes before each piece. With `error` the pieces come first and then the call fails with it. An
+    answer that UNAVAILABLE cut off is resumed by the client, which then gets what is missing, and the end.
     """
 
     text: str = ""
@@ -212,13 +213,14 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     yield pb.GenerateResponse(
         started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=request.sampling.seed)
     )
-    first_index = 0
+    first_index, have = 0, len(request.resume.token_ids)
     for part in answer.parts():
-        yield answer.delay_seconds
         tokens = _tokens(part)
-        yield _piece(request, part, tokens, first_index)
+        if first_index >= have:
+            yield answer.delay_seconds
+            yield _piece(request, part, tokens, first_index)
         first_index += len(tokens)
-    if answer.error is not None:
+    if answer.error is not None and not request.HasField("resume"):
         raise answer.error
     finished = pb.Finished(
         reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),

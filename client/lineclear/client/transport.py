@@ -260,6 +260,10 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
     return list((chosen | dict(options)).items())
 
 
+# What gRPC says, under codes of a bug, when a stream ends without a status.
+_CUT = ("RST_STREAM", "Stream removed")
+
+
 def failure(error: Any, target: str, cancelled: bool) -> errors.LineclearError:
     """What ended a call, as a LineclearError: the server's own, or the one that says what happened on the way.
 
@@ -269,6 +273,8 @@ def failure(error: Any, target: str, cancelled: bool) -> errors.LineclearError:
     trailer = dict(error.trailing_metadata() or ()).get(status.TRAILER)
     found = status.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
     if trailer is None:
+        if code in ("INTERNAL", "UNKNOWN") and any(sign in str(found) for sign in _CUT):
+            return errors.Unreachable(f"the connection to {target} was cut: {found}")
         if isinstance(found, errors.Unreachable):
             return errors.Unreachable(f"no answer from {target}: {found}")
         if isinstance(found, errors.DeadlineExceeded):

@@ -1,0 +1,179 @@
+"""Answers that are cut off: both clients go on by themselves, the result is whole, and nothing is asked for twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from lineclear.client import Client, RetryPolicy
+from lineclear.client.retries import Attempts, Resumptions, may_resume
+from lineclear.client.testing import Answer, FakeTransport
+from lineclear.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Drained,
+    DuplicateRequest,
+    InternalError,
+    LineclearError,
+    QueueFull,
+    SlowConsumer,
+    Starting,
+    Unreachable,
+    WorkerUnavailable,
+)
+from lineclear.v1 import inference_pb2 as pb
+
+QUICK = RetryPolicy(first_pause_seconds=0.001, max_pause_seconds=0.002)
+WORDS = ("one", " two", " three", " four", " five")
+
+
+def cut_after(server: Any, *cuts: int, error: LineclearError | None = None) -> Any:
+    """A script: the n-th call gives so many tokens more and is then cut off; the one after the last goes to the end."""
+    remaining = list(cuts)
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        have = len(request.resume.token_ids)
+        yield server.started(prompt_tokens=3, seed=request.sampling.seed if request.sampling.HasField("seed") else 77)
+        until = have + remaining.pop(0) if remaining else None
+        for index, word in list(enumerate(WORDS))[have:until]:
+            yield server.tokens(index, index + 100, text=word)
+        if until is not None:
+            server.fail(context, error or Drained("gone", retry_after_seconds=0.0))
+        yield server.finished(len(WORDS), usage=pb.Usage(completion_tokens=len(WORDS)))
+
+    return script
+
+
+@pytest.mark.parametrize("cuts", [(0,), (1,), (5,), (1, 0, 2), (2, 1, 1, 1, 0)])
+def test_an_answer_goes_on_where_it_was_cut(server: Any, client: Any, cuts: tuple[int, ...]) -> None:
+    server.script = cut_after(server, *cuts)
+    result = client.with_settings(max_attempts=None, retry=QUICK).generate("x", temperature=0.7)
+    assert result.text == "".join(WORDS)
+    assert result.token_ids == tuple(range(100, 105))
+    assert result.resumes == len(cuts)
+    assert result.started.seed == 77
+    first, *others = server.requests
+    assert not first.HasField("resume")
+    have = 0
+    for cut, request in zip(cuts, others, strict=True):
+        have += cut
+        assert list(request.resume.token_ids) == list(range(100, 100 + have))
+        assert request.sampling.seed == 77
+        assert request.text == "x"
+
+
+def test_the_pieces_are_those_of_one_answer(server: Any, client: Any) -> None:
+    server.script = cut_after(server, 2, 0, 1)
+    deltas, stream = client.with_settings(max_attempts=None, retry=QUICK).read("x")
+    assert [d.text for d in deltas] == ["", *WORDS, ""]
+    assert [d.started is not None for d in deltas] == [True] + [False] * 6
+    assert stream.resumes == stream.result.resumes == 3
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy(max_attempts=1), RetryPolicy(max_resumes=0)])
+def test_resuming_can_be_switched_off(server: Any, client: Any, policy: RetryPolicy) -> None:
+    server.script = cut_after(server, 2)
+    with pytest.raises(Drained):
+        client.with_settings(max_attempts=None, retry=policy).generate("x")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("error", [InternalError("x"), SlowConsumer("x"), DeadlineExceeded("x")])
+def test_what_another_server_could_not_help_is_raised(server: Any, client: Any, error: LineclearError) -> None:
+    server.script = cut_after(server, 2, error=error)
+    with pytest.raises(type(error)):
+        client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_does_not_know_resuming_is_data_loss_not_a_repetition(server: Any, client: Any) -> None:
+    cuts = [2]
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.started()
+        yield server.tokens(0, 100, 101, text="one two")
+        if cuts:
+            cuts.pop()
+            server.fail(context, Drained("gone", retry_after_seconds=0.0))
+
+    server.script = script
+    with pytest.raises(DataLoss):
+        client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+
+
+def test_the_stand_in_can_be_cut_off_too() -> None:
+    fake = FakeTransport(Answer(pieces=("tick ", "tock"), error=Unreachable("gone")))
+    with Client(transport=fake, retry=QUICK) as client:
+        result = client.generate("x")
+    assert (result.text, result.resumes) == ("tick tock", 1)
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: Any) -> Resumptions:
+    chosen = RetryPolicy(**{"first_pause_seconds": 1.0, "max_pause_seconds": 3.0, **policy})
+    return Resumptions(chosen, Attempts(chosen, timeout_seconds, clock), clock, lambda: 0.5)
+
+
+def test_pauses_double_until_something_comes() -> None:
+    found = resumptions(Clock())
+    assert [found.pause_after(Unreachable("x")) for _ in range(3)] == [0.5, 1.0, 1.5]
+    found.progressed()
+    assert found.pause_after(Unreachable("x")) == 0.5
+    assert found.pause_after(Drained("x", retry_after_seconds=4.0)) == 5.0, "the server's word, and the draw on top"
+    assert found.count == 5
+
+
+def test_an_answer_that_stands_still_is_given_up() -> None:
+    clock = Clock()
+    found = resumptions(clock, resume_timeout_seconds=10.0)
+    found.pause_after(Unreachable("x"))
+    clock.now += 9
+    found.pause_after(Unreachable("x"))
+    clock.now += 2
+    with pytest.raises(Unreachable):
+        found.pause_after(Unreachable("x"))
+    found.progressed()
+    found.pause_after(Unreachable("x"))
+
+
+def test_resumes_are_counted_and_bounded() -> None:
+    found = resumptions(Clock(), max_resumes=2)
+    for _ in range(2):
+        found.pause_after(Unreachable("x"))
+        found.progressed()
+    with pytest.raises(Unreachable):
+        found.pause_after(Unreachable("x"))
+
+
+def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
+    with pytest.raises(Unreachable):
+        resumptions(Clock(), timeout_seconds=0.25).pause_after(Unreachable("x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "at_first", "again"),
+    [
+        (Unreachable("x"), True, True),
+        (Drained("x"), True, True),
+        (Starting("x"), True, True),
+        (WorkerUnavailable("x"), True, True),
+        (DuplicateRequest("x"), False, True),
+        (QueueFull("x", retry_after_seconds=1.0), False, True),
+        (QueueFull("x"), False, False),
+        (InternalError("x"), False, False),
+    ],
+)
+def test_which_errors_are_worth_it(error: LineclearError, at_first: bool, again: bool) -> None:
+    assert (may_resume(error, False), may_resume(error, True)) == (at_first, again)

@@ -1,0 +1,86 @@
+"""The scheduler dies or leaves under answers, another one comes up: every caller has its answer, whole and exact."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from support.toy_service import ToyService, answer, text_of, toy_service
+
+from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
+
+COUNT = 8
+LENGTH = 120
+PATIENT = RetryPolicy(max_attempts=1000, max_pause_seconds=0.2)
+STEP = {"min_step_seconds": 0.004, "max_step_seconds": 0.004, "max_model_len": 512}
+
+
+def prompt(number: int) -> list[int]:
+    return [5 + number, 6, 7]
+
+
+def check(results: list[Generation]) -> None:
+    for number, result in enumerate(results):
+        # Without a seed of its own the request got one, which the first message told.
+        tokens = answer(prompt(number), LENGTH, seed=result.started.seed)
+        assert list(result.token_ids) == tokens
+        assert result.text == text_of(tokens)
+        assert result.usage.completion_tokens == LENGTH
+
+
+def trouble(service: ToyService, how: str, begun: threading.Event, times: int) -> None:
+    """Kill it, or ask it to leave, and start another one where it was; `times` times."""
+    assert begun.wait(60)
+    for _ in range(times):
+        if how == "killed":
+            service.kill()
+        else:
+            assert service.leave() == 0
+        service.start()
+
+
+@pytest.mark.parametrize("how", ["killed", "told to leave"])
+def test_answers_survive_the_scheduler(tmp_path: Path, how: str) -> None:
+    begun = threading.Event()
+
+    async def ask(client: AsyncClient, number: int) -> Generation:
+        async with client.stream(prompt(number), max_tokens=LENGTH, ignore_eos=True) as stream:
+            async for _ in stream:
+                if len(stream.token_ids) > 10:
+                    begun.set()
+        return stream.result
+
+    async def everybody(target: str) -> list[Generation]:
+        async with AsyncClient(target, retry=PATIENT) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(COUNT)))
+
+    with toy_service(tmp_path, "--drain-timeout-seconds", "0", **STEP) as service:
+        troubles = threading.Thread(target=trouble, args=(service, how, begun, 1))
+        troubles.start()
+        results = asyncio.run(everybody(service.target))
+        troubles.join()
+    check(results)
+    assert all(result.resumes for result in results)
+
+
+def test_answers_of_threads_survive_two_kills(tmp_path: Path) -> None:
+    begun = threading.Event()
+    results: list[Generation] = []
+
+    def ask(client: Client) -> None:
+        with client.stream(prompt(0), max_tokens=LENGTH, ignore_eos=True) as stream:
+            for _ in stream:
+                if len(stream.token_ids) > 10:
+                    begun.set()
+        results.append(stream.result)
+
+    with toy_service(tmp_path, **STEP) as service, Client(service.target, retry=PATIENT) as client:
+        asking = threading.Thread(target=ask, args=(client,))
+        asking.start()
+        trouble(service, "killed", begun, 2)
+        asking.join(60)
+    check(results)
+    assert len(results) == 1
+    assert results[0].resumes
