@@ -18,10 +18,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = Path("gpu_worker/lineclear/worker/kernels")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512"
 VARIANTS = {
     "x86_64": {
-        "x86_64_avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mprefer-vector-width=512",
-        "x86_64_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
+        "x86_64_avx512bf16": f"{AVX512} -mavx512vnni -mavx512bf16",
+        "x86_64_avx512vnni": f"{AVX512} -mavx512vnni",
+        "x86_64_avx512": AVX512,
         "x86_64_avx2": "-mavx2 -mfma",
     },
     "aarch64": {"aarch64": ""},

@@ -146,13 +146,33 @@ def packed(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor
     return product
 
 
+def packed_int8(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As `packed`, of bytes: what scales the activations and makes bytes of them is not in it."""
+    weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, shape, dtype=torch.int8), [64, shape[1]])
+    scale, zeros, none = torch.rand(shape[0]), torch.zeros(shape[0], dtype=torch.int32), list[float]()
+    call = torch.ops.onednn.qlinear_pointwise
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = call(x, 1.0, 128, weight, scale, zeros, None, 1.0, 0, torch.bfloat16, "none", none, "")
+        return result
+
+    return product
+
+
+def _activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.uint8:
+        return torch.randint(0, 256, (rows, width), dtype=torch.uint8)
+    return torch.randn(rows, width).to(dtype)
+
+
 def measure(shape: Shape, dtype: torch.dtype, rows: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of all layers' products, and of the head's, at each number of rows."""
-    layers = [[(k, packed((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
-    head = packed((shape.vocabulary, shape.hidden), dtype)
+    pack = packed_int8 if dtype is torch.uint8 else packed
+    layers = [[(k, pack((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
+    head = pack((shape.vocabulary, shape.hidden), dtype)
     body_costs, head_costs = {}, {}
     for count in rows:
-        inputs = {k: torch.randn(count, k).to(dtype) for _, k in shape.matrices}
+        inputs = {k: _activations(count, k, dtype) for _, k in shape.matrices}
 
         def walk(inputs: dict[int, torch.Tensor] = inputs) -> None:
             for k, product in itertools.chain.from_iterable(layers):
@@ -174,7 +194,8 @@ def bandwidth() -> float:
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Bandwidth, products, ideal makespans."""
-    dtype = getattr(torch, options.dtype)
+    int8 = options.dtype == "int8"  # oneDNN wants the activations' bytes unsigned
+    dtype = torch.uint8 if int8 else getattr(torch, options.dtype)
     shape = Shape.of(options.model)
     name = f"{options.model.resolve().name}, {options.dtype}"
     with torch.inference_mode():
@@ -184,7 +205,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     for rows in options.rows:
         yield Figure("limit: products of all layers", f"{name}, {rows} rows", body[rows] * 1e3, "ms")
         yield Figure("limit: product of the head", f"{name}, {rows} rows", head[rows] * 1e3, "ms")
-    costs = Costs(body, head, speed, shape.kv_bytes(dtype))
+    costs = Costs(body, head, speed, shape.kv_bytes(torch.bfloat16 if int8 else dtype))
     for kind in options.work:
         workload = make(kind, options.count)
         prefix = 512 if kind == "w2" else 0
@@ -201,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--work", nargs="+", choices=("w1", "w2", "w4"), default=["w1", "w4"])
     found.add_argument("--count", type=int, default=64)
     found.add_argument("--slots", type=int, default=SLOTS)
-    found.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    found.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), default="bfloat16")
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     return found
 

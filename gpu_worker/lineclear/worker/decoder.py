@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionBackend
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
-from .linear import Linear, pack
+from .linear import Linear, Packer, pack
 from .pages import Pages
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
@@ -92,15 +92,15 @@ class _Activations:
 class Decoder:
     """Logits of packed tokens over a paged attention backend. Keeps its own copies of the weights."""
 
-    def __init__(self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, packer: Packer) -> None:
         config = model.config
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._embedding: Tensor = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
         pages = Pages()
-        self._layers = [_layer(module, pages) for module in model.model.layers]
+        self._layers = [_layer(module, packer, pages) for module in model.model.layers]
         self._final = _norm(model.model.norm)
-        self._head = pack([model.lm_head], pages)
+        self._head = packer([model.lm_head], pages)
         self._vocabulary = int(model.lm_head.out_features)
         self._logits = torch.empty(0, self._vocabulary, dtype=model.dtype)  # kept, as the activations are
         self._activations = _Activations(
@@ -198,7 +198,9 @@ class Decoder:
         self._library.lineclear_gate(self._element, *out.shape, self._activation, gate_up.data_ptr(), out.data_ptr())
 
 
-def build(model: Any, family: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Decoder | None:
+def build(
+    model: Any, family: str, num_heads: int, num_kv_heads: int, head_dim: int, packer: Packer = pack
+) -> Decoder | None:
     """The model as a Decoder, or None when it is built otherwise, or when there are no kernels for it here."""
     config = model.config
     fits = (
@@ -210,7 +212,7 @@ def build(model: Any, family: str, num_heads: int, num_kv_heads: int, head_dim: 
         and math.gcd(head_dim, config.hidden_size, config.intermediate_size) % LANES == 0
         and head_dim <= LARGEST_HEAD
     )
-    return Decoder(model, num_heads, num_kv_heads, head_dim) if fits else None
+    return Decoder(model, num_heads, num_kv_heads, head_dim, packer) if fits else None
 
 
 def release_weights(model: Any) -> None:
@@ -222,7 +224,7 @@ def release_weights(model: Any) -> None:
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
-def _layer(module: Any, pages: Pages) -> _Layer:
+def _layer(module: Any, packer: Packer, pages: Pages) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
     fused = hasattr(attention, "qkv_proj")
     after = getattr(module, "post_feedforward_layernorm", None)
@@ -234,12 +236,12 @@ def _layer(module: Any, pages: Pages) -> _Layer:
         norm_after_attention=None if after is None else _norm(between),
         norm_before_mlp=_norm(between) if after is None else None,
         norm_after_mlp=_maybe(after),
-        qkv=pack([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], pages),
+        qkv=packer([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], pages),
         q_norm=_maybe(getattr(attention, "q_norm", None)),
         k_norm=_maybe(getattr(attention, "k_norm", None)),
-        attention_output=pack([attention.o_proj], pages),
-        gate_up=pack([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], pages),
-        down=pack([mlp.down_proj], pages),
+        attention_output=packer([attention.o_proj], pages),
+        gate_up=packer([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], pages),
+        down=packer([mlp.down_proj], pages),
         rotates=use_rope,
     )
 

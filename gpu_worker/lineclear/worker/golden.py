@@ -67,7 +67,7 @@ def _greedy(loaded: LoadedModel, backend: ReferenceAttention, prompt: tuple[int,
         backend.begin(make_batch([Chunk(0, len(ids), 0, np.zeros(1, np.int64))], backend.block_size))
         positions = torch.arange(len(ids), device=loaded.device)
         logits = loaded.logits(torch.tensor(ids, device=loaded.device), positions, positions[-1:])
-        rows.append(logits[0].float().cpu())
+        rows.append(logits[0].to("cpu", torch.float32, copy=True))  # they are the decoder's until the next call
         ids.append(int(rows[-1].argmax()))
     return Golden(prompt, torch.stack(rows))
 

@@ -18,15 +18,15 @@ from .pages import Pages
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 """[rows, in_features], room for the result -> [rows, out_features], in that room or elsewhere. Contiguous all."""
+Packer = Callable[[Sequence[nn.Linear], Pages], Linear]
+"""Layers of one input, memory for weights -> their products side by side, outputs in the order given."""
 
 _TYPICAL_ROWS = 64  # what oneDNN's layout is tuned for
 
 
 def pack(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
-    """The layers' products of one input, side by side: outputs in the order given."""
-    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
-    biases = [layer.bias for layer in layers]
-    bias = None if all(b is None for b in biases) else torch.cat([_bias(layer) for layer in layers])
+    """A Packer that keeps the weights as they are."""
+    weight, bias = joined(layers)
     if weight.device.type != "cpu":
         return lambda x, _: F.linear(x, weight, bias)
     if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and multiplies_bfloat16():
@@ -34,6 +34,18 @@ def pack(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return onednn(weight, bias)
     return lambda x, _: F.linear(x, weight, bias)
+
+
+def plain(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
+    """A Packer that copies nothing: slower, for a decoder that is only to be compared with."""
+    return lambda x, _: torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1)
+
+
+def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [sum of out_features, in_features] and bias of the layers as one."""
+    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+    biased = any(layer.bias is not None for layer in layers)
+    return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
 def widened(weight: Tensor, bias: Tensor | None, pages: Pages) -> Linear:

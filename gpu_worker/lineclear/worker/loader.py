@@ -22,6 +22,8 @@ from .attention.reference import ReferenceAttention
 from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, build, release_weights
 from .families import VERIFIED
+from .int8 import pack_int8
+from .linear import Packer, pack, plain
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +33,9 @@ _PROBE_TOKENS = 11
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may send a token to another expert;
 a model that loses a mask, a bias or a state is wrong by the size of the logits themselves."""
+
+_INT8_TOLERANCE = 0.5
+"""Relative error of the probe's logits with 8-bit weights. Usually below 0.1; beyond this the answers are another's."""
 
 _HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
@@ -57,6 +62,8 @@ class LoadedModel:
     device: torch.device
     selects_rows: bool
     """The model computes logits only where `logits_to_keep` says."""
+    weights: str = ""
+    """Number format of the matrices; empty: `dtype`."""
     decoder: Decoder | None = None
     """Computes the logits instead of `model`, where there is one."""
 
@@ -117,14 +124,14 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     return loaded
 
 
-def fuse(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
+def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = False) -> LoadedModel:
     """The same model with a forward pass of few operations, where there is one for it and its logits are the same.
 
     The transformers model cannot be used any more then, unless `keep_weights`, which holds every matrix twice.
     """
     shapes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in loaded.layers}
     with torch.inference_mode():
-        decoder = build(loaded.model, loaded.family, *shapes.pop()) if len(shapes) == 1 else None
+        decoder = build(loaded.model, loaded.family, *shapes.pop(), packer) if len(shapes) == 1 else None
         if decoder is None:
             return loaded
         fused = replace(loaded, decoder=decoder)
@@ -136,6 +143,32 @@ def fuse(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     if not keep_weights:
         release_weights(loaded.model)
     return fused
+
+
+def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
+    """As `fuse`, the matrices quantised to 8 bits. Raises ModelRefused where that cannot be done."""
+    exact = fuse(loaded, plain, keep_weights=True)
+    if exact.decoder is None:
+        raise ModelRefused(
+            "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
+            f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
+            " leave weights at auto"
+        )
+    with torch.inference_mode():
+        ids, positions = _probe_input(loaded.model.config.get_text_config(), loaded.device)
+        wanted = _paged_logits(exact, ids, positions)
+        spec = loaded.layers[0]
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        quantised = replace(loaded, decoder=build(loaded.model, loaded.family, *shape, pack_int8), weights="int8")
+        error = _relative_error(_paged_logits(quantised, ids, positions), wanted)
+    if not error <= _INT8_TOLERANCE:
+        raise ModelRefused(
+            f"8-bit weights change its logits too much (relative error {error:.2g}): leave weights at auto"
+        )
+    log.info("weights_quantised", relative_error=round(error, 4))
+    if not keep_weights:
+        release_weights(loaded.model)
+    return quantised
 
 
 def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -383,7 +416,8 @@ def _paged_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor) -> Tensor
     for start, end in ((0, half), (half, _PROBE_TOKENS)):
         backend.begin(make_batch([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
         rows = torch.arange(end - start, device=loaded.device)
-        pieces.append(loaded.logits(ids[start:end], positions[start:end], rows).float())
+        logits = loaded.logits(ids[start:end], positions[start:end], rows)
+        pieces.append(logits.to(torch.float32, copy=True))  # they are the decoder's until the next call
     return torch.cat(pieces)
 
 

@@ -67,7 +67,7 @@ class ModelRunner:
             max_step_tokens=c.max_step_tokens,
             model_id=loaded.model_id,
             family=loaded.family,
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=loaded.weights or str(loaded.dtype).removeprefix("torch."),
             device=_device_name(loaded.device),
             attention_backend=self.backend_name,
             torch_version=torch.__version__,

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
 
 
@@ -52,6 +53,11 @@ class WorkerSettings(BaseSettings):
         "auto",
         description="Number format of weights, activations and KV cache. auto is the checkpoint's own, on a GPU and on"
         " a CPU alike; a CPU without bfloat16 instructions is faster with float32.",
+    )
+    weights: Weights = Field(
+        "auto",
+        description="Number format of the weight matrices. auto: dtype. int8: quantised while loading, a scale for each"
+        " output channel, activations by rows; on a CPU only, for models built like Llama. Faster, not quite the same.",
     )
     attention_backend: AttentionBackendName = Field(
         "auto", description="Implementation of attention over KV pages. reference is slow, for comparison."

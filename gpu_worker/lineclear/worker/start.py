@@ -7,7 +7,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from . import golden
 from .host import usable_cores
-from .loader import fuse, load
+from .loader import LoadedModel, fuse, load, to_int8
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
 
@@ -22,9 +22,11 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device that is not there.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
+    if settings.weights == "int8" and not settings.fused_forward:
+        raise ConfigurationError("weights: int8 needs the fused forward pass; leave fused_forward on")
     torch.set_num_threads(settings.threads or usable_cores())
     loaded = load(settings.model, choose_device(settings.device), _DTYPES[settings.dtype], settings.max_model_len)
-    served = fuse(loaded) if settings.fused_forward else loaded
+    served = _prepared(loaded, settings)
     right = golden.compute(served)
     runner = ModelRunner(
         served,
@@ -37,6 +39,12 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     )
     golden.check(runner, right, served.dtype)
     return runner
+
+
+def _prepared(loaded: LoadedModel, settings: WorkerSettings) -> LoadedModel:
+    if settings.weights == "int8":
+        return to_int8(loaded)
+    return fuse(loaded) if settings.fused_forward else loaded
 
 
 def choose_device(name: str) -> torch.device:

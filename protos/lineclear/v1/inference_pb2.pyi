@@ -1059,7 +1059,7 @@ class GetModelResponse(_message.Message):
     vocab_size: _builtins.int
     """Token ids are in [0, vocab_size)."""
     dtype: _builtins.str
-    """Of the weights: "float32", "bfloat16" ..."""
+    """Of the weights: "float32", "bfloat16", "int8" ..."""
     device: _builtins.str
     """Of the worker: "cpu", "cuda" ..."""
     has_chat_template: _builtins.bool

@@ -20,7 +20,7 @@ LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
 
-_ABI = 3
+_ABI = 4
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _FUNCTIONS: dict[str, list[Any]] = {
@@ -33,11 +33,14 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_laid_out": [_INTEGER] * 2,
     "lineclear_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],
     "lineclear_multiply": [*[_INTEGER] * 3, *[_POINTER] * 4],
+    "lineclear_int8_product": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 3],
 }
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 # Best first: the library, and what the processor must be able to do for it.
 _X86 = (
-    ("x86_64_avx512bf16", {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}),
-    ("x86_64_avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+    ("x86_64_avx512bf16", {*_AVX512, "avx512_vnni", "avx512_bf16"}),
+    ("x86_64_avx512vnni", {*_AVX512, "avx512_vnni"}),
+    ("x86_64_avx512", _AVX512),
     ("x86_64_avx2", {"avx2", "fma"}),
 )
 

@@ -327,8 +327,8 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 
 extern "C" {
 
-// Changes whenever a struct or a function of this file changes its meaning.
-int64_t lineclear_abi(void) { return 3; }
+// Changes whenever a struct or a function of these files changes its meaning.
+int64_t lineclear_abi(void) { return 4; }
 
 // How many work items (before the factor of KV heads) a chunk of `num_queries` is cut into.
 int64_t lineclear_items(int64_t num_queries, int64_t num_heads, int64_t num_kv_heads) {

@@ -1,0 +1,216 @@
+// Products with int8 weights: rows of activations are quantised as they come, multiplied in integers, scaled once.
+//
+// A row has one scale, an output channel has one scale, both symmetric: y = sum(x8 * w8) * row scale * channel scale.
+// The sum is exact in integers, so a row's result does not depend on the rows beside it, nor on the instruction set.
+//
+// Weights lie in blocks of 64 channels; in a block, four consecutive inputs of a channel are one 32-bit lane, as the
+// instructions want them. These also want one side unsigned: activations are kept as x8 + 128, and what that adds to a
+// channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
+
+#include "vectors.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+extern "C" {
+
+// Arrays of channels are padded with zeros to whole blocks of 64. `inputs` is a multiple of 16.
+struct LineclearInt8Weights {
+  int64_t inputs, outputs;
+  const int8_t* weights;      // [blocks][inputs / 4][64][4]
+  const int32_t* correction;  // [blocks * 64]
+  const float* scale;         // [blocks * 64]
+  const float* bias;          // [blocks * 64] or null
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int CHANNELS = 64;  // of a block
+constexpr int64_t AHEAD = 2048;  // bytes of weights asked for before they are needed: hardware stops at each page
+
+typedef int32_t vint_u __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint8_t vbyte_u __attribute__((vector_size(LANES), aligned(1)));
+
+// `acc` of each lane += its four bytes of weights times four activations, which are the same for all lanes.
+#if defined(__AVX512VNNI__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+struct Weights {
+  vint bytes;
+  explicit Weights(vint w) : bytes(w) {}
+};
+struct Inputs {
+  vint bytes;
+  explicit Inputs(int32_t x) : bytes(vint{} + x) {}
+};
+inline void dot(vint& acc, const Inputs& x, const Weights& w) {
+  // Not the intrinsic: GCC copies the sums around it, and 24 of them no longer stay in registers.
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x.bytes), "v"(w.bytes));
+}
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 4, TILE_VECTORS = ACCUMULATORS / 4;
+typedef int16_t vword __attribute__((vector_size(4 * LANES)));
+struct Weights {
+  vword even, odd;
+  explicit Weights(vint w) : even((vword)w << 8 >> 8), odd((vword)w >> 8) {}
+};
+struct Inputs {
+  vint even, odd;
+  explicit Inputs(int32_t x) : even(vint{} + (x & 0xff00ff)), odd(vint{} + ((x >> 8) & 0xff00ff)) {}
+};
+inline vint multiply_add(vint x, vword w) {
+#if defined(__AVX512BW__)
+  return (vint)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#else
+  return (vint)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#endif
+}
+inline void dot(vint& acc, const Inputs& x, const Weights& w) {
+  acc += multiply_add(x.even, w.even) + multiply_add(x.odd, w.odd);
+}
+#else
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 2;
+struct Weights {
+  vint part[4];
+  explicit Weights(vint w) : part{w << 24 >> 24, w << 16 >> 24, w << 8 >> 24, w >> 24} {}
+};
+struct Inputs {
+  int32_t part[4];
+  explicit Inputs(int32_t x) : part{x & 255, x >> 8 & 255, x >> 16 & 255, x >> 24 & 255} {}
+};
+inline void dot(vint& acc, const Inputs& x, const Weights& w) {
+  for (int i = 0; i < 4; i++) acc += w.part[i] * x.part[i];
+}
+#endif
+
+// Largest magnitude of a row. Compared as integers, where NaN is above infinity and that above every number: a row with
+// one gets it as its scale, and everything computed from it shows.
+template <typename T>
+float magnitude(const T* x, int64_t dim) {
+  vint top = vint{};
+  for (int64_t d = 0; d < dim; d += LANES) {
+    const vint bits = (vint)load(x + d) & 0x7fffffff, above = bits > top;
+    top = (bits & above) | (top & ~above);
+  }
+  int32_t best = 0;
+  for (int i = 0; i < LANES; i++) best = top[i] > best ? top[i] : best;
+  float largest;
+  std::memcpy(&largest, &best, 4);
+  return largest;
+}
+
+// out = round(x / scale) + 128, the scale returned.
+template <typename T>
+float quantise(const T* x, int64_t dim, uint8_t* out) {
+  const float largest = magnitude(x, dim);
+  const float inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;  // what is smaller counts as zero
+  for (int64_t d = 0; d < dim; d += LANES) {
+    // Adding 1.5 * 2^23 leaves the rounded integer, ties to even, in the low bits.
+    const vint whole = (vint)(load(x + d) * inverse + 12582912.0f) - 0x4b400000;
+    *reinterpret_cast<vbyte_u*>(out + d) = __builtin_convertvector(whole + 128, vbyte_u);
+  }
+  return largest / 127.0f;
+}
+
+// ROWS rows times TILE_VECTORS * LANES channels of a block, starting with channel `first` of it.
+template <typename T, int ROWS>
+inline void tile(const LineclearInt8Weights& w, int64_t block, int first, const uint8_t* x, const float* row_scale, T* out) {
+  vint acc[ROWS][TILE_VECTORS];
+  const int64_t channel = block * CHANNELS + first;
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < TILE_VECTORS; v++)
+      acc[r][v] = *reinterpret_cast<const vint_u*>(w.correction + channel + v * LANES);
+  const int8_t* from = w.weights + block * CHANNELS * w.inputs + first * 4;
+#pragma GCC unroll 1
+  for (int64_t k = 0; k < w.inputs; k += 4) {
+    const auto weights = [&](int v) {
+      const int8_t* at = from + k * CHANNELS + v * LANES * 4;
+      __builtin_prefetch(at + AHEAD);
+      return Weights(*reinterpret_cast<const vint_u*>(at));
+    };
+    const Weights here[] = {weights(0), weights(1), weights(TILE_VECTORS > 2 ? 2 : 0), weights(TILE_VECTORS > 2 ? 3 : 0)};
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      int32_t four;
+      std::memcpy(&four, x + r * w.inputs + k, 4);
+      const Inputs inputs(four);
+#pragma GCC unroll 4
+      for (int v = 0; v < TILE_VECTORS; v++) dot(acc[r][v], inputs, here[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < TILE_VECTORS; v++) {
+      const int64_t c = channel + v * LANES;
+      vfloat y = __builtin_convertvector(acc[r][v], vfloat) * load(w.scale + c) * row_scale[r];
+      if (w.bias) y += load(w.bias + c);
+      if (c + LANES <= w.outputs)
+        store(out + r * w.outputs + c, y);
+      else
+        for (int i = 0; c + i < w.outputs; i++) from_float(y[i], out + r * w.outputs + c + i);
+    }
+}
+
+template <typename T>
+void block_rows(int rows, const LineclearInt8Weights& w, int64_t block, const uint8_t* x, const float* row_scale, T* out) {
+  for (int first = 0; first < CHANNELS; first += TILE_VECTORS * LANES) switch (rows) {
+      case 1: tile<T, 1>(w, block, first, x, row_scale, out); break;
+      case 2: tile<T, 2>(w, block, first, x, row_scale, out); break;
+      case 3: tile<T, 3>(w, block, first, x, row_scale, out); break;
+      case 4: tile<T, 4>(w, block, first, x, row_scale, out); break;
+#if defined(__AVX512VNNI__)
+      case 5: tile<T, 5>(w, block, first, x, row_scale, out); break;
+      default: tile<T, 6>(w, block, first, x, row_scale, out); break;
+#endif
+    }
+}
+
+template <typename T>
+void product(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* bytes, float* row_scale, T* out) {
+  const int64_t blocks = (w.outputs + CHANNELS - 1) / CHANNELS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+#if defined(_OPENMP)
+  // A block's weights come from memory once and are used for all rows, unless there are threads without a block.
+  const int64_t threads = omp_get_max_threads(), wanted = (2 * threads + blocks - 1) / blocks;
+#else
+  const int64_t wanted = 1;
+#endif
+  const int64_t parts = wanted < tiles ? wanted : tiles;
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) row_scale[r] = quantise(x + r * w.inputs, w.inputs, bytes + r * w.inputs);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t item = 0; item < blocks * parts; item++) {
+      const int64_t block = item / parts, part = item % parts;
+      for (int64_t t = tiles * part / parts; t < tiles * (part + 1) / parts; t++) {
+        const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
+        block_rows(int(to - from), w, block, bytes + from * w.inputs, row_scale + from, out + from * w.outputs);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out [rows, outputs] = x [rows, inputs] times the weights, plus the bias. Element type of both: 0 fp32, 1 bf16.
+// `scratch` holds rows * (inputs + 4) bytes, and is aligned for floats.
+void lineclear_int8_product(const LineclearInt8Weights* w, int64_t element, int64_t rows, const void* x, void* scratch,
+                            void* out) {
+  float* row_scale = static_cast<float*>(scratch);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(row_scale + rows);
+  if (element == 0)
+    product(*w, rows, (const float*)x, bytes, row_scale, (float*)out);
+  else
+    product(*w, rows, (const bf16*)x, bytes, row_scale, (bf16*)out);
+}
+}

@@ -1,0 +1,72 @@
+"""8-bit weights end to end: whatever is done to the work, the answers are those of the same model undisturbed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.families import tiny_model
+from support.inprocess import InProcess
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.sequence import Request
+from lineclear.wire.types import Sampling
+from lineclear.worker.decoder import FAMILIES
+from lineclear.worker.kernels import library
+from lineclear.worker.loader import LoadedModel, adopt, to_int8
+from lineclear.worker.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+PROMPT_LENS = (5, 1, 17, 33, 40, 24)
+MAX_TOKENS = 20
+LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=128, prefix_cache=False)
+
+
+def requests() -> list[Request]:
+    torch.manual_seed(5)
+    prompts = [tuple(torch.randint(3, 200, (n,)).tolist()) for n in PROMPT_LENS]
+    return [Request(str(i), prompt, Sampling(logprobs=0), MAX_TOKENS) for i, prompt in enumerate(prompts)]
+
+
+def server(loaded: LoadedModel, limits: CoreLimits = LIMITS, num_blocks: int = 64) -> InProcess:
+    return InProcess(ModelRunner(loaded, num_blocks=num_blocks, num_slots=16, max_step_tokens=512), limits)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_answers_do_not_depend_on_what_else_is_served(family: str) -> None:
+    loaded = to_int8(adopt(tiny_model(family, **WIDE)))
+    alone = server(loaded)
+    expected = {x.request_id: alone.serve([x])[x.request_id] for x in requests()}
+    assert server(loaded).serve(requests()) == expected
+
+    chunks = server(loaded, replace(LIMITS, target_batch_tokens=7))
+    assert chunks.serve(requests()) == expected
+    assert max(len(plan.rows) for plan in chunks.plans) > 1
+
+    preempted = server(loaded, num_blocks=8)
+    assert preempted.serve(requests()) == expected
+    assert preempted.counters.preemptions > 0
+
+    cached = server(loaded, replace(LIMITS, prefix_cache=True))
+    cached.serve(requests())
+    again = [replace(x, request_id=f"again-{x.request_id}") for x in requests()]
+    assert list(cached.serve(again).values()) == list(expected.values())
+    assert cached.finished("again-4").record.cached_tokens == 32
+
+    lost = server(loaded)
+    assert lost.serve(requests(), lose_worker_after_steps=6) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_the_same_to_the_last_bit(dtype: torch.dtype) -> None:
+    """Bfloat16 weights cannot promise that: their sums are rounded in an order that depends on the batch."""
+    loaded = to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE)))
+    alone = server(loaded)
+    for x in requests():
+        alone.serve([x])
+    together = server(loaded, replace(LIMITS, target_batch_tokens=50))
+    together.serve(requests())
+    for x in requests():
+        assert together.logprobs(x.request_id) == alone.logprobs(x.request_id)

@@ -1,0 +1,139 @@
+"""Products with 8-bit weights: exact integers, so every instruction set, batch and position gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import tiny_model
+from torch import Tensor, nn
+
+from lineclear.worker import int8, loader
+from lineclear.worker.int8 import pack_int8, quantise
+from lineclear.worker.kernels import candidates, library, load
+from lineclear.worker.loader import ModelRefused, adopt, to_int8
+from lineclear.worker.pages import Pages
+from lineclear.worker.settings import ConfigurationError, WorkerSettings
+from lineclear.worker.start import make_runner
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+LIBRARIES = candidates()
+DTYPES = [torch.float32, torch.bfloat16]
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+
+
+@pytest.fixture(params=LIBRARIES)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "library", lambda: load(request.param))
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(inputs + outputs)
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    # Channels of very different size: a scale for all of them would lose the small ones.
+    layer.weight.data *= torch.logspace(-3, 1, outputs)[torch.randperm(outputs), None]
+    return layer.to(dtype).requires_grad_(False)
+
+
+def packed(layers: list[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    product, outputs = pack_int8(layers, Pages()), sum(layer.out_features for layer in layers)
+    return lambda x: product(x.contiguous(), x.new_empty(len(x), outputs))
+
+
+def as_promised(x: Tensor, layers: list[nn.Linear]) -> Tensor:
+    """The same product in float64, of the same 8-bit numbers."""
+    values, scale = quantise(torch.cat([layer.weight for layer in layers]))
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    row_scale = largest / 127
+    # torch computes 127 / x as a reciprocal times 127; the kernel divides, and multiplies without rounding in between.
+    rows = (x.double() * torch.tensor(127.0).div(largest).double()).round()
+    product = rows @ values.double().T * scale * row_scale
+    biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.float() for layer in layers]
+    return product + torch.cat(biases)
+
+
+def test_a_weight_is_off_by_half_a_step_at_most() -> None:
+    weight = torch.randn(5, 32) * torch.tensor([1.0, 100.0, 1e-4, 0.0, 1.0])[:, None]
+    values, scale = quantise(weight)
+    assert values.abs().amax(dim=1).tolist() == [127, 127, 127, 0, 127]
+    assert ((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.501).all()
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [[64], [16, 100, 7], [211]])
+@pytest.mark.parametrize("rows", [1, 4, 5, 6, 7, 13, 64])
+def test_a_product_is_what_its_numbers_say(dtype: torch.dtype, outputs: list[int], rows: int) -> None:
+    layers = [linear(48, count, dtype, bias=i % 2 == 0) for i, count in enumerate(outputs)]
+    x = (torch.randn(rows, 48) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
+    found = packed(layers)(x)
+    assert found.dtype is dtype
+    tolerance = 2e-6 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(found.double(), as_promised(x, layers), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_instruction_sets_agree_in_every_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = linear(112, 83, dtype, bias=True), torch.randn(9, 112).to(dtype)
+    found = []
+    for name in LIBRARIES:
+        monkeypatch.setattr(int8, "library", lambda name=name: load(name))
+        found.append(packed([layer])(x))
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    product, x = packed([linear(80, 130, dtype, bias=True)]), torch.randn(41, 80).to(dtype)
+    together = product(x)
+    for count in (1, 2, 6, 7, 40):
+        assert torch.equal(product(x[:count]), together[:count])
+        assert torch.equal(product(x[-count:]), together[-count:])
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_what_is_not_a_number_shows_in_its_row_alone() -> None:
+    product, x = packed([linear(48, 70, torch.bfloat16, bias=True)]), torch.randn(9, 48).bfloat16()
+    clean = product(x)
+    x[2, 5], x[4, 47], x[7, 0] = float("nan"), float("inf"), float("-inf")
+    found = product(x)
+    assert not found[[2, 4, 7]].isfinite().any()
+    rest = [0, 1, 3, 5, 6, 8]
+    assert torch.equal(found[rest], clean[rest])
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_row_of_zeros_gives_the_bias() -> None:
+    layer = linear(48, 70, torch.float32, bias=True)
+    assert torch.equal(packed([layer])(torch.zeros(3, 48)), layer.bias.expand(3, -1))
+
+
+def test_the_matrices_are_let_go() -> None:
+    model = tiny_model("llama", **WIDE)
+    before = sum(p.numel() for p in model.parameters())
+    assert to_int8(adopt(model)).decoder is not None
+    assert sum(p.numel() for p in model.parameters()) < before / 2
+
+
+def test_a_model_built_otherwise_is_refused_by_name() -> None:
+    with pytest.raises(ModelRefused, match=r"models built like Llama.*gpt2 in float32 on cpu.*weights at auto"):
+        to_int8(adopt(tiny_model("gpt2")))
+
+
+def test_a_model_that_it_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
+    with pytest.raises(ModelRefused, match="change its logits too much"):
+        to_int8(adopt(tiny_model("llama", **WIDE)))
+
+
+def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> None:
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu"}
+    assert make_runner(WorkerSettings(weights="int8", **flags)).hello(1).dtype == "int8"
+    assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
+    with pytest.raises(ConfigurationError, match="leave fused_forward on"):
+        make_runner(WorkerSettings(weights="int8", fused_forward=False, **flags))
