@@ -11,6 +11,7 @@ import pytest
 import yaml
 from support.sources import REPOSITORY
 
+from lineclear.scheduler.server import WORKER
 from lineclear.scheduler.settings import load, parse_address
 
 DEPLOY = REPOSITORY / "deploy"
@@ -125,6 +126,11 @@ def test_probes_ask_the_health_port() -> None:
     assert {probe["port"] for probe in probes.values()} == {50052}
     assert {p["containerPort"] for p in scheduler["ports"]} == {50052}
     assert [probe["service"] for probe in probes.values()] == ["readiness", "liveness", "readiness"]
+    worker = CONTAINERS["lineclear-worker"]
+    assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
+    # The scheduler's container starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
+    assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
+    assert "startupProbe" not in worker
 
 
 def test_the_app_reaches_the_model_and_nobody_else_does() -> None:

@@ -71,6 +71,65 @@ def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
         assert "silent" in world.broken[0]
 
 
+def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -> None:
+    """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
+    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=1.0)) as world:
+        worker = world.start_worker()
+        world.wait_joined()
+        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+        world.wait(lambda: num_tokens(streams) > 50)
+        assert not world.engine.is_worker_hung
+        worker.send_signal(signal.SIGSTOP)
+        world.wait(lambda: len(world.losses) == 1)
+        eventually(lambda: world.engine.is_worker_hung)
+        worker.kill()
+        worker.wait()
+        eventually(lambda: not world.engine.is_worker_hung, what="the end of the hung worker")
+        assert len(world.joins) == 1  # said before its successor, which may load for long, has joined
+        world.start_worker()
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert not world.engine.is_worker_hung
+
+
+def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_believed() -> None:
+    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=1.0)) as world:
+        worker = world.start_worker()
+        world.wait_joined()
+        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+        world.wait(lambda: num_tokens(streams) > 50)
+        worker.send_signal(signal.SIGSTOP)
+        world.wait(lambda: len(world.losses) == 1)
+        worker.send_signal(signal.SIGCONT)
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert len(world.joins) == 2
+        assert not world.engine.is_worker_hung
+
+
+def test_killed_again_while_it_catches_up() -> None:
+    """Each successor dies as soon as it has joined, when all it may do is recompute what was lost."""
+    with World(options=SLOW) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
+            world.wait(lambda: num_tokens(streams) > 80)
+            for kill in range(1, 4):
+                pid = supervisor.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                world.wait_joined(kill + 1)
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len(world.joins) == 4
+
+
 def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
     with World(engine=EngineLimits(step_timeout_seconds=1.0, cold_step_timeout_seconds=1.0)) as world:
         world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))

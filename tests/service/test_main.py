@@ -299,6 +299,81 @@ def test_sigterm_lets_short_answers_finish_and_ends_long_ones(start: Callable[..
     assert server.exit_code() == 0
 
 
+def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]) -> None:
+    """Calls without a pause, from before the signal until nobody answers. None ends without a reason of ours, or of a
+    connection that is closed: a bare CANCELLED would say that the caller hung up."""
+    server = start("--drain-linger-seconds", "0.5")
+    outcomes: list[tuple[str, str]] = []
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+    server.popen.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    while not outcomes or outcomes[-1][1] in ("OK", "DRAINING"):
+        assert time.monotonic() - began < BOUND_SECONDS
+        try:
+            list(server.stub.Generate(request))
+            outcomes.append(("OK", "OK"))
+        except grpc.RpcError as caught:
+            error: Any = caught
+            found = from_trailer(error.code().name, error.details(), dict(error.trailing_metadata() or ()).get(TRAILER))
+            outcomes.append((error.code().name, found.reason))
+    reasons = [reason for _, reason in outcomes]
+    assert reasons.count("DRAINING") > 10
+    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
+    assert server.exit_code() == 0
+
+
+def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    check = server.health.Check
+    until(lambda: check(health_pb2.HealthCheckRequest(service="readiness")).status == 2)
+    for name in ("liveness", "worker"):
+        assert check(health_pb2.HealthCheckRequest(service=name)).status == 1
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("target", ["loop", "engine"])
+def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..., Running], target: str) -> None:
+    """SIGUSR2 makes the event loop, or the engine's next turn, stand still for three seconds."""
+    stall = {
+        "loop": "loop.add_signal_handler(signal.SIGUSR2, time.sleep, 3)",
+        "engine": "loop.add_signal_handler(signal.SIGUSR2, lambda: engines[0]._order(lambda now: time.sleep(3)))",
+    }[target]
+    code = WITHOUT_TORCH + (
+        "import asyncio, signal, time\n"
+        "from lineclear.scheduler import main as module\n"
+        "engines = []\n"
+        "class Kept(module.Engine):\n"
+        "    def __init__(self, *a, **k):\n"
+        "        super().__init__(*a, **k)\n"
+        "        engines.append(self)\n"
+        "        loop = asyncio.get_running_loop()\n"
+        f"        {stall}\n"
+        "module.Engine = Kept\n"
+        "sys.exit(module.main(sys.argv[1:]))\n"
+    )
+    server = start("--standstill-seconds", "1", code=code)
+    live = health_pb2.HealthCheckRequest(service="liveness")
+    server.popen.send_signal(signal.SIGUSR2)
+    if target == "loop":
+        server.wait_for("event_loop_stands_still")
+        with pytest.raises(grpc.RpcError) as caught:
+            server.health.Check(live, timeout=0.3)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        server.wait_for("event_loop_goes_on")
+    else:
+        server.wait_for("engine_stands_still")
+        until(lambda: server.health.Check(live).status == 2)
+        server.wait_for("engine_goes_on")
+    until(lambda: server.health.Check(live).status == 1)
+    assert any("most recent call first" in line for line in list(server.other))
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+
+
 def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
     call = server.stub.Generate(endless())
@@ -333,6 +408,15 @@ def test_workers_that_die_too_often_end_it_with_1(start: Callable[..., Running])
     error = error_of(server.stub.Generate(endless()))
     assert (error.code, error.reason) == ("UNAVAILABLE", "WORKER_UNAVAILABLE")
     assert server.exit_code() == 1
+
+
+def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> None:
+    worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", "raise SystemExit(78)"]
+    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker])
+    try:
+        assert process.exit_code() == 79
+    finally:
+        process.end()
 
 
 @pytest.mark.parametrize("part", ["core.Scheduler.apply", "text.AnswerText.push"])

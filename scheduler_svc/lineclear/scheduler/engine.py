@@ -34,6 +34,7 @@ _SNAPSHOT_SECONDS = 0.05
 _COLD_STEPS = 8
 _STANDSTILL_SECONDS = 1.0
 _TIMES_PREDICTED = 20
+_HUNG_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class Engine:
         self._due = math.inf  # when wait() was to return at the latest
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
+        self._hung: int | None = None  # epoch of a worker that was put out and may still hold its device
+        self._turn_began: float | None = None  # None while waiting
         self._stopped = False
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -187,6 +190,16 @@ class Engine:
         """Counters and gauges of a moment ago. Never waits for the engine."""
         return self._snapshot
 
+    def busy_seconds(self) -> float:
+        """How long the turn at work has taken; 0 while the engine waits for something to do. Any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else self._clock() - began
+
+    @property
+    def is_worker_hung(self) -> bool:
+        """Whether a worker that has to be killed still lives. Where nobody supervises it, somebody else must."""
+        return self._hung is not None
+
     @property
     def worker(self) -> Hello | None:
         """The Hello of the joined worker."""
@@ -209,7 +222,7 @@ class Engine:
             log.error("engine_died", error=type(error).__name__, places=places(error))
 
     def _turn(self) -> None:
-        now = self._clock()
+        now = self._turn_began = self._clock()
         self._counters.turns += 1
         if now > self._due + _STANDSTILL_SECONDS:
             self._forgive(now)
@@ -228,6 +241,7 @@ class Engine:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
             self._due = min(self._worker_deadline(), _or_never(self._core.next_deadline()))
+            self._turn_began = None
             self._link.wait(self._due)
 
     def _obey(self, now: float) -> list[Event]:
@@ -312,7 +326,7 @@ class Engine:
 
     def _join(self, hello: Hello, events: list[Event], now: float) -> None:
         assert self._hello is None, "the link joins one worker at a time"
-        self._hello = hello
+        self._hello, self._hung = hello, None
         self._incarnation += 1
         events += self._core.reset(hello, now)
         log.info(
@@ -341,10 +355,13 @@ class Engine:
         say = log.info if self._leaving else log.warning
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
         if kill:
+            self._hung = hello.epoch
             self._on_broken(hello, reason)
 
     def _check_worker(self, events: list[Event], now: float) -> None:
         if self._hello is None:
+            if self._hung is not None and not self._link.is_reachable(self._hung):
+                self._hung = None
             return
         if now >= self._link.last_heard + self._limits.heartbeat_timeout_seconds:
             self._lose(f"it was silent for {now - self._link.last_heard:.1f} s", events, now, kill=True)
@@ -355,7 +372,7 @@ class Engine:
     def _worker_deadline(self) -> float:
         """The moment at which silence, or the step at work, has lasted too long."""
         if self._hello is None:
-            return math.inf
+            return math.inf if self._hung is None else self._clock() + _HUNG_LOOK_SECONDS
         silence = self._link.last_heard + self._limits.heartbeat_timeout_seconds
         return min(silence, self._step_deadline()) if self._in_flight else silence
 

@@ -27,22 +27,25 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._serving = dict.fromkeys(names, False)
         self._changed = asyncio.Event()  # replaced at every change: whoever waits holds the old one
         self._num_watchers = 0
+        self._closed: set[str] = set()
         self._is_closed = False
 
     def set(self, names: Iterable[str], serving: bool) -> None:
         """Tell everybody who watches. Raises KeyError for a name that was not given at the start.
 
-        After `close` this changes nothing: a worker that joins does not bring a leaving server back.
+        For what was closed this changes nothing: a worker that joins does not bring a leaving server back.
         """
         for name in names:
-            if self._serving[name] != serving and not self._is_closed:
+            if self._serving[name] != serving and name not in self._closed:
                 self._serving[name] = serving
                 self._wake()
 
-    def close(self) -> None:
-        """Nothing is serving any more, and everybody who watches is told so and let go."""
-        self._is_closed = True
-        self._serving = dict.fromkeys(self._serving, False)
+    def close(self, names: Iterable[str] | None = None) -> None:
+        """These names, or all, are not serving any more; everybody who watches one is told so and let go."""
+        closing = set(self._serving if names is None else names)
+        self._closed |= closing
+        self._serving |= dict.fromkeys(closing, False)
+        self._is_closed = self._closed >= self._serving.keys()
         self._wake()
 
     def is_serving(self, name: str) -> bool:
@@ -77,7 +80,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 if status != last:
                     await context.write(Status(status=status))
                     last = status
-                if self._is_closed:
+                if self._is_closed or request.service in self._closed:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
                 if changed is self._changed:
                     await changed.wait()

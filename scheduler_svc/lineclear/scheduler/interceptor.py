@@ -39,6 +39,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, *services: str) -> None:
         self.is_stopping = False
         """The listeners are being closed: calls end because we cut them, and that is no incident."""
+        self.num_calls = 0
+        """Calls of guarded methods in progress."""
         self._prefixes = tuple(f"/{service}/" for service in services)
         self._guarded: dict[str, Handler] = {}
 
@@ -80,6 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _ending_well(self, method: str, behavior: Any) -> Behavior:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self.num_calls += 1
             try:
                 if request is _MALFORMED:
                     raise _malformed()
@@ -95,6 +98,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await abort(context, incident(method, error))
             except Exception as error:
                 return await abort(context, incident(method, error))
+            finally:
+                self.num_calls -= 1
 
         return guarded
 

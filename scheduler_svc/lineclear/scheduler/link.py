@@ -180,7 +180,8 @@ class Link:
             return bool(error.errno == zmq.EAGAIN)
         return True
 
-    def _is_reachable(self, epoch: int) -> bool:
+    def is_reachable(self, epoch: int) -> bool:
+        """Whether the worker of that epoch has a connection, joined or not, alive or hung."""
         # A ROUTER tells whether a peer is there only when it is sent to. Workers take no notice of a heartbeat.
         return self._tell(Heartbeat(epoch, 0))
 
@@ -272,12 +273,12 @@ class Link:
         now = self._clock()
         while self._probes and self._probes[0] <= now:
             self._probes.popleft()
-        if self._epoch is not None and not self._is_reachable(self._epoch):
+        if self._epoch is not None and not self.is_reachable(self._epoch):
             arrivals.append(Goodbye(self._epoch, "its connection closed"))
             self._end()
         if (hello := self._pending) is None:
             return
-        if self._is_reachable(hello.epoch):
+        if self.is_reachable(hello.epoch):
             self._pending = None
             self._admit(hello, arrivals)
         elif now - self._pending_since > _PENDING_SECONDS:

@@ -31,10 +31,11 @@ from lineclear.scheduler.interceptor import anatomy, incident
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
 from lineclear.scheduler.policy import PolicySettings
+from lineclear.scheduler.pulse import Pulse
 from lineclear.scheduler.server import Server
 from lineclear.scheduler.service import VERSION, InferenceService, drained
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
-from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
+from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.scheduler.tokenizer import load_tokenizer
 from lineclear.sockets import SocketError
 from lineclear.wire.codec import ProtocolMismatch
@@ -46,8 +47,19 @@ NO_WORKER = 1
 """Workers died too often."""
 INTERNAL = 70
 """A part of this process died: a bug of ours."""
+WORKER_STUCK = 75
+"""A worker could not be killed, and holds its device: another one would find it taken."""
 CONFIGURATION = 78
 """The process cannot run as configured; the same command will fail again."""
+WORKER_CONFIGURATION = 79
+"""The same of the worker: its model or its flags. Its last log line says why."""
+
+_WITHOUT_WORKER = {
+    GiveUp.CRASHES: NO_WORKER,
+    GiveUp.CONFIGURATION: WORKER_CONFIGURATION,
+    GiveUp.STUCK: WORKER_STUCK,
+    GiveUp.BUG: INTERNAL,
+}
 
 _STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
 
@@ -90,7 +102,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
             on_exit=lambda pid: engine.worker_exited(pid),
-            on_give_up=lambda reason: leaving.begin(NO_WORKER, reason),
+            on_give_up=lambda reason: leaving.begin(_WITHOUT_WORKER[supervisor.given_up or GiveUp.BUG], reason),
         )
         engine = Engine(
             Scheduler(_core_limits(settings)),
@@ -106,6 +118,14 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         service.on_fatal = leaving.on_fatal
         engine.start()
         stack.callback(engine.stop)
+        pulse = Pulse(
+            engine.busy_seconds,
+            server.set_live,
+            limit_seconds=settings.standstill_seconds,
+            on_beat=lambda: server.set_worker_hung(engine.is_worker_hung),
+        )
+        pulse.start()
+        stack.callback(pulse.stop)
         await _run(settings, leaving, service, server, supervisor)
     log.info("left", exit_code=leaving.exit_code)
     return leaving.exit_code
@@ -140,23 +160,39 @@ async def _run(
 
 
 async def _leave(leaving: _Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
-    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last."""
+    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
+
+    Until then whoever comes is told why not here: a call that meets a closing listener gets a status without a reason.
+    """
     exit_code = leaving.exit_code
-    server.health.close()
+    server.leave()
+    linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
     if exit_code == CLEAN:
         await service.drain(settings.drain_timeout_seconds)
     else:
-        error = _no_worker if exit_code == NO_WORKER else _died(leaving.failure)
+        error = _died(leaving.failure) if exit_code == INTERNAL else _no_worker
         service.refuse(error)
         service.fail_all(lambda mailbox: error())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STATUS_SECONDS):
             await service.streams.wait_until_idle()
+    await linger
+    await _until_no_call(server)
     await server.stop(_STATUS_SECONDS)
 
 
+async def _until_no_call(server: Server) -> None:
+    """Wait for a moment without calls to close the listeners in, for a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STATUS_SECONDS):
+            while server.num_calls:  # noqa: ASYNC110  # a call lasts a millisecond now
+                await asyncio.sleep(0.002)
+
+
 def _no_worker() -> WorkerUnavailable:
-    return WorkerUnavailable("the worker died too often; the server is shutting down", retry_after_seconds=5.0)
+    return WorkerUnavailable(
+        "there is no worker, and there will be none; the server is shutting down", retry_after_seconds=5.0
+    )
 
 
 def _died(failure: BaseException) -> Callable[[], LineclearError]:

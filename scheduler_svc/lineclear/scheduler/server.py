@@ -37,7 +37,10 @@ log = structlog.get_logger()
 READY = ("", "readiness", service_module.NAME)
 """Serving while a worker is joined and the server is not leaving."""
 LIVE = "liveness"
-"""Serving while the process is able to answer."""
+"""Serving while the process is able to answer and its engine turns, also while it is leaving."""
+WORKER = "worker"
+"""Serving unless a worker hangs: it was put out of its epoch, and its process is still there. For the liveness probe of
+a worker in a container of its own, in which nobody could tell."""
 
 _REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
@@ -51,7 +54,7 @@ class Server:
 
     def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
-        self.health = Health((*READY, LIVE))
+        self.health = Health((*READY, LIVE, WORKER))
         self._errors = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
@@ -92,11 +95,29 @@ class Server:
         """Take calls."""
         for server in self._servers:
             await server.start()
-        self.health.set((LIVE,), True)
+        self.set_live(True)
+        self.set_worker_hung(False)
 
     def set_ready(self, ready: bool) -> None:
         """Say whether requests are welcome."""
         self.health.set(READY, ready)
+
+    def set_live(self, live: bool) -> None:
+        """Say whether the process does its work."""
+        self.health.set((LIVE,), live)
+
+    def set_worker_hung(self, hung: bool) -> None:
+        """Say whether a worker hangs."""
+        self.health.set((WORKER,), not hung)
+
+    def leave(self) -> None:
+        """Requests are not welcome any more. They are still answered, so that each caller is told why."""
+        self.health.close(READY)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the service in progress, refused ones included."""
+        return self._errors.num_calls
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more calls, and after `grace_seconds` cut those that are left.

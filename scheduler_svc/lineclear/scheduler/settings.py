@@ -202,6 +202,16 @@ class SchedulerSettings(BaseSettings):
         20.0, ge=0, le=86_400, description="After SIGTERM, running requests may finish for this long."
     )
 
+    drain_linger_seconds: float = Field(
+        0.5,
+        ge=0,
+        le=600,
+        description="A server told to leave answers for this long at least, so that late callers are told why.",
+    )
+    standstill_seconds: float = Field(
+        5.0, gt=0, le=3600, description="An event loop or engine at one thing for this long is reported as hung."
+    )
+
     # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(

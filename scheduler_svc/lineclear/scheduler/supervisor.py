@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import structlog
 
@@ -25,6 +26,15 @@ from lineclear.wire.types import Hello
 log = structlog.get_logger()
 
 _EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: the same command will fail again
+
+
+class GiveUp(Enum):
+    """Why no further worker is started."""
+
+    CRASHES = "it died too often"
+    CONFIGURATION = "it cannot run as it is configured"
+    STUCK = "it cannot be killed, and still holds its device"
+    BUG = "the supervisor itself failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,8 @@ class Supervisor:
         on_give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.num_starts = 0
+        self.given_up: GiveUp | None = None
+        """Set before `on_give_up` is called."""
         self._command = list(command)
         self._limits = limits or SupervisorLimits()
         self._environment = dict(os.environ if environment is None else environment)
@@ -72,7 +84,7 @@ class Supervisor:
         self._crashes: deque[float] = deque()
         self._num_failed_starts = 0  # since a worker joined last: the exponent of the back-off
         self._timer: asyncio.TimerHandle | None = None
-        self._stopping = self._gave_up = False
+        self._stopping = False
 
     @property
     def pid(self) -> int | None:
@@ -103,7 +115,7 @@ class Supervisor:
         try:
             action(*args)
         except Exception as error:
-            self._give_up(f"the supervisor failed: {type(error).__name__}: {error}")
+            self._give_up(GiveUp.BUG, f"the supervisor failed: {type(error).__name__}: {error}")
 
     async def stop(self) -> bool:
         """End the worker, politely first. False if it could not be killed: then its device is not free.
@@ -140,7 +152,7 @@ class Supervisor:
                 process_group=0,
             )
         except OSError as error:
-            self._give_up(f"cannot start {self._command[0]}: {error.strerror}")
+            self._give_up(GiveUp.CONFIGURATION, f"cannot start {self._command[0]}: {error.strerror}")
             return
         self.num_starts += 1
         self._worker = worker = _Worker(process, time.monotonic())
@@ -158,15 +170,18 @@ class Supervisor:
         pid = worker.process.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
         self._on_exit(pid)
-        if self._stopping or self._gave_up:
+        if self._stopping or self.given_up is not None:
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return
         log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
         if code == _EXIT_CONFIGURATION:
-            self._give_up("the worker cannot run as it is configured; its last log line says why")
+            self._give_up(GiveUp.CONFIGURATION, "the worker cannot run as it is configured; its last log line says why")
         elif self._is_budget_spent():
             limits = self._limits
-            self._give_up(f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s")
+            self._give_up(
+                GiveUp.CRASHES,
+                f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s",
+            )
         else:
             backoff = min(
                 self._limits.max_backoff_seconds, self._limits.min_backoff_seconds * 2**self._num_failed_starts
@@ -181,10 +196,10 @@ class Supervisor:
             self._crashes.popleft()
         return len(self._crashes) > self._limits.max_crashes
 
-    def _give_up(self, reason: str) -> None:
-        if self._gave_up:
+    def _give_up(self, kind: GiveUp, reason: str) -> None:
+        if self.given_up is not None:
             return
-        self._gave_up = True
+        self.given_up = kind
         self._set_timer(None)
         log.error("worker_given_up", reason=reason)
         self._on_give_up(reason)
@@ -203,7 +218,8 @@ class Supervisor:
         log.warning("worker_killed", pid=pid, reason=reason)
         worker.send(signal.SIGKILL)
         # A second worker beside one that cannot die would find its device taken.
-        self._set_timer(self._limits.reap_timeout_seconds, self._give_up, f"process {pid} cannot be killed")
+        seconds = self._limits.reap_timeout_seconds
+        self._set_timer(seconds, self._give_up, GiveUp.STUCK, f"process {pid} cannot be killed")
 
     def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
         """One timer for all: it never makes sense to wait for two things at once."""
