@@ -3,23 +3,22 @@
     python -m bench.micro_step --model DIR [--threads 2]
 
 Decodes at 256 positions of context and chunks of a prompt, with the share of the matrix products and of attention; what
-is left is norms, rotary positions, sampling, tables and Python.
+is left is norms, rotary positions, sampling, tables and Python. For models that run through our own forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
-from torch.profiler import ProfilerActivity, profile
+from typing import Any
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
 from lineclear.logs import configure
 from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
+from lineclear.worker import decoder
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings, load
 from lineclear.worker.start import make_runner
@@ -28,16 +27,39 @@ BATCHES = (1, 8, 32, 64)
 CHUNK = 256
 CONTEXT = 256
 _STEPS = 20
-_PROFILED_STEPS = 5
-_PRODUCTS = ("linear", "mm", "matmul")
-"""What the names of operations that multiply matrices contain."""
+
+
+class Watch:
+    """Adds up the time inside functions. Exact on a CPU, where they return when they are done."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, watched."""
+
+        def watched(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*arguments)
+            self.seconds += time.perf_counter() - begin
+            return result
+
+        return watched
 
 
 class Bench:
     """Plans for a runner, with block tables that grow by hand."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.runner: ModelRunner = make_runner(settings)
+        self.products, self.attention = Watch(), Watch()
+        pack = decoder.pack
+        decoder.pack = lambda *arguments: self.products.timed(pack(*arguments))
+        try:
+            self.runner: ModelRunner = make_runner(settings)
+        finally:
+            decoder.pack = pack
+        backend = self.runner._backend
+        backend.attend = self.attention.timed(backend.attend)  # type: ignore[method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 
@@ -76,17 +98,18 @@ def decodes(bench: Bench, count: int) -> Iterator[Figure]:
     bench.open(count)
     rows = [(slot, 1) for slot in range(count)]
     bench.run(rows)
-    seconds = median([bench.run(rows) for _ in range(_STEPS)])
+    steps, products, attention = [], [], []
+    for _ in range(_STEPS):
+        bench.products.seconds = bench.attention.seconds = 0.0
+        steps.append(bench.run(rows))
+        products.append(bench.products.seconds)
+        attention.append(bench.attention.seconds)
     case = f"{count} decodes at {CONTEXT}"
-    yield Figure("step: all", case, seconds * 1e3, "ms")
-    attention = _Watch(bench.runner)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        profiled = sum(bench.run(rows) for _ in range(_PROFILED_STEPS)) / _PROFILED_STEPS
-    spent = attention.stop() / _PROFILED_STEPS
-    products = _products(profiler) / _PROFILED_STEPS
-    yield Figure("step: matrix products (profiled)", case, products * 1e3, "ms")
-    yield Figure("step: attention (profiled)", case, spent * 1e3, "ms")
-    yield Figure("step: the rest (profiled)", case, (profiled - products - spent) * 1e3, "ms")
+    rest = [step - product - attend for step, product, attend in zip(steps, products, attention, strict=True)]
+    yield Figure("step: all", case, median(steps) * 1e3, "ms")
+    yield Figure("step: matrix products", case, median(products) * 1e3, "ms")
+    yield Figure("step: attention", case, median(attention) * 1e3, "ms")
+    yield Figure("step: the rest", case, median(rest) * 1e3, "ms", goal=1.0 if count == 1 else None)
 
 
 def chunks(bench: Bench) -> Iterator[Figure]:
@@ -98,33 +121,6 @@ def chunks(bench: Bench) -> Iterator[Figure]:
         bench.positions, bench._blocks = [0], [0]
         times.append(bench.run([(0, CHUNK)], (SlotInit(0, tokens, CHUNK, (), Sampling()),)))
     yield Figure("step: all", f"a chunk of {CHUNK}", median(times[1:]) * 1e3, "ms")
-
-
-class _Watch:
-    """Adds up the time inside the backend's `attend`. Exact on a CPU, where it returns when it is done."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._backend = runner._backend
-        self._attend = self._backend.attend
-        self._seconds = 0.0
-        self._backend.attend = self._timed  # type: ignore[method-assign]
-
-    def _timed(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        begin = time.perf_counter()
-        output = self._attend(layer, query, key, value)
-        self._seconds += time.perf_counter() - begin
-        return output
-
-    def stop(self) -> float:
-        """Seconds so far; the backend is as it was."""
-        del self._backend.attend
-        return self._seconds
-
-
-def _products(profiler: profile) -> float:
-    """Seconds inside operations that multiply matrices."""
-    found = [event for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS)]
-    return float(sum(event.self_cpu_time_total for event in found)) / 1e6
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:

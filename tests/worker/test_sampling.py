@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor
 
 from lineclear.wire.types import Sampling
+from lineclear.worker import kernels
 from lineclear.worker import sampling as module
 from lineclear.worker.parameters import ParameterTable
 from lineclear.worker.rng import uniform
@@ -53,6 +54,29 @@ def test_ties_in_a_wide_bfloat16_row() -> None:
         logits = torch.zeros(2, vocabulary, dtype=torch.bfloat16)
         logits[0, [40_001, 777, 778, 30_000]] = 2.0
         assert run(logits, [Sampling()] * 2).tokens.tolist() == [777, 0]
+
+
+@pytest.mark.parametrize(
+    "library", [*map(kernels.load, kernels.candidates()), None], ids=[*kernels.candidates(), "torch"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_is_what_torch_says_in_every_library(
+    library: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "library", lambda: library)
+    for width in (1, 15, 16, 17, 511, 512, 513, 1000, 1536, 32_000):
+        logits = random_logits(9, width, seed=width).to(dtype)
+        logits[1] = 0.0
+        logits[2] = float("-inf")
+        logits[3, width // 2] = float("nan")
+        logits[4, [width // 3, width - 1]] = float("nan")
+        logits[5, width - 1] = float("inf")
+        logits[6, width // 4 :] = logits[6].max()
+        logits[7] = float("nan")
+        best, ids = module._best(logits)
+        wanted, where = logits.float().max(dim=-1)
+        torch.testing.assert_close(best.float(), wanted, rtol=0, atol=0, equal_nan=True)
+        assert ids.tolist() == where.tolist()
 
 
 # --- against transformers ------------------------------------------------------------------------------------------

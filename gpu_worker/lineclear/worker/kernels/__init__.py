@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
     "lineclear_split_heads": [*[_INTEGER] * 6, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
     "lineclear_gate": [*[_INTEGER] * 4, *[_POINTER] * 2],
+    "lineclear_best": [*[_INTEGER] * 3, *[_POINTER] * 3],
     "lineclear_widening_pays": [],
     "lineclear_laid_out": [_INTEGER] * 2,
     "lineclear_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],

@@ -7,6 +7,7 @@
 
 namespace {
 
+constexpr int64_t PIECE = 512;
 constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which a second thread costs more than it saves
 
 template <typename T>
@@ -94,9 +95,56 @@ void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* ou
   }
 }
 
+// The highest of a row and where it is: NaN is above everything, the first of equals wins.
+template <typename T>
+void best(const T* x, int64_t width, float* value, int64_t* index) {
+  float top = -INFINITY;
+  int64_t at = 0;
+  for (int64_t piece = 0; piece < width; piece += PIECE) {  // an index is looked for only where the top rises
+    const int64_t end = piece + PIECE < width ? piece + PIECE : width;
+    vfloat highest = splat(-INFINITY);
+    vint undefined = vint{};
+    int64_t i = piece;
+    for (; i + LANES <= end; i += LANES) {
+      const vfloat v = load(x + i);
+      highest = vmax(v, highest);
+      undefined |= v != v;
+    }
+    float high = hmax(highest);
+    bool nan = false;
+    for (int lane = 0; lane < LANES; lane++) nan |= undefined[lane] != 0;
+    for (; i < end; i++) {
+      const float v = to_float(x[i]);
+      high = v > high ? v : high;
+      nan |= v != v;
+    }
+    if (!nan && !(high > top)) continue;
+    for (i = piece; i < end; i++) {
+      const float v = to_float(x[i]);
+      if (nan ? v != v : v == high) break;
+    }
+    top = to_float(x[i]);
+    at = i;
+    if (nan) break;
+  }
+  *value = top;
+  *index = at;
+}
+
 }  // namespace
 
 extern "C" {
+
+// For each row of x [rows, width]: its highest element, as fp32, and that one's index.
+void lineclear_best(int64_t element, int64_t rows, int64_t width, const void* x, float* values, int64_t* indices) {
+#pragma omp parallel for if (rows * width > WORTH_THREADS) schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    if (element == 0)
+      best((const float*)x + r * width, width, values + r, indices + r);
+    else
+      best((const bf16*)x + r * width, width, values + r, indices + r);
+  }
+}
 
 // residual += add * add_scale (where `add` is not null); out = rms_norm(residual) * weight (where `weight` is not null).
 void lineclear_add_norm(int64_t element, int64_t rows, int64_t dim, const void* add, float add_scale, void* residual,
