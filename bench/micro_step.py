@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
 from lineclear.logs import configure
 from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
-from lineclear.worker import decoder
+from lineclear.worker.decoder import Decoder
+from lineclear.worker.linear import Linear, Packer
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings, load
 from lineclear.worker.start import make_runner
+from lineclear.worker.tape import Call, Count
 
 BATCHES = (1, 8, 32, 64)
 CHUNK = 256
@@ -35,16 +39,29 @@ class Watch:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, watched."""
+    def of(self, call: Call) -> Call:
+        """The call, watched."""
+        function, arguments = call
 
-        def watched(*arguments: Any) -> Any:
+        def watched(*arguments: Any) -> None:
             begin = time.perf_counter()
-            result = function(*arguments)
+            function(*arguments)
             self.seconds += time.perf_counter() - begin
-            return result
 
-        return watched
+        return watched, arguments
+
+
+class _Timed(Linear):
+    """A Linear whose bound calls are watched."""
+
+    def __init__(self, inner: Linear, watch: Watch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self._inner(x, out)
+
+    def bind(self, rows: Count, x: torch.Tensor, out: torch.Tensor) -> Call:
+        return self._watch.of(self._inner.bind(rows, x, out))
 
 
 class Bench:
@@ -52,14 +69,19 @@ class Bench:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.products, self.attention = Watch(), Watch()
-        pack = decoder.pack
-        decoder.pack = lambda *arguments: self.products.timed(pack(*arguments))
+        build = Decoder.__init__
+
+        def watched(made: Decoder, model: Any, heads: int, kv_heads: int, head_dim: int, packer: Packer) -> None:
+            build(made, model, heads, kv_heads, head_dim, lambda *layers: _Timed(packer(*layers), self.products))
+
+        Decoder.__init__ = watched  # type: ignore[method-assign]
         try:
             self.runner: ModelRunner = make_runner(settings)
         finally:
-            decoder.pack = pack
+            Decoder.__init__ = build  # type: ignore[method-assign]
         backend = self.runner._backend
-        backend.attend = self.attention.timed(backend.attend)  # type: ignore[method-assign]
+        bind = backend.bind
+        backend.bind = lambda *arguments: self.attention.of(bind(*arguments))  # type: ignore[method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 

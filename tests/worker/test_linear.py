@@ -33,7 +33,7 @@ def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Ten
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
 def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bool) -> None:
     module = layer(outputs, inputs, bias=bias)
-    multiply = linear.widened(module.weight.detach(), module.bias.detach() if bias else None, Pages())
+    multiply = linear.Widened(module.weight.detach(), module.bias.detach() if bias else None, Pages())
     exact = module.double()
     for rows in (*range(1, 29), 64, 130):
         x = torch.randn(rows, inputs).bfloat16()
@@ -42,7 +42,7 @@ def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bo
 
 @pytest.mark.usefixtures("native")
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    multiply = linear.widened(layer(96, 80).weight.detach(), None, Pages())
+    multiply = linear.Widened(layer(96, 80).weight.detach(), None, Pages())
     x = torch.randn(150, 80).bfloat16()
     alone = torch.cat([product(multiply, row[None], 96) for row in x])
     for rows in (2, 5, 13, 14, 27, 64, 150):
@@ -51,7 +51,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 @pytest.mark.usefixtures("native")
 def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
-    multiply = linear.widened(layer(32, 32).weight.detach(), None, Pages())
+    multiply = linear.Widened(layer(32, 32).weight.detach(), None, Pages())
     x = torch.randn(3, 32).bfloat16()
     clean = product(multiply, x, 32)
     x[1, 7] = float("nan")

@@ -1,12 +1,14 @@
 """One forward pass of few operations for models built like Llama, made from a loaded transformers model.
 
 A layer is four matrix products, attention, and four passes over the rows; transformers' own modules take some fifty
-operations for the same. Which models: `build` looks at the modules, and the loader keeps the result only if its logits
-are the model's own. Everything else runs through transformers.
+operations for the same. The calls are recorded once, on memory that stays (see `tape`). Which models: `build` looks at
+the modules, and the loader keeps the result only if its logits are the model's own. Everything else runs through
+transformers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from .attention import AttentionBackend
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from .linear import Linear, Packer, pack
 from .pages import Pages
+from .tape import Call, Count, play, pointer
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
@@ -50,43 +53,31 @@ class _Layer:
     rotates: bool
 
 
-class _Rows(NamedTuple):
-    """The activations of one step, a row for each token."""
+class _Memory(NamedTuple):
+    """The activations of a step, a row for each token, kept from step to step: fresh memory costs page faults."""
 
-    rows: int
     residual: Tensor
     normed: Tensor
     part: Tensor
     normed_part: Tensor
     qkv: Tensor
+    cosine: Tensor
+    sine: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
+    attended: Tensor
     gate_up: Tensor
     gated: Tensor
 
 
-class _Activations:
-    """Memory for them, kept from step to step: fresh memory costs a page fault every 4 KiB."""
+class _Ending(NamedTuple):
+    """What becomes of the rows that are sampled."""
 
-    def __init__(self, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
-        wide = (heads + 2 * kv_heads) * head_dim
-        query, key = (heads, head_dim), (kv_heads, head_dim)
-        self._shapes: list[tuple[int, ...]] = [(hidden,)] * 4
-        self._shapes += [(wide,), query, key, key, (2 * intermediate,), (intermediate,)]
-        self._dtype = dtype
-        self._memory: list[Tensor] = []
-        self._capacity = 0
-        self._last: _Rows | None = None
-
-    def of(self, rows: int) -> _Rows:
-        """Uninitialised; what an earlier call gave is overwritten."""
-        if self._last is None or self._last.rows != rows:
-            if rows > self._capacity:
-                self._capacity = max(rows, 2 * self._capacity)
-                self._memory = [torch.empty(self._capacity, *shape, dtype=self._dtype) for shape in self._shapes]
-            self._last = _Rows(rows, *(memory[:rows] for memory in self._memory))
-        return self._last
+    residual: Tensor
+    part: Tensor
+    normed: Tensor
+    logits: Tensor
 
 
 class Decoder:
@@ -95,17 +86,15 @@ class Decoder:
     def __init__(self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, packer: Packer) -> None:
         config = model.config
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
+        self._vocabulary = int(model.lm_head.out_features)
+        self._dtype = model.dtype
         self._embedding: Tensor = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
         pages = Pages()
         self._layers = [_layer(module, packer, pages) for module in model.model.layers]
         self._final = _norm(model.model.norm)
         self._head = packer([model.lm_head], pages)
-        self._vocabulary = int(model.lm_head.out_features)
-        self._logits = torch.empty(0, self._vocabulary, dtype=model.dtype)  # kept, as the activations are
-        self._activations = _Activations(
-            int(config.hidden_size), int(config.intermediate_size), num_heads, num_kv_heads, head_dim, model.dtype
-        )
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
@@ -114,88 +103,143 @@ class Decoder:
         # A weight as wide as all heads norms the whole row, one as wide as a head each head.
         q_norm = getattr(first, "q_norm", None)
         self._norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
-        self._element = ELEMENTS[model.dtype]
+        self._element = ctypes.c_int64(ELEMENTS[model.dtype])
         self._library: Any = library()
         self._backend: AttentionBackend | None = None
+        self._tokens, self._samples = Count(0), Count(0)
+        self._memory: _Memory | None = None
+        self._ending: _Ending | None = None
+        self._layers_tape: list[Call] = []
+        self._ending_tape: list[Call] = []
+        self._still: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
         """Write to and read from `backend` from now on."""
         self._backend = backend
+        self._memory = None  # the recorded calls are to another one
 
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """[len(rows), vocabulary] for the packed tokens at `rows`, good until the next call.
 
         The backend has begun the step.
         """
-        backend = self._backend
-        assert backend is not None
-        a = self._activations.of(input_ids.shape[0])
-        torch.index_select(self._embedding, 0, input_ids, out=a.residual)
+        tokens, samples = input_ids.shape[0], rows.shape[0]
+        memory, ending = self._room_for_tokens(tokens), self._room_for_samples(samples)
+        self._tokens.value, self._samples.value = tokens, samples
+        residual = memory.residual[:tokens]
+        torch.index_select(self._embedding, 0, input_ids, out=residual)
         if self._embedding_scale != 1.0:
-            a.residual.mul_(self._embedding_scale)
-        cosine, sine = (x[0].float().contiguous() for x in self._rotary(a.residual[None], positions[None]))
-        still = (torch.ones_like(cosine), torch.zeros_like(sine)) if not all(x.rotates for x in self._layers) else None
+            residual.mul_(self._embedding_scale)
+        cosine, sine = self._rotary(residual[None], positions[None])
+        width = cosine.shape[-1]
+        memory.cosine.view(-1)[: tokens * width].view(tokens, width).copy_(cosine[0])
+        memory.sine.view(-1)[: tokens * width].view(tokens, width).copy_(sine[0])
+        play(self._layers_tape)
+        torch.index_select(residual, 0, rows, out=ending.residual[:samples])
+        torch.index_select(self._last_part(memory)[:tokens], 0, rows, out=ending.part[:samples])
+        play(self._ending_tape)
+        logits = ending.logits[:samples]
+        return logits if self._logits_scale == 1.0 else logits.mul_(self._logits_scale)
+
+    def _last_part(self, memory: _Memory) -> Tensor:
+        """The output of the last part, which nobody has added to the residual yet."""
+        return memory.part if self._layers[-1].norm_after_mlp is None else memory.normed_part
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def _room_for_tokens(self, tokens: int) -> _Memory:
+        if self._memory is None or tokens > len(self._memory.residual):
+            capacity = max(tokens, 2 * (0 if self._memory is None else len(self._memory.residual)))
+            query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
+            shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
+            shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), (self._head_dim,), (self._head_dim,)]
+            shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,)]
+            dtypes = dict.fromkeys(_Memory._fields, self._dtype) | {"cosine": torch.float32, "sine": torch.float32}
+            made = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
+            self._memory = _Memory(*made)
+            self._layers_tape = self._record(self._memory)
+        return self._memory
+
+    def _room_for_samples(self, samples: int) -> _Ending:
+        if self._ending is None or samples > len(self._ending.logits):
+            widths = (self._hidden, self._hidden, self._hidden, self._vocabulary)
+            e = self._ending = _Ending(*(torch.empty(samples, width, dtype=self._dtype) for width in widths))
+            self._ending_tape = [
+                self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
+                self._head.bind(self._samples, e.normed, e.logits),
+            ]
+        return self._ending
+
+    def _record(self, m: _Memory) -> list[Call]:
+        """All layers, on the first `_tokens` rows of `m`. Residual and rotary tables are filled in before."""
+        backend, count = self._backend, self._tokens
+        assert backend is not None
+        width = self._rotary_width()
+        still = (torch.ones(len(m.cosine), width), torch.zeros(len(m.sine), width))
+        tape: list[Call] = []
         pending: Tensor | None = None  # output of the last part, not yet added to the residual
         for index, layer in enumerate(self._layers):
-            x = self._add_norm(a.residual, pending, layer.norm_before_attention, a.normed)
-            turn = (cosine, sine) if layer.rotates or still is None else still
-            self._split_heads(layer, layer.qkv(x, a.qkv), turn, a)
-            attended = backend.attend(index, a.query, a.key, a.value).view(a.rows, -1)
-            pending = layer.attention_output(attended, a.part)
-            pending = self._norm_output(pending, layer.norm_after_attention, a)
-            x = self._add_norm(a.residual, pending, layer.norm_before_mlp, a.normed)
-            self._gate(layer.gate_up(x, a.gate_up), a.gated)
-            pending = layer.down(a.gated, a.part)
-            pending = self._norm_output(pending, layer.norm_after_mlp, a)
-        assert pending is not None
-        residual, pending = a.residual.index_select(0, rows), pending.index_select(0, rows)
-        x = self._add_norm(residual, pending, self._final, torch.empty_like(residual))
-        if x.shape[0] > len(self._logits):
-            self._logits = torch.empty(x.shape[0], self._vocabulary, dtype=x.dtype)
-        logits = self._head(x, self._logits[: x.shape[0]])
-        return logits if self._logits_scale == 1.0 else logits * self._logits_scale
+            x, turn = m.residual, (m.cosine, m.sine) if layer.rotates else still
+            if layer.norm_before_attention is not None or pending is not None:
+                tape.append(self._add_norm(count, m.residual, pending, layer.norm_before_attention, m.normed))
+                x = m.residual if layer.norm_before_attention is None else m.normed
+            tape += [
+                layer.qkv.bind(count, x, m.qkv),
+                self._split_heads(layer, m, turn, width),
+                backend.bind(index, count, m.query, m.key, m.value, m.attended),
+                layer.attention_output.bind(count, m.attended.view(len(m.attended), -1), m.part),
+            ]
+            pending = m.part
+            if layer.norm_after_attention is not None:
+                tape.append(self._add_norm(count, m.part, None, layer.norm_after_attention, m.normed_part))
+                pending = m.normed_part
+            tape += [
+                self._add_norm(count, m.residual, pending, layer.norm_before_mlp, m.normed),
+                layer.gate_up.bind(count, m.residual if layer.norm_before_mlp is None else m.normed, m.gate_up),
+                self._gate(m.gate_up, m.gated),
+                layer.down.bind(count, m.gated, m.part),
+            ]
+            pending = m.part
+            if layer.norm_after_mlp is not None:
+                tape.append(self._add_norm(count, m.part, None, layer.norm_after_mlp, m.normed_part))
+                pending = m.normed_part
+        self._still = still  # the calls only know where they are
+        return tape
 
-    def _add_norm(self, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Tensor:
-        """Add to the residual, in place; return it normed, in `out` (itself, where there is no norm)."""
-        out = out if norm is not None else residual
-        self._library.lineclear_add_norm(
+    def _rotary_width(self) -> int:
+        nothing = torch.zeros(1, 1, self._hidden, dtype=self._dtype)
+        return int(self._rotary(nothing, torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1])
+
+    def _add_norm(self, count: Count, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Call:
+        """Add to the residual, in place; and norm it into `out`."""
+        return self._library.lineclear_add_norm, (
             self._element,
-            *residual.shape,
-            None if add is None else add.data_ptr(),
-            self._residual_scale,
-            residual.data_ptr(),
-            None if norm is None else norm.weight.data_ptr(),
-            0.0 if norm is None else norm.eps,
-            out.data_ptr(),
-        )
-        return out
-
-    def _norm_output(self, x: Tensor, norm: _Norm | None, a: _Rows) -> Tensor:
-        return x if norm is None else self._add_norm(x, None, norm, a.normed_part)
-
-    def _split_heads(self, layer: _Layer, qkv: Tensor, turn: tuple[Tensor, Tensor], a: _Rows) -> None:
-        cosine, sine = turn
-        self._library.lineclear_split_heads(
-            self._element,
-            a.rows,
-            self._heads,
-            self._kv_heads,
-            self._head_dim,
-            cosine.shape[-1],
-            qkv.data_ptr(),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
-            None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
-            self._norms_whole_row,
-            0.0 if layer.q_norm is None else layer.q_norm.eps,
-            a.query.data_ptr(),
-            a.key.data_ptr(),
-            a.value.data_ptr(),
+            count,
+            ctypes.c_int64(residual.shape[1]),
+            pointer(add),
+            ctypes.c_float(self._residual_scale),
+            pointer(residual),
+            pointer(None if norm is None else norm.weight),
+            ctypes.c_float(0.0 if norm is None else norm.eps),
+            pointer(out),
         )
 
-    def _gate(self, gate_up: Tensor, out: Tensor) -> None:
-        self._library.lineclear_gate(self._element, *out.shape, self._activation, gate_up.data_ptr(), out.data_ptr())
+    def _split_heads(self, layer: _Layer, m: _Memory, turn: tuple[Tensor, Tensor], width: int) -> Call:
+        return self._library.lineclear_split_heads, (
+            self._element,
+            self._tokens,
+            *map(ctypes.c_int64, (self._heads, self._kv_heads, self._head_dim, width)),
+            *map(pointer, (m.qkv, *turn)),
+            pointer(None if layer.q_norm is None else layer.q_norm.weight),
+            pointer(None if layer.k_norm is None else layer.k_norm.weight),
+            ctypes.c_int64(self._norms_whole_row),
+            ctypes.c_float(0.0 if layer.q_norm is None else layer.q_norm.eps),
+            *map(pointer, (m.query, m.key, m.value)),
+        )
+
+    def _gate(self, gate_up: Tensor, out: Tensor) -> Call:
+        sizes = ctypes.c_int64(out.shape[1]), ctypes.c_int64(self._activation)
+        return self._library.lineclear_gate, (self._element, self._tokens, *sizes, pointer(gate_up), pointer(out))
 
 
 def build(

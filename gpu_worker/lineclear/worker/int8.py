@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .kernels import ELEMENTS, library
 from .linear import Linear, joined
 from .pages import Pages
+from .tape import Call, Count, pointer
 
 _LARGEST = 127
 _CHANNELS = 64  # of a block: the layout is the kernel's
@@ -57,19 +58,17 @@ class _Weights(ctypes.Structure):
     )
 
 
-class _Product:
-    """A Linear. Owns what its description points to."""
-
-    _scratch = torch.empty(0, dtype=torch.float32)  # one for all: a worker computes one product at a time
+class _Product(Linear):
+    """Owns what its description points to."""
 
     def __init__(self, weight: Quantised, bias: Tensor | None, pages: Pages) -> None:
         kernels: Any = library()
         self._function = kernels.lineclear_int8_product
-        outputs, self._inputs = weight.values.shape
+        outputs, inputs = weight.values.shape
         padding = -outputs % _CHANNELS
         values = F.pad(weight.values, (0, 0, 0, padding))
-        blocks = values.view(-1, _CHANNELS, self._inputs // 4, 4)
-        laid_out = pages.take((len(blocks), self._inputs // 4, _CHANNELS, 4), torch.int8)
+        blocks = values.view(-1, _CHANNELS, inputs // 4, 4)
+        laid_out = pages.take((len(blocks), inputs // 4, _CHANNELS, 4), torch.int8)
         laid_out.copy_(blocks.transpose(1, 2))
         self._arrays = (
             laid_out,
@@ -78,14 +77,13 @@ class _Product:
             None if bias is None else F.pad(bias.float(), (0, padding)),
         )
         pointers = (None if array is None else array.data_ptr() for array in self._arrays)
-        self._weights = _Weights(self._inputs, outputs, *pointers)
-        self._address = ctypes.addressof(self._weights)
+        self._weights = _Weights(inputs, outputs, *pointers)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        rows = x.shape[0]
-        needed = rows * (self._inputs // 4 + 1)
-        if _Product._scratch.numel() < needed:
-            _Product._scratch = torch.empty(needed, dtype=torch.float32)
-        scratch = _Product._scratch.data_ptr()
-        self._function(self._address, ELEMENTS[x.dtype], rows, x.data_ptr(), scratch, out.data_ptr())
+        multiply, arguments = self.bind(Count(x.shape[0]), x, out)
+        multiply(*arguments)
         return out
+
+    def bind(self, rows: Count, x: Tensor, out: Tensor) -> Call:
+        element = ctypes.c_int64(ELEMENTS[x.dtype])
+        return self._function, (ctypes.byref(self._weights), element, rows, pointer(x), pointer(out))

@@ -1,12 +1,14 @@
 """Matrix products with weights that never change: laid out once for whatever multiplies fastest here.
 
 Products of one input are fused into one. bf16 weights go through our own kernel where the processor's bf16 instruction
-is the slower way (see kernels/matmul.cpp), anything else on a CPU through oneDNN's own layout, worth 1.25 to 1.6 times
-at up to 32 rows.
+is the slower way (see kernels/bf16_product.cpp), anything else on a CPU through oneDNN's own layout, worth 1.25 to 1.6
+times at up to 32 rows.
 """
 
 from __future__ import annotations
 
+import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,9 +17,28 @@ from torch import Tensor, nn
 
 from .kernels import LANES, library, multiplies_bfloat16
 from .pages import Pages
+from .tape import Call, Count, pointer
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-"""[rows, in_features], room for the result -> [rows, out_features], in that room or elsewhere. Contiguous all."""
+
+class Linear(ABC):
+    """A product with a matrix."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """[rows, in_features], room for the result -> [rows, out_features], in that room or elsewhere. Contiguous."""
+
+    def bind(self, rows: Count, x: Tensor, out: Tensor) -> Call:
+        """What multiplies the first `rows` rows of `x` into those of `out`."""
+
+        def multiply() -> None:
+            room = out[: rows.value]
+            found = self(x[: rows.value], room)
+            if found.data_ptr() != room.data_ptr():
+                room.copy_(found)
+
+        return multiply, ()
+
+
 Packer = Callable[[Sequence[nn.Linear], Pages], Linear]
 """Layers of one input, memory for weights -> their products side by side, outputs in the order given."""
 
@@ -28,17 +49,17 @@ def pack(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     """A Packer that keeps the weights as they are."""
     weight, bias = joined(layers)
     if weight.device.type != "cpu":
-        return lambda x, _: F.linear(x, weight, bias)
+        return Through(lambda x: F.linear(x, weight, bias))
     if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and multiplies_bfloat16():
-        return widened(weight, bias, pages)
+        return Widened(weight, bias, pages)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return onednn(weight, bias)
-    return lambda x, _: F.linear(x, weight, bias)
+    return Through(lambda x: F.linear(x, weight, bias))
 
 
 def plain(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     """A Packer that copies nothing: slower, for a decoder that is only to be compared with."""
-    return lambda x, _: torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1)
+    return Through(lambda x: torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1))
 
 
 def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -48,26 +69,40 @@ def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
-def widened(weight: Tensor, bias: Tensor | None, pages: Pages) -> Linear:
+class Widened(Linear):
     """Through our own kernel, in fp32 products of bf16 inputs; `library()` is there.
 
     A row's result is the same bit for bit whatever rows lie beside it.
     """
-    native = library()
-    assert native is not None
-    outputs, inputs = weight.shape
-    panels = pages.take((native.lineclear_laid_out(outputs, inputs),), torch.bfloat16)
-    weight = weight.contiguous()
-    native.lineclear_lay_out(outputs, inputs, weight.data_ptr(), panels.data_ptr())
-    wide_bias = None if bias is None else F.pad(bias.float(), (0, len(panels) // inputs - outputs)).contiguous()
-    bias_pointer = None if wide_bias is None else wide_bias.data_ptr()
-    panels_pointer, multiply = panels.data_ptr(), native.lineclear_multiply
 
-    def linear(x: Tensor, out: Tensor, kept: tuple[Tensor, Tensor | None] = (panels, wide_bias)) -> Tensor:
-        multiply(x.shape[0], inputs, outputs, x.data_ptr(), panels_pointer, bias_pointer, out.data_ptr())
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: Pages) -> None:
+        native = library()
+        assert native is not None
+        self._multiply = native.lineclear_bf16_product
+        self._outputs, self._inputs = weight.shape
+        self._panels = pages.take((native.lineclear_bf16_size(*weight.shape),), torch.bfloat16)
+        native.lineclear_bf16_lay_out(*weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
+        padding = len(self._panels) // self._inputs - self._outputs
+        self._bias = None if bias is None else F.pad(bias.float(), (0, padding)).contiguous()
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        multiply, arguments = self.bind(Count(x.shape[0]), x, out)
+        multiply(*arguments)
         return out
 
-    return linear
+    def bind(self, rows: Count, x: Tensor, out: Tensor) -> Call:
+        sizes = ctypes.c_int64(self._inputs), ctypes.c_int64(self._outputs)
+        return self._multiply, (rows, *sizes, *map(pointer, (x, self._panels, self._bias, out)))
+
+
+class Through(Linear):
+    """Through a function that makes its own room."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        return self._function(x)
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -75,12 +110,7 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     product = torch.ops.mkldnn._linear_pointwise
     none: list[float] = []
-
-    def linear(x: Tensor, out: Tensor) -> Tensor:
-        result: Tensor = product(x, packed, bias, "none", none, "")
-        return result
-
-    return linear
+    return Through(lambda x: product(x, packed, bias, "none", none, ""))
 
 
 def _bias(layer: nn.Linear) -> Tensor:

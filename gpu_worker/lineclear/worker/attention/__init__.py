@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lineclear.worker.tape import Call, Count
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -128,6 +130,15 @@ class AttentionBackend(ABC):
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], positions already
         encoded. Returns [num_tokens, num_heads, head_dim].
         """
+
+    def bind(self, layer: int, tokens: Count, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
+        """What does as `attend` for the first `tokens` tokens of its arguments, into those of `out`."""
+
+        def attend() -> None:
+            count = tokens.value
+            out[:count].copy_(self.attend(layer, query[:count], key[:count], value[:count]).view_as(out[:count]))
+
+        return attend, ()
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
+from lineclear.worker.tape import Call, Count, pointer
 
 from . import AttentionBackend, Batch, LayerSpec
 
@@ -50,13 +51,19 @@ class _Batch(ctypes.Structure):
 
 
 class _Step:
-    """A batch as the library reads it, for layers with one number of heads. Keeps the arrays alive."""
+    """The step's batch as the library reads it, for layers with one number of heads; always in the same place."""
 
-    def __init__(self, library: Any, batch: Batch, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, queries_per_item: int) -> None:
+        self._queries_per_item = queries_per_item
+        self._arrays: tuple[npt.NDArray[Any], ...] = ()  # what the description points to
+        self.description = _Batch()
+
+    def take(self, batch: Batch) -> None:
+        """Describe this one from now on."""
         counts = np.array([chunk.num_queries for chunk in batch.chunks], np.int64)
         lengths = np.array([len(chunk.blocks) for chunk in batch.chunks], np.int64)
         blocks = [chunk.blocks for chunk in batch.chunks]
-        self._arrays: tuple[npt.NDArray[Any], ...] = (
+        self._arrays = (
             np.ascontiguousarray(batch.cells),
             np.array([chunk.first for chunk in batch.chunks], np.int64),
             counts,
@@ -64,8 +71,10 @@ class _Step:
             np.cumsum(lengths) - lengths,
             np.concatenate(blocks).astype(np.int32) if blocks else np.zeros(0, np.int32),
         )
-        items = sum(library.lineclear_items(int(count), num_heads, num_kv_heads) for count in counts)
-        self.description = _Batch(len(batch.cells), len(counts), items, *(a.ctypes.data for a in self._arrays))
+        d = self.description
+        d.num_tokens, d.num_chunks = len(batch.cells), len(counts)
+        d.num_items = int((-(-counts // self._queries_per_item)).sum())
+        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (a.ctypes.data for a in self._arrays)
 
 
 class NativeAttention(AttentionBackend):
@@ -76,14 +85,18 @@ class NativeAttention(AttentionBackend):
         problem = unsupported(self.layers, self.block_size, self.dtype, self.device)
         if problem:
             raise ValueError(f"the native attention backend cannot be used: {problem}")
-        self._library: Any = library()
+        native: Any = library()
+        self._library = native
         sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
         # Not zeroed: a pool of gigabytes would take its memory at once instead of as it is used.
         self._keys = [torch.empty(size, dtype=self.dtype) for size in sizes]
         self._values = [torch.empty(size, dtype=self.dtype) for size in sizes]
         self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
         self._descriptions = [self._describe(index) for index in range(len(self.layers))]
-        self._head_counts = {(x.num_heads, x.num_kv_heads) for x in self.layers}
+        self._steps = {
+            counts: _Step(int(native.lineclear_queries_per_item(*counts)))
+            for counts in {(x.num_heads, x.num_kv_heads) for x in self.layers}
+        }
 
     def _describe(self, index: int) -> _Layer:
         spec, sinks = self.layers[index], self._sinks[index]
@@ -106,22 +119,23 @@ class NativeAttention(AttentionBackend):
             pool.view(self.num_blocks, -1)[list(blocks)] = 0
 
     def begin(self, batch: Batch) -> None:
-        self._steps = {counts: _Step(self._library, batch, *counts) for counts in self._head_counts}
+        for step in self._steps.values():
+            step.take(batch)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        spec = self.layers[layer]
         # Some models rotate in float32 and hand that over; the kernel would read it as what the pool is.
         query, key, value = self._as_stored(query), self._as_stored(key), self._as_stored(value)
         output = torch.empty_like(query)
-        self._library.lineclear_attend(
-            ctypes.byref(self._descriptions[layer]),
-            ctypes.byref(self._steps[spec.num_heads, spec.num_kv_heads].description),
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            output.data_ptr(),
-        )
+        attend, arguments = self.bind(layer, Count(len(query)), query, key, value, output)
+        attend(*arguments)
         return output
+
+    def bind(self, layer: int, tokens: Count, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
+        assert all(x.dtype is self.dtype and x.is_contiguous() for x in (query, key, value, out))
+        spec = self.layers[layer]
+        step = self._steps[spec.num_heads, spec.num_kv_heads].description  # it knows the number of tokens, too
+        described = ctypes.byref(self._descriptions[layer]), ctypes.byref(step)
+        return self._library.lineclear_attend, (*described, *map(pointer, (query, key, value, out)))
 
     def _as_stored(self, x: Tensor) -> Tensor:
         return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()

@@ -20,21 +20,21 @@ LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
 
-_ABI = 4
+_ABI = 5
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _FUNCTIONS: dict[str, list[Any]] = {
-    "lineclear_items": [_INTEGER] * 3,
+    "lineclear_queries_per_item": [_INTEGER] * 2,
     "lineclear_attend": [_POINTER] * 6,
     "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
     "lineclear_split_heads": [*[_INTEGER] * 6, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
     "lineclear_gate": [*[_INTEGER] * 4, *[_POINTER] * 2],
     "lineclear_best": [*[_INTEGER] * 3, *[_POINTER] * 3],
     "lineclear_widening_pays": [],
-    "lineclear_laid_out": [_INTEGER] * 2,
-    "lineclear_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],
-    "lineclear_multiply": [*[_INTEGER] * 3, *[_POINTER] * 4],
-    "lineclear_int8_product": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 3],
+    "lineclear_bf16_size": [_INTEGER] * 2,
+    "lineclear_bf16_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],
+    "lineclear_bf16_product": [*[_INTEGER] * 3, *[_POINTER] * 4],
+    "lineclear_int8_product": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 2],
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 # Best first: the library, and what the processor must be able to do for it.
@@ -65,7 +65,7 @@ def library() -> Any | None:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether products with bf16 weights are faster through `lineclear_multiply` than through oneDNN here."""
+    """Whether products with bf16 weights are faster through `lineclear_bf16_product` than through oneDNN here."""
     found = library()
     return found is not None and "amx_bf16" not in _x86_flags() and bool(found.lineclear_widening_pays())
 
@@ -88,7 +88,7 @@ def load(name: str) -> Any | None:
     for function, arguments in _FUNCTIONS.items():
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
-    for function in ("lineclear_items", "lineclear_widening_pays", "lineclear_laid_out"):
+    for function in ("lineclear_queries_per_item", "lineclear_widening_pays", "lineclear_bf16_size"):
         getattr(found, function).restype = _INTEGER
     return found
 

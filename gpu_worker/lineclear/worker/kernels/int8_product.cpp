@@ -7,6 +7,7 @@
 // instructions want them. These also want one side unsigned: activations are kept as x8 + 128, and what that adds to a
 // channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
 
+#include "scratch.h"
 #include "vectors.h"
 
 #if defined(__AVX2__)
@@ -203,10 +204,8 @@ void product(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* b
 extern "C" {
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus the bias. Element type of both: 0 fp32, 1 bf16.
-// `scratch` holds rows * (inputs + 4) bytes, and is aligned for floats.
-void lineclear_int8_product(const LineclearInt8Weights* w, int64_t element, int64_t rows, const void* x, void* scratch,
-                            void* out) {
-  float* row_scale = static_cast<float*>(scratch);
+void lineclear_int8_product(const LineclearInt8Weights* w, int64_t element, int64_t rows, const void* x, void* out) {
+  float* row_scale = scratch(rows * (w->inputs / 4 + 1));
   uint8_t* bytes = reinterpret_cast<uint8_t*>(row_scale + rows);
   if (element == 0)
     product(*w, rows, (const float*)x, bytes, row_scale, (float*)out);

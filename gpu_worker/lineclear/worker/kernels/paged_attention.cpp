@@ -257,6 +257,8 @@ struct LineclearBatch {
   const int32_t* blocks;
 };
 
+int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads);
+
 }  // extern "C"
 
 namespace {
@@ -270,7 +272,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
   T* v_pool = static_cast<T*>(layer.v_pool);
   const int64_t heads = g.num_heads, kv_heads = g.num_kv_heads, dim = g.head_dim, share = heads / kv_heads;
   // Rows of a work item: whole queries where their heads fit into it, else part of one query's heads.
-  const int64_t queries_per_item = share >= MAX_ROWS ? 1 : MAX_ROWS / share;
+  const int64_t queries_per_item = lineclear_queries_per_item(heads, kv_heads);
   const int64_t slices = (share + MAX_ROWS - 1) / MAX_ROWS;
 
 #pragma omp parallel
@@ -328,13 +330,12 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Changes whenever a struct or a function of these files changes its meaning.
-int64_t lineclear_abi(void) { return 4; }
+int64_t lineclear_abi(void) { return 5; }
 
-// How many work items (before the factor of KV heads) a chunk of `num_queries` is cut into.
-int64_t lineclear_items(int64_t num_queries, int64_t num_heads, int64_t num_kv_heads) {
+// A chunk is cut into work items of so many queries; `num_items` of a batch are all of them, before the factor of KV heads.
+int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {
   const int64_t share = num_heads / num_kv_heads;
-  const int64_t queries_per_item = share >= MAX_ROWS ? 1 : MAX_ROWS / share;
-  return (num_queries + queries_per_item - 1) / queries_per_item;
+  return share >= MAX_ROWS ? 1 : MAX_ROWS / share;
 }
 
 // Write keys and values, attend. query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads,

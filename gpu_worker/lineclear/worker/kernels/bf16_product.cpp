@@ -5,9 +5,8 @@
 // laid out in panels of 16 outputs, read once from memory for all rows; sums are fp32, taken in the order of the inputs
 // by one register for each row and output: what a row gives does not depend on the rows beside it.
 
+#include "scratch.h"
 #include "vectors.h"
-
-#include <memory>
 
 #if defined(__AVX512BF16__)
 #include <chrono>
@@ -116,17 +115,6 @@ void turn(const bf16* x, int64_t rows, int64_t inputs, float* out) {
     }
 }
 
-// Room for turned inputs; kept, because fresh memory costs a page fault every 4 KiB.
-float* scratch(int64_t floats) {
-  static thread_local std::unique_ptr<float[]> room;
-  static thread_local int64_t size = 0;
-  if (size < floats) {
-    room.reset(new float[floats]);
-    size = floats;
-  }
-  return room.get();
-}
-
 #if defined(__AVX512BF16__)
 template <typename Work>
 double seconds(Work work) {
@@ -174,11 +162,11 @@ int64_t lineclear_widening_pays() {
 #endif
 }
 
-// How many elements `lineclear_lay_out` writes.
-int64_t lineclear_laid_out(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+// How many elements `lineclear_bf16_lay_out` writes.
+int64_t lineclear_bf16_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
 // bf16 [outputs, inputs] into panels; `inputs` is a multiple of 16.
-void lineclear_lay_out(int64_t outputs, int64_t inputs, const void* matrix, void* panels) {
+void lineclear_bf16_lay_out(int64_t outputs, int64_t inputs, const void* matrix, void* panels) {
   const bf16* from = (const bf16*)matrix;
   bf16* to = (bf16*)panels;
 #pragma omp parallel for schedule(static)
@@ -194,8 +182,8 @@ void lineclear_lay_out(int64_t outputs, int64_t inputs, const void* matrix, void
 
 // out [rows, outputs] = x [rows, inputs] * panels (+ bias, where it is not null); contiguous, bf16 except for the bias:
 // fp32, as long as the panels are wide.
-void lineclear_multiply(int64_t rows, int64_t inputs, int64_t outputs, const void* x, const void* panels,
-                        const void* bias, void* out) {
+void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const void* x, const void* panels,
+                            const void* bias, void* out) {
   const Product product{inputs, outputs, (const bf16*)panels, (const float*)bias};
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, all = (outputs + PANEL - 1) / PANEL;
   const auto row = [&](int64_t group) { return group * rows / groups; };  // groups of nearly the same size
