@@ -5,6 +5,8 @@ The bytes travel in the trailer `grpc-status-details-bin`, where every gRPC lang
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from google.protobuf.message import DecodeError, Message
 
 from lineclear.errors import (
@@ -55,7 +57,9 @@ def from_trailer(code: str, message: str, trailer: bytes | None) -> LineclearErr
 
     A status that no lineclear server wrote (a proxy's, the transport's) becomes the class that fits its code.
     """
-    reason, metadata, violations, retry = "", {}, [], None
+    reason, retry = "", None
+    metadata: dict[str, str] = {}
+    violations: list[Violation] = []
     try:
         for detail in status_pb2.Status.FromString(trailer or b"").details:
             if detail.type_url == _PREFIX + "ErrorInfo":
@@ -69,7 +73,22 @@ def from_trailer(code: str, message: str, trailer: bytes | None) -> LineclearErr
                 retry = status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
     except DecodeError:
         pass  # somebody else's trailer: the code and the sentence are all there is
-    error = _kind(code, reason)(message, retry_after_seconds=retry, metadata=metadata, violations=violations)
+    return make(code, reason, message, retry_after_seconds=retry, metadata=metadata, violations=violations)
+
+
+def make(
+    code: str,
+    reason: str,
+    message: str,
+    *,
+    retry_after_seconds: float | None,
+    metadata: Mapping[str, str],
+    violations: Sequence[Violation],
+) -> LineclearError:
+    """The error of these parts, however they travelled."""
+    error = _kind(code, reason)(
+        message, retry_after_seconds=retry_after_seconds, metadata=metadata, violations=violations
+    )
     if isinstance(error, Foreign):
         error.code, error.reason = code, reason or code
     return error

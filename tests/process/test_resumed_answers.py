@@ -13,7 +13,7 @@ from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
 
 COUNT = 8
 LENGTH = 120
-PATIENT = RetryPolicy(max_attempts=1000, max_pause_seconds=0.2)
+PATIENT = RetryPolicy(max_attempts=1000, max_resumes=10_000, max_pause_seconds=0.2)
 STEP = {"min_step_seconds": 0.004, "max_step_seconds": 0.004, "max_model_len": 512}
 
 

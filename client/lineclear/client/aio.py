@@ -137,10 +137,11 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         sampling: Sampling | None = None,
         options: Options = (),
+        sessions: bool | None = None,
         transport: AsyncTransport | None = None,
     ) -> None:
         self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
-        self._transport = transport or AioTransport(target, credentials, options)
+        self._transport = transport or AioTransport(target, credentials, options, sessions)
 
     @property
     def target(self) -> str:

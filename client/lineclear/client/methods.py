@@ -54,6 +54,9 @@ def decode_health_response(data: bytes) -> HealthStatus:
 GENERATE: Final[Method[pb.GenerateRequest, pb.GenerateResponse]] = Method(
     f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
 )
+SESSION: Final[Method[pb.SessionRequest, pb.SessionResponse]] = Method(
+    f"/{SERVICE}/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+)
 TOKENIZE: Final[Method[pb.TokenizeRequest, pb.TokenizeResponse]] = Method(
     f"/{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
 )

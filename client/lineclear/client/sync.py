@@ -122,7 +122,9 @@ class Client:
     `token` is shown with every call to servers that ask for one; without TLS whoever is on the way can read it.
     `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own; None is
     no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried.
-    `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours.
+    `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours. With `sessions`
+    answers at the same time share one stream, which costs the server less; None: where the target is one server's own
+    address, not a name that may stand for many.
     """
 
     def __init__(
@@ -137,10 +139,11 @@ class Client:
         retry: RetryPolicy | None = None,
         sampling: Sampling | None = None,
         options: Options = (),
+        sessions: bool | None = None,
         transport: Transport | None = None,
     ) -> None:
         self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
-        self._transport = transport or GrpcTransport(target, credentials, options)
+        self._transport = transport or GrpcTransport(target, credentials, options, sessions)
 
     @property
     def target(self) -> str:

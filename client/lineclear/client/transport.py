@@ -7,9 +7,10 @@ and never looks into a message. `lineclear.client.testing.FakeTransport` is anot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -17,8 +18,12 @@ from google.protobuf.message import DecodeError
 
 from lineclear import errors, status
 from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.v1 import inference_pb2 as pb
 
+from . import methods
 from .methods import Method
+from .routing import names_one_server
+from .sessions import AioSession, Session
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -75,10 +80,19 @@ class AsyncTransport(Protocol):
 
 
 class GrpcTransport:
-    """A channel of the threaded gRPC."""
+    """A channel of the threaded gRPC. With `sessions`, calls of Generate at the same time share one Session."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, options: Options) -> None:
+    def __init__(
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        options: Options,
+        sessions: bool | None = None,
+    ) -> None:
         self.target = checked_target(target)
+        self._crowd = Crowd(names_one_server(self.target) if sessions is None else sessions)
+        self._lock = threading.Lock()
+        self._session: Session | None = None
         chosen = channel_options(options)
         if credentials is None:
             self._channel = grpc.insecure_channel(self.target, options=chosen)
@@ -99,6 +113,46 @@ class GrpcTransport:
     def stream(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Call[Res]:
+        if method is not methods.GENERATE:
+            return self._stream(method, request, timeout_seconds, metadata)
+        pairs = tuple(metadata)
+        with self._lock:
+            shared = self._crowd.enter(pairs)
+            if shared and (self._session is None or self._session.is_over):
+                self._crowd.is_welcome = self._session is None or not self._session.is_missing
+                shared = self._crowd.is_welcome
+                self._session = self._open_session(pairs) if shared else None
+            session = self._session if shared else None
+        call: Any = (
+            self._stream(method, request, timeout_seconds, pairs)
+            if session is None
+            else session.begin(
+                cast("pb.GenerateRequest", request),
+                timeout_seconds,
+                lambda left: self._stream(method, request, left, pairs),
+            )
+        )
+        return cast("Call[Res]", _Counted(call, self._leave))
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._crowd.leave()
+
+    def _open_session(self, metadata: Pairs) -> Session:
+        def open_call(orders: Iterator[pb.SessionRequest]) -> Any:
+            multi = self._channel.stream_stream(
+                methods.SESSION.path, methods.SESSION.encode, lambda data: decoded(methods.SESSION, data)
+            )
+            try:
+                return multi(orders, metadata=tuple(metadata))
+            except ValueError as error:
+                raise _closed(self.closed, error) from error
+
+        return Session(self.target, open_call, lambda error: _session_failure(error, self.target, self.closed))
+
+    def _stream(
+        self, method: Method[Req, Res], request: Req, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]:
         call: Any = self._channel.unary_stream(method.path)
         try:
             started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
@@ -108,6 +162,10 @@ class GrpcTransport:
 
     def close(self) -> None:
         self.closed = True
+        with self._lock:
+            session = self._session
+        if session is not None:
+            session.close()
         self._channel.close()
 
 
@@ -132,10 +190,18 @@ class _GrpcCall(Call[Res]):
 
 
 class AioTransport:
-    """A channel of grpc.aio, opened by the first call, in whose event loop it then lives."""
+    """A channel of grpc.aio, opened by the first call, in whose event loop it then lives. `sessions` as above."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, options: Options) -> None:
+    def __init__(
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        options: Options,
+        sessions: bool | None = None,
+    ) -> None:
         self.target = checked_target(target)
+        self._crowd = Crowd(names_one_server(self.target) if sessions is None else sessions)
+        self._session: AioSession | None = None
         self._credentials = credentials
         self._options = channel_options(options)
         self._channel: grpc.aio.Channel | None = None
@@ -159,12 +225,43 @@ class AioTransport:
     def stream_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> AsyncCall[Res]:
+        if method is not methods.GENERATE:
+            return self._stream(method, request, timeout_seconds, metadata)
+        pairs = tuple(metadata)
+        shared = self._crowd.enter(pairs)
+        if shared and (self._session is None or self._session.is_over):
+            self._crowd.is_welcome = self._session is None or not self._session.is_missing
+            shared = self._crowd.is_welcome
+            self._session = self._open_session(pairs) if shared else None
+        call: Any = (
+            self._stream(method, request, timeout_seconds, pairs)
+            if not shared or self._session is None
+            else self._session.begin(
+                cast("pb.GenerateRequest", request),
+                timeout_seconds,
+                lambda left: self._stream(method, request, left, pairs),
+            )
+        )
+        return cast("AsyncCall[Res]", _AioCounted(call, self._crowd.leave))
+
+    def _open_session(self, metadata: Pairs) -> AioSession:
+        multi = self._open().stream_stream(
+            methods.SESSION.path, methods.SESSION.encode, lambda data: decoded(methods.SESSION, data)
+        )
+        call = multi(metadata=tuple(metadata))
+        return AioSession(self.target, call, lambda error: _session_failure(error, self.target, self.closed))
+
+    def _stream(
+        self, method: Method[Req, Res], request: Req, timeout_seconds: float | None, metadata: Pairs
+    ) -> AsyncCall[Res]:
         call: Any = self._open().unary_stream(method.path)
         started = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
         return _AioCall(method, started, self)
 
     async def close_async(self) -> None:
         self.closed = True
+        if self._session is not None:
+            await self._session.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -214,6 +311,77 @@ class _AioCall(AsyncCall[Res]):
     def cancel(self) -> None:
         self._cancelled = True
         self._call.cancel()
+
+
+class Crowd:
+    """How many calls of Generate are open, and whether the next one is to go through a session."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.is_welcome = wanted
+        """The server has sessions, as far as we know, and we want them."""
+        self._open = 0
+        self._metadata: Pairs | None = None
+
+    def enter(self, metadata: Pairs) -> bool:
+        """One more call. True: through the session, whose metadata is that of the first call that came here so."""
+        self._open += 1
+        if self._open == 1 or not self.is_welcome:
+            return False
+        if self._metadata is None:
+            self._metadata = metadata
+        return metadata == self._metadata  # a session has one caller; what others say is said by a call of their own
+
+    def leave(self) -> None:
+        """One less."""
+        self._open -= 1
+
+
+class _Counted(Call[Res]):
+    """A call that says once when it is over."""
+
+    def __init__(self, call: Any, on_end: Callable[[], None]) -> None:
+        self._call = call
+        self._on_end: Callable[[], None] | None = on_end
+
+    def __next__(self) -> Res:
+        try:
+            found: Res = next(self._call)
+        except BaseException:
+            self._end()
+            raise
+        return found
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+
+class _AioCounted(AsyncCall[Res]):
+    def __init__(self, call: Any, on_end: Callable[[], None]) -> None:
+        self._call = call
+        self._on_end: Callable[[], None] | None = on_end
+
+    async def __anext__(self) -> Res:
+        try:
+            found: Res = await self._call.__anext__()
+        except BaseException:
+            self._end()
+            raise
+        return found
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
 
 def checked_target(target: str) -> str:
@@ -285,6 +453,15 @@ def failure(error: Any, target: str, cancelled: bool) -> errors.LineclearError:
             # A server that stops ends what comes in late like this. Nobody hung up: whoever asked may ask again.
             return errors.Unreachable(f"no answer from {target}: it ended the call")
     return found
+
+
+def _session_failure(error: BaseException, target: str, cancelled: bool) -> errors.LineclearError:
+    """What ended a session, whatever was raised."""
+    if isinstance(error, errors.LineclearError):
+        return error
+    if isinstance(error, grpc.RpcError):  # AioRpcError is one too
+        return failure(error, target, cancelled)
+    return errors.Unreachable(f"no answer from {target}: the session broke ({type(error).__name__})")
 
 
 def decoded(method: Method[Any, Res], data: bytes) -> Res:

@@ -1,0 +1,316 @@
+"""One Session under the calls of a client that has many at once; to whoever reads an answer it is a call like others.
+
+The first call of a client is a Generate. One that begins while another is open goes through the session, which stays
+for those to come. A server that has no Session is asked by Generate from then on, and nobody notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lineclear import errors
+from lineclear.v1 import inference_pb2 as pb
+
+from .routing import Item, cancellation, items, submission
+
+
+def _late() -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded("the deadline of the call passed before the answer was complete")
+
+
+def _ended(target: str) -> errors.Unreachable:
+    return errors.Unreachable(f"no answer from {target}: it ended the session")
+
+
+# --- for asyncio ------------------------------------------------------------------------------------------------------
+
+
+class AioSession:
+    """The session of an AsyncClient. `open` makes the gRPC call; `failure` names what ended it.
+
+    `is_over`: it takes no more requests. `is_missing`: the server does not have the method.
+    """
+
+    def __init__(self, target: str, call: Any, failure: Callable[[BaseException], errors.LineclearError]) -> None:
+        self.is_over = False
+        self.is_missing = False
+        self._target = target
+        self._call = call
+        self._failure = failure
+        self._calls: dict[int, AioSessionCall] = {}
+        self._handles = itertools.count(1)
+        self._orders: deque[pb.SessionRequest] = deque()
+        self._bell = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
+
+    def begin(
+        self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
+    ) -> AioSessionCall:
+        """Begin a request. `instead` makes a call of its own, with so many seconds left, where there is no Session."""
+        handle = next(self._handles)
+        call = AioSessionCall(self, handle, timeout_seconds, instead)
+        self._calls[handle] = call
+        self.order(submission(handle, request, timeout_seconds))
+        return call
+
+    def order(self, order: pb.SessionRequest) -> None:
+        self._orders.append(order)
+        self._bell.set()
+
+    def forget(self, handle: int) -> None:
+        """Whatever still comes for it is nobody's."""
+        self._calls.pop(handle, None)
+
+    async def close(self) -> None:
+        """End it, and with it the requests."""
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._over(errors.Cancelled("the call was cancelled"))
+
+    async def _write(self) -> None:
+        with contextlib.suppress(Exception):  # what ended the call is the reader's to say
+            while True:
+                while self._orders:
+                    await self._call.write(self._orders.popleft())
+                self._bell.clear()
+                await self._bell.wait()
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                for handle, item in items(message):
+                    call = self._calls.get(handle)
+                    if call is not None:
+                        call.put(item)
+            error: errors.LineclearError = _ended(self._target)
+        except asyncio.CancelledError:
+            error = errors.Cancelled("the call was cancelled")
+        except Exception as failed:
+            error = self._failure(failed)
+            self.is_missing = error.code == "UNIMPLEMENTED"
+        self._tasks[0].cancel()
+        self._over(error)
+
+    def _over(self, error: errors.LineclearError) -> None:
+        self.is_over = True
+        for call in list(self._calls.values()):
+            call.put(error)
+
+
+class AioSessionCall:
+    """One request of a session (transport.AsyncCall)."""
+
+    def __init__(
+        self,
+        session: AioSession,
+        handle: int,
+        timeout_seconds: float | None,
+        instead: Callable[[float | None], Any],
+    ) -> None:
+        self._session = session
+        self._handle = handle
+        self._instead = instead
+        self._other: Any = None
+        self._unread: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_over = False
+        self._heard = False
+        loop = asyncio.get_running_loop()
+        self._deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
+        self._timer = None if timeout_seconds is None else loop.call_later(timeout_seconds, self._expire)
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        while self._other is None:
+            while not self._unread:
+                if self._is_over:
+                    raise StopAsyncIteration
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            item = self._unread.popleft()
+            if isinstance(item, pb.GenerateResponse):
+                return item
+            if item is None:
+                raise StopAsyncIteration
+            if not (self._session.is_missing and not self._heard and isinstance(item, errors.Unsupported)):
+                raise item
+            left = None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
+            self._other = self._instead(left)
+        response: pb.GenerateResponse = await self._other.__anext__()
+        return response
+
+    def put(self, item: Item) -> None:
+        """Something came."""
+        if self._is_over:
+            return
+        if not isinstance(item, pb.GenerateResponse):
+            self._finish()
+        self._heard = self._heard or isinstance(item, pb.GenerateResponse)
+        self._unread.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        if self._other is not None:
+            self._other.cancel()
+        self._hang_up(errors.Cancelled("the call was cancelled"))
+
+    def _expire(self) -> None:
+        self._hang_up(_late())
+
+    def _hang_up(self, error: errors.LineclearError) -> None:
+        if not self._is_over:
+            self._session.order(cancellation(self._handle))
+            self.put(error)
+
+    def _finish(self) -> None:
+        self._is_over = True
+        self._session.forget(self._handle)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+# --- for threads ------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """The same for a Client; from any thread. `open` gets the orders as an iterator and makes the gRPC call."""
+
+    def __init__(
+        self,
+        target: str,
+        open_call: Callable[[Iterator[pb.SessionRequest]], Any],
+        failure: Callable[[BaseException], errors.LineclearError],
+    ) -> None:
+        self.is_over = False
+        self.is_missing = False
+        self._target = target
+        self._failure = failure
+        self._lock = threading.Lock()
+        self._calls: dict[int, SessionCall] = {}
+        self._handles = itertools.count(1)
+        self._orders: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        self._call = open_call(iter(self._orders.get, None))
+        threading.Thread(target=self._read, name="lineclear-session", daemon=True).start()
+
+    def begin(
+        self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
+    ) -> SessionCall:
+        """Begin a request. `instead` makes a call of its own, with so many seconds left, where there is no Session."""
+        handle = next(self._handles)
+        call = SessionCall(self, handle, timeout_seconds, instead)
+        with self._lock:
+            self._calls[handle] = call
+            over = self.is_over
+        if over:
+            call.put(errors.Unsupported("no Session here") if self.is_missing else _ended(self._target))
+        self.order(submission(handle, request, timeout_seconds))
+        return call
+
+    def order(self, order: pb.SessionRequest) -> None:
+        if not self.is_over:
+            self._orders.put(order)
+
+    def forget(self, handle: int) -> None:
+        """Whatever still comes for it is nobody's."""
+        with self._lock:
+            self._calls.pop(handle, None)
+
+    def close(self) -> None:
+        """End it, and with it the requests."""
+        self._call.cancel()
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                for handle, item in items(message):
+                    with self._lock:
+                        call = self._calls.get(handle)
+                    if call is not None:
+                        call.put(item)
+            error: errors.LineclearError = _ended(self._target)
+        except Exception as failed:
+            error = self._failure(failed)
+            self.is_missing = error.code == "UNIMPLEMENTED"
+        with self._lock:
+            self.is_over = True
+            calls = list(self._calls.values())
+        self._orders.put(None)  # gRPC's thread, which waits for more of them, may go
+        for call in calls:
+            call.put(error)
+
+
+class SessionCall:
+    """One request of a session (transport.Call)."""
+
+    def __init__(
+        self,
+        session: Session,
+        handle: int,
+        timeout_seconds: float | None,
+        instead: Callable[[float | None], Any],
+    ) -> None:
+        self._session = session
+        self._handle = handle
+        self._instead = instead
+        self._other: Any = None
+        self._unread: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_read = False
+        self._heard = False
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+    def __next__(self) -> pb.GenerateResponse:
+        while self._other is None:
+            if self._is_read:
+                raise StopIteration
+            try:
+                item = self._unread.get(timeout=self._left())
+            except queue.Empty:
+                self._hang_up(_late())
+                continue
+            if isinstance(item, pb.GenerateResponse):
+                return item
+            self._is_read = True
+            if item is None:
+                raise StopIteration
+            if not (self._session.is_missing and not self._heard and isinstance(item, errors.Unsupported)):
+                raise item
+            self._other = self._instead(self._left())
+        response: pb.GenerateResponse = next(self._other)
+        return response
+
+    def put(self, item: Item) -> None:
+        """Something came; from the session's thread, or from one that hangs up."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = not isinstance(item, pb.GenerateResponse)
+            self._heard = self._heard or not self._is_over
+            self._unread.put(item)
+            over = self._is_over
+        if over:
+            self._session.forget(self._handle)
+
+    def cancel(self) -> None:
+        if self._other is not None:
+            self._other.cancel()
+        self._hang_up(errors.Cancelled("the call was cancelled"))
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _hang_up(self, error: errors.LineclearError) -> None:
+        if not self._is_over:
+            self._session.order(cancellation(self._handle))
+            self.put(error)

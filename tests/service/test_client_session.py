@@ -1,0 +1,234 @@
+"""Both clients against the real service: many answers at once share a session, and nobody can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service.serving import TOKENIZER, Serving, run, serving, until
+
+from lineclear.client import AsyncClient, Client, Generation
+from lineclear.client.routing import names_one_server
+from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, NonFiniteLogits
+from lineclear.scheduler.events import FinishReason
+from lineclear.scheduler.sequence import Request
+
+IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
+COUNT = 12
+
+
+class Threaded:
+    """A Client with the face of an AsyncClient: every call in a thread."""
+
+    def __init__(self, target: str, **settings: Any) -> None:
+        self.client = Client(target, **settings)
+        self._threads = ThreadPoolExecutor(2 * COUNT)
+
+    async def generate(self, *args: Any, **params: Any) -> Generation:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(self.client.generate, *args, **params))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.client.close)
+        self._threads.shutdown(wait=False)
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(params=["asyncio", "threads"])
+def connect(request: pytest.FixtureRequest) -> Open:
+    @contextlib.asynccontextmanager
+    async def connect(s: Serving, **settings: Any) -> AsyncIterator[Any]:
+        settings = {"max_attempts": 1, **settings}
+        kind: Any = AsyncClient if request.param == "asyncio" else Threaded
+        client = kind(s.server.address, **settings)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    return connect
+
+
+async def occupied(s: Serving, client: Any) -> asyncio.Task[Any]:
+    """A first call that stays open, so that those to come share a session."""
+    first = asyncio.ensure_future(client.generate("first", request_id="first"))
+    await s.engine.next_request(1)
+    return first
+
+
+async def finish(s: Serving, first: asyncio.Task[Any]) -> None:
+    key = s.engine.submitted[0].request_id
+    s.engine.start(key)
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await first
+
+
+def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect: Open) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, connect(s) as client:
+            first = await occupied(s, client)
+            assert len(s.service._sessions) == 0
+            asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
+            await s.engine.next_request(1 + COUNT)
+            assert len(s.service._sessions) == 1
+            keys = [r.request_id for r in s.engine.submitted[1:]]
+            for key in keys:
+                s.engine.start(key)
+            for token in IDS:
+                s.engine.step({key: [token] for key in keys})
+            for key in keys:
+                s.engine.finish_by(key, FinishReason.LENGTH)
+            for result in await asyncio.gather(*asked):
+                assert list(result.token_ids) == IDS
+                assert result.text == "Hello, how are you? 😀"
+                assert result.usage.completion_tokens == len(IDS)
+                assert result.started.prompt_tokens
+            await finish(s, first)
+            await s.idle()
+
+    run(scenario())
+
+
+def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tmp_path: Path, connect: Open) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, connect(s) as client:
+            first = await occupied(s, client)
+            with pytest.raises(InvalidRequest) as wrong:
+                await client.generate("x", top_p=7.0)
+            assert [v.field for v in wrong.value.violations] == ["sampling.top_p"]
+            with pytest.raises(DeadlineExceeded):
+                await client.generate("x", timeout_seconds=0.2)
+            await until(lambda: len(s.engine.cancelled) == 1)
+            failing = asyncio.ensure_future(client.generate("x"))
+            key = await s.engine.next_request(3)
+            s.engine.start(key)
+            s.engine.tokens(key, IDS[:2])
+            s.engine.fail(key, NonFiniteLogits("nan"))
+            with pytest.raises(NonFiniteLogits, match="nan"):
+                await failing
+            assert len(s.service._sessions) == 1
+            assert not first.done()
+            await finish(s, first)
+
+    run(scenario())
+
+
+def test_leaving_an_answer_cancels_it_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+            first = await occupied(s, client)
+            async with client.stream("x") as left:
+                key = await s.engine.next_request(2)
+                s.engine.start(key)
+                await anext(left)
+            await until(lambda: s.engine.cancelled == [key])
+            other = asyncio.ensure_future(client.generate("y"))
+            last = await s.engine.next_request(3)
+            s.engine.start(last)
+            s.engine.finish_by(last, FinishReason.LENGTH)
+            await other
+            await finish(s, first)
+
+    run(scenario())
+
+
+def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            async with connect(s) as client:
+                asked = [await occupied(s, client)]
+                asked += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
+                await s.engine.next_request(4)
+            for call in asked:
+                with pytest.raises(Cancelled):
+                    await call
+            await s.idle()
+            await until(lambda: not s.service._sessions)
+
+    run(scenario())
+
+
+def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path, connect: Open) -> None:
+    """The server drains: what was cut off is resumed, by whatever way is open then."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, connect(s, max_attempts=1000) as client:
+            first = await occupied(s, client)
+            asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(4)]
+            await s.engine.next_request(5)
+            for request in s.engine.submitted:
+                s.engine.start(request.request_id)
+                s.engine.tokens(request.request_id, IDS[:3])
+            await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
+            s.engine.answer = whole
+            s.service.fail_all(lambda mailbox: Drained("gone", retry_after_seconds=0.0))
+            for session in list(s.service._sessions):
+                session.leave(Drained("gone", retry_after_seconds=0.0))
+            for result in await asyncio.gather(first, *asked):
+                assert list(result.token_ids) == IDS
+                assert result.resumes >= 1
+
+    def whole(request: Request) -> list[int]:
+        return IDS
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sessions", [False, None])
+def test_no_session_where_none_is_wanted(tmp_path: Path, sessions: bool | None) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
+            metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
+            first = await occupied(s, client)
+            if sessions is None:  # callers who say different things do not share one
+                shared = asyncio.ensure_future(client.generate("x", metadata=metadata[:1]))
+                await s.engine.next_request(2)
+                alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
+                await s.engine.next_request(3)
+                assert sum(len(session) for session in s.service._sessions) == 1
+                alone.cancel()
+            else:
+                shared = asyncio.ensure_future(client.generate("x"))
+                await s.engine.next_request(2)
+                assert not s.service._sessions
+            shared.cancel()
+            first.cancel()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("target", "one"),
+    [
+        *(("unix:/run/x.sock", True), ("127.0.0.1:50051", True), ("[::1]:1", True), ("localhost:1", True)),
+        *(("ipv4:10.0.0.1:50051", False), ("lineclear:50051", False), ("dns:///lineclear.svc:50051", False)),
+    ],
+)
+def test_whom_a_target_names(target: str, one: bool) -> None:
+    assert names_one_server(target) is one
+
+
+def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
+            client = Threaded(s.server.address, max_attempts=1)
+            first = await occupied(s, client)
+            second = asyncio.ensure_future(client.generate("x"))
+            await s.engine.next_request(2)
+            await client.close()
+            for call in (first, second):
+                with pytest.raises(Cancelled):
+                    await call
+            await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
+
+    run(scenario())
