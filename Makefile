@@ -23,7 +23,7 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro lint format stubs clean
+.PHONY: help demo test serve bench bench-micro fuzz lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -54,6 +54,9 @@ bench: $(STAMP) ## lineclear and its PEERS in turns on one workload; bench/READM
 bench-micro: $(STAMP) ## What each part of lineclear costs by itself
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
+
+fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link; COUNT and SEED choose others
+	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy

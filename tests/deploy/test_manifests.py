@@ -128,7 +128,7 @@ def test_probes_ask_the_health_port() -> None:
     assert [probe["service"] for probe in probes.values()] == ["readiness", "liveness", "readiness"]
     worker = CONTAINERS["lineclear-worker"]
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
-    # The scheduler's container starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
+    # The scheduler starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
     assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
     assert "startupProbe" not in worker
 

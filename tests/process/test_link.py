@@ -139,7 +139,7 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
 @pytest.mark.parametrize("message", [Heartbeat(9, 0), StepResult(9, 1, (1,))], ids=lambda m: type(m).__name__)
 def test_a_stranger_is_told_to_join_again(station: Station, message: Message) -> None:
     peer = station.peer(9)
-    eventually(lambda: station.link._is_reachable(9))
+    eventually(lambda: station.link.is_reachable(9))
     peer.say(message)
     station.settle(0.1)
     assert peer.hear() == Rejoin(9)

@@ -1,6 +1,6 @@
 """Messages to bytes and back. Any bytes give a Message or a DecodeError, never anything else, and never run code.
 
-A frame is a fixed header (magic, protocol, kind, epoch, step, CRC-32 of the payload) and a protobuf payload whose bulk
+A frame is a fixed header (magic, protocol, kind, epoch, step, CRC-32 of all the rest) and a protobuf payload whose bulk
 is columns of little-endian integers.
 """
 
@@ -36,7 +36,8 @@ from lineclear.wire.types import (
 )
 from lineclear.wire.v1 import step_pb2 as pb
 
-_HEADER = struct.Struct("<4sHHQQI")  # magic, protocol, kind, epoch, step, crc
+_FIELDS = struct.Struct("<4sHHQQ")  # magic, protocol, kind, epoch, step
+_HEADER = struct.Struct(_FIELDS.format + "I")  # and crc
 _MAGIC = b"lncl"
 _T = TypeVar("_T")
 
@@ -58,7 +59,13 @@ def encode(message: Message) -> bytes:
     kind, to_payload, _ = _KINDS[type(message)]
     payload = to_payload(message).SerializeToString()
     step = getattr(message, "step", 0)
-    return _HEADER.pack(_MAGIC, PROTOCOL, kind, message.epoch, step, zlib.crc32(payload)) + payload
+    fields = _FIELDS.pack(_MAGIC, PROTOCOL, kind, message.epoch, step)
+    return fields + _checksum(fields, payload).to_bytes(4, "little") + payload
+
+
+def _checksum(fields: bytes, payload: bytes) -> int:
+    """Of the whole frame: a step or an epoch of another number would be believed."""
+    return zlib.crc32(payload, zlib.crc32(fields))
 
 
 def decode(frame: bytes) -> Message:
@@ -71,7 +78,7 @@ def decode(frame: bytes) -> Message:
     if protocol != PROTOCOL:
         raise ProtocolMismatch(protocol)
     payload = frame[_HEADER.size :]
-    if zlib.crc32(payload) != crc:
+    if _checksum(frame[: _FIELDS.size], payload) != crc:
         raise DecodeError("checksum does not match")
     if kind not in _DECODERS:
         raise DecodeError(f"unknown kind {kind}")

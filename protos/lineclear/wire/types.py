@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the plan protocol; both ends must have the same."""
 
 

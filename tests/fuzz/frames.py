@@ -1,0 +1,161 @@
+"""Damaged frames against the decoder, and against a live link that is serving: `python -m fuzz.frames --count 100000`.
+
+The decoder must refuse or read each of them and nothing else, in bounded time. The live link hears them from a peer
+that has got into the socket directory, between the frames of a real worker: it must drop them all, and the answers of
+the canaries must be exact. Prints what it did as JSON; exits 1 at the first thing that must not be, naming the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+
+import zmq
+from support.mutation import mutate, sealed
+from support.toy_worker import ToyOptions
+from support.world import World, request
+
+from lineclear.wire.codec import DecodeError, decode, encode
+from lineclear.wire.types import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Rejoin,
+    Row,
+    Sampling,
+    SlotInit,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+
+_HEADER_BYTES, _FIELDS_BYTES = 28, 24
+_MAX_SECONDS = 0.05
+_CANARIES_EVERY = 5000
+
+SEEDS: tuple[Message, ...] = (
+    StepPlan(
+        7,
+        3,
+        (Row(0, 5, 1, True, (4,)), Row(1, 0, 3, False, (1, 2))),
+        (SlotInit(1, (5, 6, 7), 3, (9,), Sampling(temperature=0.7, logit_bias=((3, 1.5),), stop_ids=(1,))),),
+        (8,),
+    ),
+    StepResult(7, 3, (1, 2), (Logprobs(-0.5, ((1, -0.5),)), None), frozenset({1}), 0.01),
+    Hello(7, 64, 16, 8, 128, 512, (1,), 256, model_id="m", family="llama", dtype="float32", device="cpu", pid=1),
+    Heartbeat(7, 3, 0.5),
+    StepError(7, 3, StepErrorKind.EXCEPTION, "RuntimeError at x.py:1"),
+    Rejoin(7),
+    Goodbye(7, "bye"),
+)
+
+
+class Wrong(Exception):
+    """Something happened that must not."""
+
+
+def decoder(count: int, seed: int) -> dict[str, int]:
+    """Decode `count` damaged frames; half of them have a right checksum, or none would reach the payload."""
+    dice = random.Random(seed)
+    frames = [encode(message) for message in SEEDS]
+    refused = 0
+    for number in range(count):
+        frame = dice.choice(frames)
+        if dice.random() < 0.5:
+            damaged = mutate(frame, dice)
+        else:
+            damaged = sealed(frame[:_FIELDS_BYTES], mutate(frame[_HEADER_BYTES:], dice))
+        began = time.perf_counter()
+        try:
+            encode(decode(damaged))
+        except DecodeError:
+            refused += 1
+        except Exception as error:
+            raise Wrong(f"seed {seed}, frame {number}: {type(error).__name__} from {damaged.hex()}") from error
+        if time.perf_counter() - began > _MAX_SECONDS and decode_seconds(damaged) > _MAX_SECONDS:
+            raise Wrong(f"seed {seed}, frame {number}: takes longer than {_MAX_SECONDS} s: {damaged.hex()}")
+    return {"frames": count, "refused": refused, "read": count - refused}
+
+
+def decode_seconds(frame: bytes) -> float:
+    """The best of three, so that a busy machine is not blamed."""
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        with contextlib.suppress(DecodeError):
+            decode(frame)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def live(count: int, seed: int) -> dict[str, int]:
+    """Send `count` damaged frames into a link that serves; canaries all the while."""
+    dice = random.Random(seed)
+    frames = [encode(message) for message in SEEDS]
+    num_canaries = 0
+    with World(options=ToyOptions()) as world:
+        world.start_worker()
+        world.wait_joined()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        rogue = context.socket(zmq.PUSH)
+        try:
+            rogue.connect(f"ipc://{world.directory}/result.sock")
+            for begin in range(0, count, _CANARIES_EVERY):
+                streams = [world.submit(request(begin + i)) for i in range(4)]
+                for _ in range(min(_CANARIES_EVERY, count - begin)):
+                    rogue.send(_unsealed(dice.choice(frames), dice))
+                world.wait_ended(streams)
+                for stream in streams:
+                    stream.check(world.options.vocab_size)
+                num_canaries += len(streams)
+            world.wait(lambda: world.engine.snapshot().link.bad_frames >= count or _nudge(world), what="the last frame")
+        finally:
+            context.destroy(linger=0)
+        counters = world.engine.snapshot().link
+        if len(world.joins) != 1 or world.losses or world.fatal:
+            raise Wrong(f"seed {seed}: the worker was lost ({len(world.losses)}), or the engine died ({world.fatal})")
+    return {"frames": count, "bad_frames": counters.bad_frames, "canaries_exact": num_canaries}
+
+
+def _unsealed(frame: bytes, dice: random.Random) -> bytes:
+    """Damaged so that it is no frame any more, whatever the damage was."""
+    while True:
+        damaged = mutate(frame, dice)
+        try:
+            decode(damaged)
+        except DecodeError:
+            return damaged
+
+
+def _nudge(world: World) -> bool:
+    """Have the engine take a snapshot: a request more, that is exact as well."""
+    number = 1_000_000 + len(world.streams)
+    world.submit(request(number, max_tokens=1))
+    return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both; 0 if all is well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args(argv)
+    try:
+        found = {"decoder": decoder(chosen.count, chosen.seed), "live": live(chosen.count, chosen.seed)}
+    except (Wrong, AssertionError) as error:
+        print(f"python -m fuzz.frames --count {chosen.count} --seed {chosen.seed}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"seed": chosen.seed, **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Frames that are lost, doubled, damaged, out of order or from another life, between two real ends of the link.
+
+Whatever happens to a frame, the answers are exact: either the frame did not matter, or the worker joins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support.proxy import Proxy, Tamper
+from support.toy_worker import ToyOptions
+from support.world import World, eventually, request, supervised
+
+from lineclear.scheduler.engine import EngineLimits
+from lineclear.scheduler.supervisor import Supervisor
+from lineclear.wire.codec import decode
+from lineclear.wire.types import Heartbeat, StepPlan, StepResult
+
+LIMITS = EngineLimits(step_timeout_seconds=1.0, cold_step_timeout_seconds=1.0, heartbeat_timeout_seconds=2.0)
+OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
+
+
+def is_step(frame: bytes) -> bool:
+    return isinstance(decode(frame), StepPlan | StepResult)
+
+
+class Fault:
+    """Does `what` to the `at`-th frame of one direction that is about a step, and to no other."""
+
+    def __init__(self, direction: str, at: int, what: Callable[[bytes, bytes], Sequence[bytes]]) -> None:
+        self.num_seen = 0
+        self.was_done = False
+        self._direction, self._at, self._what = direction, at, what
+        self._last = b""
+
+    def __call__(self, direction: str, frame: bytes) -> Sequence[bytes]:
+        if direction != self._direction or not is_step(frame):
+            return (frame,)
+        self.num_seen += 1
+        last, self._last = self._last, frame
+        if self.num_seen != self._at:
+            return (frame,)
+        self.was_done = True
+        return self._what(frame, last)
+
+
+def flipped(frame: bytes, seed: int = 1) -> bytes:
+    damaged = bytearray(frame)
+    place = random.Random(seed).randrange(len(frame) * 8)
+    damaged[place // 8] ^= 1 << place % 8
+    return bytes(damaged)
+
+
+FAULTS: dict[str, Callable[[bytes, bytes], Sequence[bytes]]] = {
+    "lost": lambda frame, last: (),
+    "doubled": lambda frame, last: (frame, frame),
+    "damaged": lambda frame, last: (flipped(frame),),
+    "cut": lambda frame, last: (frame[: len(frame) // 2],),
+    "empty": lambda frame, last: (b"",),
+    "longer": lambda frame, last: (frame + b"\0" * 64,),
+    "after its successor's place": lambda frame, last: (last, frame),
+    "noise before it": lambda frame, last: (b"\xff" * 512, b"GET / HTTP/1.1", frame),
+    "instead of it the last one again": lambda frame, last: (last,),
+}
+
+
+def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], options: ToyOptions = OPTIONS) -> World:
+    """Run `body` in a world whose worker speaks through a proxy that tampers."""
+    with World(engine=LIMITS, options=options) as world:
+        scheduler_side, worker_side = world.directory, world.root / "w"
+        with Proxy(scheduler_side, worker_side, tamper) as proxy:
+            world.directory = worker_side
+            supervised(world, lambda supervisor: body(world, proxy, supervisor))
+    return world
+
+
+def all_exact(world: World) -> None:
+    streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)]
+    world.wait_ended(streams)
+    for stream in streams:
+        stream.check(world.options.vocab_size)
+
+
+@pytest.mark.parametrize("at", [1, 9])
+@pytest.mark.parametrize("direction", ["plan", "result"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_answers_are_exact_whatever_happens_to_one_frame(name: str, direction: str, at: int) -> None:
+    fault = Fault(direction, at, FAULTS[name])
+    world = serve(fault, lambda world, proxy, supervisor: all_exact(world))
+    assert fault.was_done
+    assert world.fatal == []
+    assert len(world.joins) <= 2
+
+
+@pytest.mark.parametrize("direction", ["plan", "result"])
+def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> None:
+    chance = random.Random(7)
+    count = 0
+
+    def tamper(where: str, frame: bytes) -> Sequence[bytes]:
+        nonlocal count
+        if where != direction or not is_step(frame) or chance.random() >= 0.1 or count >= 4:
+            return (frame,)
+        count += 1
+        return (flipped(frame, count),)
+
+    world = serve(tamper, lambda world, proxy, supervisor: all_exact(world))
+    assert count > 0
+    assert world.fatal == []
+
+
+def test_all_that_a_dead_worker_ever_said_changes_nothing_when_it_is_heard_again() -> None:
+    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+        world.wait_joined()
+        streams = [world.submit(request(i, max_tokens=120)) for i in range(8)]
+        world.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
+        pid = supervisor.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        world.wait_joined(2)
+        old = world.joins[0][1]
+        said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]
+        assert len(said) > 10
+        before = world.engine.snapshot().link.stale_messages
+        for frame in said:
+            proxy.inject(frame)
+        world.wait_ended(streams)
+        eventually(lambda: world.engine.snapshot().link.stale_messages >= before + len(said) or not said)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert len(world.joins) == 2
+
+    serve(lambda where, frame: (frame,), body)
+
+
+def test_heartbeats_that_are_lost_cost_a_worker_and_no_token() -> None:
+    """All of them, from the first worker: it is put out as silent while it is idle, and its successor serves."""
+    epochs: list[int] = []
+
+    def tamper(where: str, frame: bytes) -> Sequence[bytes]:
+        message = decode(frame)
+        if isinstance(message, Heartbeat) and where == "result":
+            if message.epoch not in epochs:
+                epochs.append(message.epoch)
+            if message.epoch == epochs[0]:
+                return ()
+        return (frame,)
+
+    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+        world.wait_joined(2)
+        all_exact(world)
+
+    world = serve(tamper, body)
+    assert "silent" in world.broken[0]
+
+
+def test_the_proxy_itself_changes_nothing(tmp_path: Path) -> None:
+    world = serve(lambda where, frame: (frame,), lambda world, proxy, supervisor: all_exact(world))
+    assert len(world.joins) == 1
+    assert world.broken == []

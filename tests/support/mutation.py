@@ -1,0 +1,31 @@
+"""Damage to bytes, and frames that are right in everything but what they say."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+
+
+def mutate(data: bytes, dice: random.Random) -> bytes:
+    """`data` with a few bytes changed, removed, doubled or put in."""
+    mutated = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(mutated) + 1)
+        match dice.randrange(5):
+            case 0 if at < len(mutated):
+                mutated[at] = dice.randrange(256)
+            case 1 if at < len(mutated):
+                mutated[at] ^= 1 << dice.randrange(8)
+            case 2:
+                del mutated[at : at + dice.randint(1, 8)]
+            case 3:
+                mutated[at:at] = dice.randbytes(dice.randint(1, 8))
+            case _:
+                mutated[at:at] = mutated[at : at + dice.randint(1, 16)]
+    return bytes(mutated)
+
+
+def sealed(fields: bytes, payload: bytes) -> bytes:
+    """A frame of these header fields and this payload, with the checksum that belongs to them."""
+    return fields + struct.pack("<I", zlib.crc32(payload, zlib.crc32(fields))) + payload

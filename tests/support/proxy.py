@@ -1,0 +1,89 @@
+"""Somebody between the two ends of the link: every frame passes through a function that may do anything to it.
+
+Real sockets on both sides, so that what arrives has come the way that frames come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from lineclear.sockets import private_sockets
+from lineclear.wire.codec import DecodeError, decode
+from lineclear.wire.types import Hello
+
+Tamper = Callable[[str, bytes], Sequence[bytes]]
+"""Called with "plan" or "result" and a frame, on the proxy's thread; what it returns travels on, in that order."""
+
+
+class Proxy:
+    """Binds in `worker_side` what a worker connects to, and connects to what a scheduler binds in `scheduler_side`."""
+
+    def __init__(self, scheduler_side: Path, worker_side: Path, tamper: Tamper) -> None:
+        self.seen: deque[tuple[str, bytes]] = deque(maxlen=10_000)
+        """What came, as it came."""
+        self._tamper = tamper
+        self._injected: deque[bytes] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        ours, theirs = private_sockets(worker_side), private_sockets(scheduler_side)
+        self._to_plans = f"ipc://{theirs.plan}"
+        self._plans_out = self._socket(zmq.ROUTER)
+        self._plans_out.bind(f"ipc://{ours.plan}")
+        self._results_in = self._socket(zmq.PULL)
+        self._results_in.bind(f"ipc://{ours.result}")
+        self._results_out = self._socket(zmq.PUSH)
+        self._results_out.connect(f"ipc://{theirs.result}")
+        self._plans_in: dict[bytes, zmq.Socket[bytes]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="proxy")
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def inject(self, frame: bytes) -> None:
+        """Send a frame to the scheduler that no worker has sent now. Any thread."""
+        self._injected.append(frame)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        return socket
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            while self._injected:
+                self._results_out.send(self._injected.popleft())
+            if self._results_in.poll(2):
+                self._pass_result(self._results_in.recv())
+            for epoch, socket in self._plans_in.items():
+                while socket.poll(0):
+                    frame = socket.recv()
+                    self.seen.append(("plan", frame))
+                    for changed in self._tamper("plan", frame):
+                        self._plans_out.send_multipart((epoch, changed))
+
+    def _pass_result(self, frame: bytes) -> None:
+        self.seen.append(("result", frame))
+        try:
+            message = decode(frame)
+        except DecodeError:
+            message = None
+        if isinstance(message, Hello):
+            # The scheduler addresses plans by epoch: from here on we are who bears that name.
+            identity = message.epoch.to_bytes(8, "little")
+            socket = self._socket(zmq.DEALER)
+            socket.set(zmq.IDENTITY, identity)
+            socket.connect(self._to_plans)
+            self._plans_in[identity] = socket
+        for changed in self._tamper("result", frame):
+            self._results_out.send(changed)
