@@ -178,6 +178,13 @@ class NonFiniteLogits(LineclearError):
     reason = "NON_FINITE_LOGITS"
 
 
+class PoisonRequest(LineclearError):
+    """Workers died whenever they computed this request, at last while they computed nothing else."""
+
+    code = "INTERNAL"
+    reason = "POISON_REQUEST"
+
+
 class InternalError(LineclearError):
     """A bug of ours. `metadata["incident_id"]` is in the server's log."""
 

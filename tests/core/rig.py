@@ -14,6 +14,7 @@ from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.events import Event, Failed, Finished, TokensReady
 from lineclear.scheduler.policy import PolicySettings
 from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.suspects import Loss
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 VOCABULARY = 97
@@ -58,27 +59,27 @@ class Rig:
         self.epoch += 1
         self.runner = ToyRunner(**self.worker | worker, is_bad=self.is_bad)
         self.flights.clear()
-        self._saw(self.core.reset(self.runner.hello(self.epoch), self.now))
+        self.saw(self.core.reset(self.runner.hello(self.epoch), self.now))
 
-    def lose(self) -> None:
+    def lose(self, loss: Loss = Loss.LEFT) -> None:
         """The worker is lost."""
         self.flights.clear()
-        self._saw(self.core.reset(None, self.now))
+        self.saw(self.core.reset(None, self.now, loss))
 
     def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
         """Submit `make_request(...)` and return it."""
         request = make_request(request_id, prompt, max_tokens, **more)
-        self._saw(self.core.submit(request, self.now))
+        self.saw(self.core.submit(request, self.now))
         return request
 
     def cancel(self, request_id: str) -> None:
         """The caller hangs up."""
-        self._saw(self.core.cancel(request_id, None, self.now))
+        self.saw(self.core.cancel(request_id, None, self.now))
 
     def plan(self) -> StepPlan | None:
         """One plan, on its way to the worker."""
         plan = self.core.plan(self.now)
-        self._saw(self.core.take_events())
+        self.saw(self.core.take_events())
         if plan is not None:
             self.plans.append(plan)
             self.flights.append(plan)
@@ -92,7 +93,7 @@ class Rig:
 
     def apply(self, **changes: Any) -> list[Event]:
         """Compute the oldest plan in flight and take in its result."""
-        return self._saw(self.core.apply(replace(self.compute(), **changes), self.now))
+        return self.saw(self.core.apply(replace(self.compute(), **changes), self.now))
 
     def step(self) -> StepPlan | None:
         """Plan and compute once."""
@@ -110,7 +111,7 @@ class Rig:
                 moment = self.core.next_deadline()
                 assert moment is not None, "somebody waits and nothing will happen"
                 self.now = moment
-                self._saw(self.core.expire(self.now))
+                self.saw(self.core.expire(self.now))
             elif self.flights:
                 self.apply()
         while self.flights:
@@ -138,7 +139,8 @@ class Rig:
         """The core's counters of now."""
         return self.core.snapshot().counters
 
-    def _saw(self, events: list[Event]) -> list[Event]:
+    def saw(self, events: list[Event]) -> list[Event]:
+        """Note what a call of the core gave, and look into the core."""
         self.core.check()
         told = list(flat(events))
         self.events += told

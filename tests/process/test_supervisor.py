@@ -17,6 +17,7 @@ import uvloop
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
+from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello
 
@@ -37,7 +38,7 @@ class Calls:
         self.exits: list[tuple[float, int]] = []
         self.give_ups: list[str] = []
 
-    def exited(self, pid: int) -> None:
+    def exited(self, pid: int, exit_code: int) -> None:
         self.exits.append((time.monotonic(), pid))
 
 
@@ -233,7 +234,7 @@ def test_stop_during_a_back_off_starts_nothing() -> None:
 def test_a_callback_that_fails_is_not_swallowed() -> None:
     give_ups: list[str] = []
 
-    def fail(pid: int) -> None:
+    def fail(pid: int, exit_code: int) -> None:
         raise RuntimeError("no")
 
     async def scenario() -> None:
@@ -271,7 +272,9 @@ def _zombies() -> list[str]:
 
 
 def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
-    with World(options=ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)) as world:
+    options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
+    # So many kills in a row, without a step between some of them, would convict a request.
+    with World(options=options, core=CoreLimits(max_lone_kills=100)) as world:
 
         def body(supervisor: Supervisor) -> None:
             world.wait_joined()
@@ -301,7 +304,7 @@ def descriptors() -> set[str]:
 
 
 def test_a_spent_budget_is_told_while_requests_wait() -> None:
-    with World(options=ToyOptions(fault="exit", fault_step=3)) as world:
+    with World(options=ToyOptions(fault="exit", fault_step=3), core=CoreLimits(max_lone_crashes=10)) as world:
 
         def body(supervisor: Supervisor) -> None:
             stream = world.submit(request(1))

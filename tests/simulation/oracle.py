@@ -6,7 +6,7 @@ of the project's list of invariants; `Breach.invariant` names the one that did n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -24,6 +24,7 @@ from lineclear.errors import (
     InternalError,
     LineclearError,
     NonFiniteLogits,
+    PoisonRequest,
     PromptTooLong,
     QueueFull,
 )
@@ -43,6 +44,7 @@ from lineclear.scheduler.events import (
 )
 from lineclear.scheduler.ledger import Counters
 from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.suspects import Loss
 from lineclear.wire.types import Hello, Row, SlotInit, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]
@@ -87,6 +89,8 @@ class Track:
         self.high = 0  # positions planned in earlier stays
         self.preemptions = self.recoveries = self.bypasses = 0
         self.pinned = False
+        self.strikes = self.mark = 0
+        self.lone: Counter[Loss] = Counter()
         self.cached = self.recomputed = self.last_step = 0
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -202,9 +206,17 @@ class Oracle:
             wanted.append((Failed, track.request.request_id, DeadlineExceeded, track.record(now)))
         self._same(events, wanted)
 
-    def reset(self, hello: Hello | None, now: float, events: list[Event]) -> None:
+    def reset(self, hello: Hello | None, now: float, events: list[Event], loss: Loss = Loss.LEFT) -> None:
         """`reset` gave `events`."""
         wanted: list[object] = [] if self.hello is None else [WorkerLost(self.hello.epoch)]
+        lone = self._strike(self.flights) if loss is not Loss.LEFT else None
+        if lone is not None and lone.strikes > 1:
+            lone.lone[loss] += 1
+            crashes, kills = lone.lone[Loss.BROKE], lone.lone[Loss.KILLED]
+            if crashes / self.limits.max_lone_crashes + kills / self.limits.max_lone_kills >= 1.0:
+                self._end(lone)
+                self.tally.requests_failed += 1
+                wanted.append((Failed, lone.request.request_id, PoisonRequest, lone.record(now)))
         for track in sorted(self.running.values(), key=lambda t: t.rank):
             track.recoveries += 1
             self._leave(track, track.applied)
@@ -237,12 +249,27 @@ class Oracle:
             if len(rows) > 1:
                 self.halvings += 1
                 self.small_steps = _SMALL_STEPS
+                self._strike([self.flights[0]])
             elif rows[0][0].alive:
                 track = rows[0][0]
                 self._end(track)
+                self.halvings = self.small_steps = 0
                 self.tally.requests_failed += 1
                 wanted.append((Failed, track.request.request_id, DeviceOutOfMemory, track.record(now)))
         self._same(events, wanted)
+
+    def _strike(self, flights: Iterable[_Flight]) -> Track | None:
+        """Strike who had a row in `flights`; the one who was alone in them."""
+        everybody = list({track: None for flight in flights for track, _, _ in flight.rows})
+        for track in everybody:
+            if track.alive:
+                track.strikes += 1
+                track.mark = min(max(track.mark, (track.planned or track.known - 1) + 2), track.limit - 1)
+        return everybody[0] if len(everybody) == 1 and everybody[0].alive else None
+
+    def _suspect(self) -> Track | None:
+        """Who has to run with nobody beside it."""
+        return min((t for t in self.live.values() if t.strikes >= 2), key=lambda t: t.rank, default=None)
 
     def forgot(self) -> None:
         """`forget_prefixes` was called."""
@@ -266,9 +293,10 @@ class Oracle:
         partial = sorted((t for t in self.running.values() if t.todo > 1), key=lambda t: t.rank)
         slots = {row.slot for row in plan.rows}
         hold(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
-        started = self._heard(events, plan, ready)
+        suspect = self._suspect()
+        started = self._heard(events, plan, ready, suspect)
         self.yielded = {self.live[e.request_id] for e in events if isinstance(e, Preempted)}
-        fresh_may = self._fresh_may_join(now)
+        fresh_may = suspect is None and self._fresh_may_join(now)
         flight = _Flight(plan.step)
         inits = {init.slot: init for init in plan.inits}
         hold(len(inits) == len(plan.inits), "I6", "each slot begun once")
@@ -279,7 +307,7 @@ class Oracle:
         prompts_first = self.limits.order == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
             if row.slot in inits:
-                self._began(inits.pop(row.slot), plan.step, started, fresh_may, now)
+                self._began(inits.pop(row.slot), plan.step, started, fresh_may, now, suspect)
             hold(row.slot in self.running, "I16", "every row belongs to a live request")
             track = self.running[row.slot]
             self._row(track, row, flight, zeroed)
@@ -292,7 +320,11 @@ class Oracle:
         hold(not zeroed, "I18", "only dirty blocks that are handed out are zeroed")
         hold(total <= budget, "I6", "no more tokens than the budget")
         hold(len(self.running) <= self.num_slots, "I6", "no more sequences than slots")
-        self._fair(slots, ready, partial, budget, decoded)
+        if suspect is None:
+            self._fair(slots, ready, partial, budget, decoded)
+        else:
+            rows = [row for other in (*self.flights, flight) for row in other.rows]
+            hold(all(track is suspect for track, _, _ in rows), "isolation", "a suspect runs with nobody beside it")
         self.flights.append(flight)
         self.tally.steps += 1
         self.tally.rows += len(plan.rows)
@@ -307,7 +339,9 @@ class Oracle:
         assert self.hello is not None
         return max(1, min(self.limits.target_batch_tokens, self.hello.max_step_tokens) >> self.halvings)
 
-    def _heard(self, events: list[Event], plan: StepPlan, ready: list[Track]) -> dict[str, Started]:
+    def _heard(
+        self, events: list[Event], plan: StepPlan, ready: list[Track], suspect: Track | None
+    ) -> dict[str, Started]:
         started: dict[str, Started] = {}
         rows = {row.slot for row in plan.rows}
         for event in events:
@@ -317,10 +351,15 @@ class Oracle:
             else:
                 hold(isinstance(event, Preempted), "I11", "planning only starts and preempts")
                 assert isinstance(event, Preempted)
-                self._preempted(self.live[event.request_id], rows, ready)
+                if suspect is None:
+                    self._may_yield(self.live[event.request_id], rows, ready)
+                else:
+                    youngest = max((t for t in self.running.values() if t is not suspect), key=lambda t: t.rank)
+                    hold(self.live[event.request_id] is youngest, "isolation", "a suspect takes from the youngest")
+                self._preempted(self.live[event.request_id])
         return started
 
-    def _preempted(self, victim: Track, rows: set[int], ready: list[Track]) -> None:
+    def _may_yield(self, victim: Track, rows: set[int], ready: list[Track]) -> None:
         hold(victim.running, "I15", "only a running sequence is preempted")
         hold(victim.slot not in rows, "I15", "nobody is preempted in a step that has a row of his")
         hold(not victim.pinned, "I15", "a pinned sequence is never preempted")
@@ -339,6 +378,8 @@ class Oracle:
             else:
                 chosen.append(min(younger, key=lambda t: (self._loss(t), -t.rank[0], -t.rank[1])))
         hold(victim in chosen, "I15", "the victim is the one the policy names")
+
+    def _preempted(self, victim: Track) -> None:
         self._leave(victim, victim.planned)
         victim.preemptions += 1
         victim.pinned = victim.preemptions >= self.limits.max_preemptions
@@ -369,7 +410,15 @@ class Oracle:
             return late or full
         return late or active > 0 or waiting >= min(policy.min_batch_size, self.num_slots)
 
-    def _began(self, init: SlotInit, step: int, started: dict[str, Started], fresh_may: bool, now: float) -> None:
+    def _began(
+        self,
+        init: SlotInit,
+        step: int,
+        started: dict[str, Started],
+        fresh_may: bool,
+        now: float,
+        suspect: Track | None,
+    ) -> None:
         hold(init.sampling.seed in self.by_number, "I16", "only live requests begin")
         track = self.by_number[init.sampling.seed]
         hold(0 <= init.slot < self.num_slots and init.slot not in self.running, "I6", "a slot that is free")
@@ -380,7 +429,8 @@ class Oracle:
         hold(init.sampling == track.request.sampling, "I7", "the sampling parameters asked for")
         hits = self._cached_prefix(track)
         hold(list(init.blocks) == hits, "I4", "the longest cached prefix of its own salt is shared, and nothing else")
-        self._overtakes(track)
+        if suspect is None:
+            self._overtakes(track)
         if track in self.fresh:
             hold(fresh_may, "strategy", "nobody joins before the strategy lets him")
             self.batch_places -= 1
@@ -491,6 +541,7 @@ class Oracle:
         if self.hello is None or len(self.flights) >= self.limits.pipeline_depth:
             return
         if not self.flights:
+            hold(self._suspect() is None, "I13", "a suspect runs, and then the others")
             hold(not self.running and not self.resuming, "I13", "who runs goes on, or an older one does")
             hold(not self._fresh_may_join(now), "I13", "an idle worker takes whom the strategy lets join")
 
@@ -533,6 +584,10 @@ class Oracle:
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
         by_end = sorted(flight.samples, key=lambda track: order.get(track.request.request_id, len(order)))
         wanted += [event for track in by_end if (event := self._ended(track, now)) is not None]
+        for track in self.live.values():
+            if track.strikes and track.applied >= track.mark:
+                track.strikes = track.mark = 0
+                track.lone.clear()
         self._same(_in_kinds(events), _in_kinds(wanted))
         kinds = [_kind(event) for event in flat(events)]
         hold(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
@@ -601,7 +656,7 @@ class Oracle:
 
     def most_steps(self) -> int:
         """An upper bound of the steps in which all who live now must end, when nothing disturbs."""
-        stays = 2 + max(1, self.limits.max_preemptions)
+        stays = 5 + max(1, self.limits.max_preemptions)  # three more as a suspect
         return sum(t.limit * stays for t in self.live.values()) + self.limits.pipeline_depth
 
     # --- helpers ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lineclear.scheduler.flights import Flight, Tokens
 from lineclear.scheduler.planning import Planning
 from lineclear.scheduler.residents import Residents
 from lineclear.scheduler.sequence import Sequence
+from lineclear.scheduler.suspects import Suspects
 from lineclear.scheduler.waiting import WaitingQueue
 
 
@@ -39,7 +40,18 @@ class Bug:
 _OWNERS: dict[str, Any] = {
     **{
         cls.__name__: cls
-        for cls in (BlockPool, WaitingQueue, Residents, Decoding, Planning, Flight, Tokens, Scheduler, Sequence)
+        for cls in (
+            BlockPool,
+            WaitingQueue,
+            Residents,
+            Suspects,
+            Decoding,
+            Planning,
+            Flight,
+            Tokens,
+            Scheduler,
+            Sequence,
+        )
     },
     **{cls.__name__: cls for cls in (policy.View, *policy.STRATEGIES.values()) if isinstance(cls, type)},
     "core": core,

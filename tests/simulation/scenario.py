@@ -54,6 +54,8 @@ class Scenario:
     """Share of turns in which the engine does not plan, or not all it could."""
     bad_per_mille: int
     """Share of contexts whose logits are not finite."""
+    poison_per_mille: int
+    """Share of requests that bring down whatever computes them, sooner or later in their answer."""
     step_seconds: tuple[float, float, float]
     codec: bool
     """Messages cross the wire codec in the second run."""
@@ -68,7 +70,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed: even ones run under faults to the end, odd ones in peace."""
     rng = random.Random(seed)
     scenario = _mixed(rng, seed)
-    theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile))
+    theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
     return theme(rng, scenario)
 
 
@@ -95,6 +97,7 @@ def _mixed(rng: random.Random, seed: int) -> Scenario:
         hang_up=0.0,
         late=rng.choice((0.0, 0.0, 0.3)),
         bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
+        poison_per_mille=rng.choice((0, 0, 0, 0, 50)),
         step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
         codec=rng.random() < 0.25,
         templates=tuple(
@@ -157,6 +160,26 @@ def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
+def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Nothing goes wrong but through a few of the requests."""
+    return replace(
+        scenario,
+        weights={name: weight for name, weight in scenario.weights.items() if name not in _FAULTS or name == "cancel"},
+        poison_per_mille=rng.choice((50, 150)),
+        bad_per_mille=0,
+        late=0.0,
+        change=0.0,
+        pace=rng.choice((1, 2)),
+    )
+
+
+def poison(number: int, per_mille: int) -> str:
+    """What the request with that number does to its worker: "crash", "memory" for a step that runs out of it, or ""."""
+    if number * 2654435761 % 1000 >= per_mille:
+        return ""
+    return "memory" if number % 3 == 0 else "crash"
+
+
 def draw_capacity(rng: random.Random) -> Capacity:
     """A worker from tiny to roomy."""
     block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
@@ -179,6 +202,8 @@ def _draw_limits(rng: random.Random) -> CoreLimits:
         max_queue_tokens=rng.choice((rng.randint(1, 100), 400, 1_000_000, 1_000_000)),
         max_preemptions=rng.randint(0, 4),
         max_bypasses=rng.choice((0, 1, 3, 16)),
+        max_lone_crashes=rng.choice((1, 1, 2)),
+        max_lone_kills=rng.choice((1, 3, 3)),
         prefix_cache=rng.random() < 0.7,
         cache_secret=b"secret" if rng.random() < 0.5 else b"",
         strategy=rng.choice(tuple(STRATEGIES)),

@@ -15,6 +15,7 @@ def test_the_crowd_is_a_crowd() -> None:
     for kind in ("Started", "TokensReady", "Finished", "Failed", "Preempted", "WorkerLost", "BadResult", "QueueFull"):
         assert happened[kind] > 0, kind
     assert happened["Finished"] > 200
+    assert happened["PoisonRequest"] > 10
     assert happened["oom"] + happened["oov"] + happened["crash"] + happened["replace"] > 30
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulation.oracle import Breach, Oracle, hold, is_bad
-from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request
+from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request, poison
 from support.events import flat
 from support.toy import ToyFlight, ToyRunner
 
-from lineclear.errors import Cancelled, Drained, LineclearError
+from lineclear.errors import Cancelled, DeviceOutOfMemory, Drained, LineclearError, PoisonRequest
 from lineclear.scheduler.core import BadResult, Scheduler
 from lineclear.scheduler.events import Admitted, Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.suspects import Loss
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import StepError, StepErrorKind, StepPlan, StepResult
 
@@ -56,7 +57,7 @@ class Worker:
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan] = deque()
-        self.results: deque[StepResult | StepError] = deque()
+        self.results: deque[StepResult | StepError | None] = deque()  # None: its death
         self.broken = False  # a step failed: it computes nothing more
 
 
@@ -82,11 +83,26 @@ class World:
         self.epochs = 0
         self.numbers = 0
         self.live: dict[str, tuple[int, ...]] = {}  # prompt and answer so far
+        self.poisonous: dict[str, str] = {}  # what live requests do to their worker
+        self.peaceful = not {"crash", "replace", "oom"} & scenario.weights.keys()  # but for poison
         self.started: set[str] = set()
         self.ended: deque[tuple[int, ...]] = deque(maxlen=4)
         self.last_result: StepResult | None = None
         self.transcript: list[tuple[Any, ...]] = []
         self.happened: Counter[str] = Counter()
+
+    def _poison_in(self, plan: StepPlan) -> str:
+        """What a request in `plan` does to the worker."""
+        assert self.worker is not None
+        slots = self.worker.runner.slots
+        known = {slot: (state.sampling.seed, state.prompt_len) for slot, state in slots.items()}
+        known |= {init.slot: (init.sampling.seed, init.prompt_len) for init in plan.inits}
+        for row in plan.rows:
+            number, prompt_len = known[row.slot]
+            effect = poison(number, self.scenario.poison_per_mille)
+            if effect and row.start + row.num_tokens >= prompt_len + number % 4:
+                return effect
+        return ""
 
     def run(self) -> Report:
         """From the first worker to the last request's end."""
@@ -151,6 +167,7 @@ class World:
                 self.live[event.request_id] += event.tokens
             elif isinstance(event, (Finished, Failed)):
                 self.ended.append(self.live.pop(event.request_id))
+                self._judge(event, self.poisonous.pop(event.request_id))
                 self.started.discard(event.request_id)
             elif isinstance(event, Started):
                 self.started.add(event.request_id)
@@ -159,6 +176,14 @@ class World:
                 shown = (Failed, event.request_id, type(event.error), str(event.error), event.record)
             self.happened[type(event).__name__] += 1
             self.transcript.append((self.now, call, shown))
+
+    def _judge(self, event: Finished | Failed, effect: str) -> None:
+        """Poison fails, and nobody else is blamed for it."""
+        accused = isinstance(event, Failed) and isinstance(event.error, PoisonRequest | DeviceOutOfMemory)
+        if self.peaceful and accused:
+            hold(effect != "", "isolation", "nobody pays for another's crash")
+        if isinstance(event, Failed) and isinstance(event.error, PoisonRequest):
+            self.happened["PoisonRequest"] += 1
 
     def _settled(self) -> None:
         assert self.oracle is not None
@@ -198,6 +223,9 @@ class World:
             outcome = self.core.submit(request, self.now)
             assert outcome == [Admitted(request.request_id)]
             self.live[request.request_id] = request.prompt
+            effect = poison(request.sampling.seed, self.scenario.poison_per_mille)
+            self.poisonous[request.request_id] = effect
+            self.happened["poison"] += effect != ""
         except LineclearError as error:
             outcome = error
             self.happened[type(error).__name__] += 1
@@ -237,6 +265,12 @@ class World:
         plan = worker.plans.popleft()
         if worker.broken:
             return
+        if effect := self._poison_in(plan):
+            self.happened[f"poison {effect}"] += 1
+            worker.broken = True
+            memory = StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY, "toy")
+            worker.results.append(memory if effect == "memory" else None)
+            return
         base, per_token, per_kv = self.scenario.step_seconds
         tokens = plan.num_tokens
         seconds = base + per_token * tokens + per_kv * sum(row.start for row in plan.rows)
@@ -250,7 +284,9 @@ class World:
         if worker is None or not worker.results:
             return
         result = worker.results.popleft()
-        if isinstance(result, StepError):
+        if result is None:
+            self._lose(Loss.BROKE)
+        elif isinstance(result, StepError):
             self._fail_step(result)
         else:
             self._apply(result)
@@ -270,7 +306,7 @@ class World:
         if self.oracle:
             self.oracle.failed_step(error, self.now, events)
             self._settled()
-        self._lose()
+        self._lose(Loss.LEFT if error.kind is StepErrorKind.OUT_OF_MEMORY else Loss.BROKE)
 
     def _do_oom(self) -> None:
         """A step fails instead of running; the worker has to join again."""
@@ -336,7 +372,7 @@ class World:
     def _do_crash(self) -> None:
         if self.worker is not None:
             self.happened["crash"] += 1
-            self._lose()
+            self._lose(self.rng.choice(tuple(Loss)))
 
     def _do_replace(self) -> None:
         """Another worker joins and nobody told that the old one went."""
@@ -374,12 +410,12 @@ class World:
             self.oracle.reset(self.worker.hello, self.now, events)
             self._settled()
 
-    def _lose(self) -> None:
+    def _lose(self, loss: Loss) -> None:
         self.worker = None
-        events = self.core.reset(None, self.now)
+        events = self.core.reset(None, self.now, loss)
         self._saw("reset", events)
         if self.oracle:
-            self.oracle.reset(None, self.now, events)
+            self.oracle.reset(None, self.now, events, loss)
             self._settled()
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -395,6 +431,11 @@ class World:
         steps = self.oracle.most_steps() if self.oracle else 10**9
         self._turn()
         while self.core.num_live:
+            if self.worker is None:
+                self._join(self.scenario.capacity)
+                self._turn()
+                continue
+            worker = self.worker
             if worker.plans and (not worker.results or self.rng.random() < 0.5):
                 self._do_launch()
                 continue
@@ -403,6 +444,8 @@ class World:
                 self._do_deliver()
                 steps -= 1
                 hold(steps > 0, "I13", "all ends within the bound of steps")
+                if self.worker is None:
+                    continue
             else:
                 moment = self.core.next_deadline()
                 hold(moment is not None, "I13", "somebody waits and nothing will ever happen")
@@ -421,6 +464,10 @@ class World:
             self._do_launch()
             self._do_deliver()
         self._turn()
+        if self.peaceful:
+            worst = (2 + self.scenario.limits.max_lone_crashes) * self.happened["poison"]
+            fallen = self.happened["poison crash"] + self.happened["poison memory"]
+            hold(fallen <= worst, "isolation", "a poisonous request costs three workers")
         snapshot = self.core.snapshot()
         hold(not self.live and self.core.num_live == 0, "I22", "all have ended")
         idle = (0, 0, 0, 0, 0)

@@ -53,7 +53,10 @@ class MoodyRunner(ToyRunner):
             fault = "memory"
         assert fault != "assertion", "the toy's own"
         seconds = self._random.uniform(options.min_step_seconds, options.max_step_seconds)
-        return _MoodyFlight(super().launch(plan), seconds, fault)
+        flight = super().launch(plan)
+        if any(self.slots[row.slot].tokens[0] == options.poison_token for row in plan.rows):
+            fault = "exit"
+        return _MoodyFlight(flight, seconds, fault)
 
     def _may_fail(self) -> bool:
         if not self._options.fault_once:

@@ -43,7 +43,7 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
         print(json.dumps({"joined": hello.pid}), flush=True)
         supervisor.worker_joined(hello)
 
-    supervisor = Supervisor(command, on_exit=lambda pid: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
+    supervisor = Supervisor(command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
     link = Link(directory)
     engine = Engine(Scheduler(CoreLimits()), link, publish, on_joined=joined, on_broken=supervisor.worker_broken)
     engine.start()

@@ -34,6 +34,8 @@ class ToyOptions:
     fault_step: int = 0
     fault_once: str = ""
     """A file that is made by the first fault and prevents further ones, also in later processes."""
+    poison_token: int = -1
+    """The process ends at a step with a row of a sequence whose prompt begins with this."""
     max_rows: int = 0
     """A step with more rows runs out of memory; 0: none does."""
     heartbeat_seconds: float = 0.1

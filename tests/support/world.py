@@ -109,6 +109,7 @@ class World:
         self._changed = threading.Condition()
 
         self.link = Link(self.directory, clock=clock)
+        self.num_explained = 0
         self.engine = Engine(
             self.core,
             self.link,
@@ -117,6 +118,7 @@ class World:
             limits=engine or EngineLimits(),
             on_joined=self._joined,
             on_broken=self._broken,
+            on_explained=self._explained,
             on_fatal=self._died,
         )
 
@@ -169,6 +171,11 @@ class World:
         self.broken.append(reason)
         if self.supervisor is not None:
             self.supervisor.worker_broken(hello, reason)
+
+    def _explained(self) -> None:
+        self.num_explained += 1
+        if self.supervisor is not None:
+            self.supervisor.crashes_explained()
 
     def _died(self, error: BaseException) -> None:
         with self._changed:

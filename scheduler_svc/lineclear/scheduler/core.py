@@ -22,6 +22,7 @@ from lineclear.errors import (
     InternalError,
     LineclearError,
     NonFiniteLogits,
+    PoisonRequest,
     PromptTooLong,
     QueueFull,
 )
@@ -41,6 +42,7 @@ from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS
 from lineclear.scheduler.residents import Residents
 from lineclear.scheduler.sequence import NEVER, Request, Sequence, State
 from lineclear.scheduler.stepmodel import StepModel
+from lineclear.scheduler.suspects import Loss, Suspects
 from lineclear.scheduler.waiting import WaitingQueue
 from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
@@ -58,6 +60,7 @@ class Scheduler:
         self._fresh = WaitingQueue()
         self._resuming = WaitingQueue()
         self._residents = Residents(limits.cache_secret, limits.prefix_cache)
+        self._suspects = Suspects(limits.max_lone_crashes, limits.max_lone_kills)
         self._counters = Counters()
         self._world = World(
             limits=limits,
@@ -67,6 +70,7 @@ class Scheduler:
             fresh=self._fresh,
             resuming=self._resuming,
             residents=self._residents,
+            suspects=self._suspects,
             model=StepModel(),
             counters=self._counters,
         )
@@ -183,13 +187,19 @@ class Scheduler:
 
     # --- the worker comes and goes ---------------------------------------------------------------------------------
 
-    def reset(self, hello: Hello | None, now: float) -> list[Event]:
-        """A worker joined, or (None) was lost: forget blocks and slots, keep every request.
+    def reset(self, hello: Hello | None, now: float, loss: Loss = Loss.LEFT) -> list[Event]:
+        """A worker joined, or (None) was lost, and `loss` says how: forget blocks and slots, keep every request.
 
-        Running requests wait again, in their old order; plans in flight will get no result. A waiting request that the
-        new worker can never run fails.
+        Running requests wait again, in their old order; plans in flight will get no result. A request that workers die
+        of fails (see `suspects`), and so does a waiting one that the new worker can never run.
         """
         events: list[Event] = [] if self._hello is None else [WorkerLost(self._hello.epoch)]
+        self._residents.disband()
+        lone = self._suspects.strike(self._flights) if loss is not Loss.LEFT else None
+        if lone is not None and self._suspects.is_convicted(lone, loss):
+            error = PoisonRequest("workers ended whenever they computed this request, at last while they ran it alone")
+            self._counters.requests_failed += 1
+            events.append(self._fail(lone, error, now))
         self._flights.clear()
         for sequence in self._residents.evict_all():
             sequence.recoveries += 1
@@ -216,8 +226,9 @@ class Scheduler:
     def fail_step(self, error: StepError, now: float) -> list[Event]:
         """The oldest step in flight ran out of memory: fail its request if it had but one, else halve the budget.
 
-        The budget is halved again by every further such step, and doubled again after 200 steps without one. What is in
-        flight is void; the caller has the worker join again, and the requests run again.
+        The budget is halved again by every further such step, and doubled again after 200 steps without one; when
+        halving did not help, the requests run one at a time, as after a crash. What is in flight is void; the caller
+        has the worker join again, and the requests run again.
         """
         flight = self._flights[0] if self._flights else None
         if flight is None or error.step != flight.step or error.kind is not StepErrorKind.OUT_OF_MEMORY:
@@ -225,10 +236,13 @@ class Scheduler:
         if flight.num_rows > 1:
             self._halvings += 1
             self._steps_to_doubling = _RECOVERY_STEPS
+            self._residents.disband()
+            self._suspects.strike([flight])
             return []
         sequence = next(flight.sequences())
         if sequence.state is State.FINISHED:
             return []
+        self._halvings = 0  # it was not the size of the batch
         self._counters.requests_failed += 1
         return [self._fail(sequence, DeviceOutOfMemory("the device has too little memory for this request alone"), now)]
 
@@ -239,11 +253,17 @@ class Scheduler:
         if self._hello is None or len(self._flights) >= self.limits.pipeline_depth or not self._live:
             return None
         self._planned_at = now
+        alone = self._suspects.alone()
+        if alone is not None and any(other is not alone for flight in self._flights for other in flight.sequences()):
+            return None  # a loss now would say nothing about it
         step = self._step + 1
         most = self._hello.max_step_tokens
         budget = min(self.limits.target_batch_tokens or most, most)
         planning = Planning(self._world, step, max(1, budget >> self._halvings), now)
-        planning.run()
+        if alone is not None:
+            planning.run_alone(alone)
+        else:
+            planning.run()
         self._events.extend(planning.events)
         if not (planning.decodes.slots or planning.chunks):
             return None
@@ -289,7 +309,13 @@ class Scheduler:
             if sequence.residence == residence and sequence.state is State.RUNNING:
                 sequence.computed = end
                 self._residents.publish(sequence)
-        return [*tokens.event(), *failures, *self._stop(over, now)]
+        events = [*tokens.event(), *failures, *self._stop(over, now)]
+        if self._suspects:
+            for sequence in self._suspects:
+                if sequence.joined != NEVER:
+                    self._residents.decoding.settle(sequence)
+            self._suspects.acquit()
+        return events
 
     def _confirm(
         self, result: StepResult, flight: Flight, vocab_size: int, tokens: Tokens, failures: list[Event], now: float
@@ -365,6 +391,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence, *, dirty: bool = False) -> None:
         """Any state -> FINISHED, once."""
+        self._suspects.forget(sequence)
         if sequence.state is State.RUNNING:
             self._residents.leave(sequence, State.FINISHED, dirty=dirty)
         else:
@@ -430,6 +457,9 @@ class Scheduler:
         assert all(s.in_flight == 0 for s in fresh)
         for queue in (self._fresh, self._resuming):
             assert queue.num_tokens == sum(len(s.tokens) for s in queue.sequences())
+        struck = [s for s in everyone if s.strikes]
+        assert {*struck} == {*self._suspects}, "struck and no suspect, or a suspect who has ended"
+        assert all(0 < s.mark < s.limit or s.limit == 1 for s in struck)
         samples = [s for flight in self._flights for s in flight.sampled()]
         assert all(s.in_flight == sum(other is s for other in samples) for s in everyone)
         assert len(self._flights) <= self.limits.pipeline_depth

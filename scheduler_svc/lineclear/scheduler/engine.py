@@ -7,6 +7,7 @@ the link's, what events mean to a caller is the service's.
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
 from collections import deque
@@ -18,13 +19,14 @@ from typing import NamedTuple
 
 import structlog
 
-from lineclear.errors import LineclearError, QueueFull
+from lineclear.errors import LineclearError, PoisonRequest, QueueFull
 from lineclear.logs import places
 from lineclear.scheduler.core import BadResult, CoreSnapshot, Scheduler
 from lineclear.scheduler.events import Event, Failed, Record
-from lineclear.scheduler.link import Arrival, Link, LinkCounters, WorkerGone
+from lineclear.scheduler.link import CLOSED, Arrival, Link, LinkCounters, WorkerGone
 from lineclear.scheduler.sequence import Request
-from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.scheduler.suspects import Loss
+from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 log = structlog.get_logger()
 
@@ -35,6 +37,8 @@ _COLD_STEPS = 8
 _STANDSTILL_SECONDS = 1.0
 _TIMES_PREDICTED = 20
 _HUNG_LOOK_SECONDS = 0.5
+_OBITUARY_SECONDS = 0.1  # from a closed connection to the exit code of its process, where there is a supervisor
+_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # a process that fails ends by others
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +105,9 @@ class Engine:
 
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
     `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed.
+    `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
-    All three run on the engine's thread.
+    All of them run on the engine's thread.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Engine:
         limits: EngineLimits | None = None,
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
+        on_explained: Callable[[], None] = lambda: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.failure: BaseException | None = None
@@ -125,9 +131,11 @@ class Engine:
         self._clock = clock
         self._limits = limits or EngineLimits()
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
+        self._on_explained = on_explained
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
         self._refused: deque[Request] = deque()
         self._hello: Hello | None = None
+        self._closed_since: float | None = None  # the connection of the joined worker, whose exit may tell why
         self._incarnation = 0
         self._in_flight: deque[_Sent] = deque()
         self._oldest_since = 0.0  # when the oldest plan in flight had the device for itself
@@ -182,9 +190,12 @@ class Engine:
         """Empty the prefix cache."""
         self._order(self._forget_prefixes)
 
-    def worker_exited(self, pid: int) -> None:
-        """The process `pid` is dead. If it is the joined worker, its requests run again on the next one."""
-        self._order(partial(self._worker_exited, pid))
+    def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
+        """The process `pid` is dead. If it is the joined worker, its requests run again on the next one.
+
+        `exit_code` is negative for a signal, None if nobody knows.
+        """
+        self._order(partial(self._worker_exited, pid, exit_code))
 
     def snapshot(self) -> EngineSnapshot:
         """Counters and gauges of a moment ago. Never waits for the engine."""
@@ -267,10 +278,11 @@ class Engine:
     def _forget_prefixes(self, now: float) -> None:
         self._core.forget_prefixes()
 
-    def _worker_exited(self, pid: int, now: float) -> list[Event]:
+    def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []
         if self._hello is not None and self._hello.pid == pid:
-            self._lose("its process ended", events, now)
+            killed = exit_code is None or exit_code == 0 or -exit_code in _SIGNALS_FROM_OUTSIDE
+            self._lose("its process ended", events, now, Loss.KILLED if killed else Loss.BROKE)
         return events
 
     # --- plans and results ------------------------------------------------------------------------------------------
@@ -278,11 +290,11 @@ class Engine:
     def _send_plans(self, events: list[Event], now: float) -> None:
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
-        while (plan := self._core.plan(now)) is not None:
+        while self._closed_since is None and (plan := self._core.plan(now)) is not None:
             try:
                 self._link.send(plan)
-            except WorkerGone as error:
-                self._lose(str(error), events, now)
+            except WorkerGone:
+                self._closed_since = now
                 break
             if not self._in_flight:
                 self._oldest_since = now
@@ -299,10 +311,13 @@ class Engine:
         elif isinstance(arrival, StepError):
             log.error("step_failed", step=arrival.step, kind=arrival.kind.name.lower(), summary=arrival.summary)
             events += self._core.fail_step(arrival, now)
-            broken = arrival.kind is not StepErrorKind.OUT_OF_MEMORY
-            self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, kill=broken)
-        elif isinstance(arrival, Goodbye):
-            self._lose(f"it left: {arrival.reason}", events, now)
+            memory = arrival.kind is StepErrorKind.OUT_OF_MEMORY
+            loss = Loss.LEFT if memory else Loss.BROKE
+            self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, loss, kill=not memory)
+        elif arrival.reason == CLOSED and self._hello is not None:
+            self._closed_since = now
+        else:
+            self._lose(f"it left: {arrival.reason}", events, now, Loss.LEFT)
 
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
         if self._hello is None or result.epoch != self._hello.epoch:
@@ -311,7 +326,7 @@ class Engine:
         try:
             events += self._core.apply(result, now)
         except BadResult as error:
-            self._lose(f"it sent a result that cannot be: {error}", events, now, kill=True)
+            self._lose(f"it sent a result that cannot be: {error}", events, now, Loss.BROKE, kill=True)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         sent = self._in_flight.popleft()
@@ -325,6 +340,8 @@ class Engine:
     # --- the worker -------------------------------------------------------------------------------------------------
 
     def _join(self, hello: Hello, events: list[Event], now: float) -> None:
+        if self._closed_since is not None:
+            self._lose(CLOSED, events, now, Loss.KILLED)
         assert self._hello is None, "the link joins one worker at a time"
         self._hello, self._hung = hello, None
         self._incarnation += 1
@@ -341,16 +358,20 @@ class Engine:
         )
         self._on_joined(hello)
 
-    def _lose(self, reason: str, events: list[Event], now: float, *, kill: bool = False) -> None:
+    def _lose(self, reason: str, events: list[Event], now: float, loss: Loss, *, kill: bool = False) -> None:
         """The joined worker is gone, or as good as. Requests wait for the next one."""
         hello = self._hello
         if hello is None:
             return
-        self._hello = None
+        self._hello = self._closed_since = None
         self._in_flight.clear()
         self._link.drop(hello.epoch)
         events += self._core.take_events()
-        events += self._core.reset(None, now)
+        ended = self._core.reset(None, now, Loss.LEFT if self._leaving else loss)
+        events += ended
+        if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
+            log.error("request_kills_workers", epoch=hello.epoch)
+            self._on_explained()
         # A server that is leaving tells its worker to leave too.
         say = log.info if self._leaving else log.warning
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
@@ -363,16 +384,20 @@ class Engine:
             if self._hung is not None and not self._link.is_reachable(self._hung):
                 self._hung = None
             return
-        if now >= self._link.last_heard + self._limits.heartbeat_timeout_seconds:
-            self._lose(f"it was silent for {now - self._link.last_heard:.1f} s", events, now, kill=True)
+        if self._closed_since is not None and now >= self._closed_since + _OBITUARY_SECONDS:
+            self._lose(CLOSED, events, now, Loss.KILLED)
+        elif now >= self._link.last_heard + self._limits.heartbeat_timeout_seconds:
+            self._lose(f"it was silent for {now - self._link.last_heard:.1f} s", events, now, Loss.KILLED, kill=True)
         elif self._in_flight and now >= self._step_deadline():
             step, age = self._in_flight[0].plan.step, now - self._oldest_since
-            self._lose(f"step {step} is not done after {age:.1f} s", events, now, kill=True)
+            self._lose(f"step {step} is not done after {age:.1f} s", events, now, Loss.BROKE, kill=True)
 
     def _worker_deadline(self) -> float:
         """The moment at which silence, or the step at work, has lasted too long."""
         if self._hello is None:
             return math.inf if self._hung is None else self._clock() + _HUNG_LOOK_SECONDS
+        if self._closed_since is not None:
+            return self._closed_since + _OBITUARY_SECONDS
         silence = self._link.last_heard + self._limits.heartbeat_timeout_seconds
         return min(silence, self._step_deadline()) if self._in_flight else silence
 

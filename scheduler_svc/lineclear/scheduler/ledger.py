@@ -18,6 +18,8 @@ class CoreLimits:
     max_queue_tokens: int = 1_000_000
     max_preemptions: int = 4
     max_bypasses: int = 16
+    max_lone_crashes: int = 1
+    max_lone_kills: int = 3
     prefix_cache: bool = True
     cache_secret: bytes = b""
     strategy: str = "continuous"

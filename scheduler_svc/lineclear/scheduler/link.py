@@ -31,6 +31,8 @@ from lineclear.wire.types import PROTOCOL, Goodbye, Heartbeat, Hello, Rejoin, St
 
 log = structlog.get_logger()
 
+CLOSED = "its connection closed"
+"""The reason of a Goodbye that the worker did not say: its end of the connection is gone."""
 Arrival = Hello | StepResult | StepError | Goodbye
 """What receive() returns: a worker joined, a step ended, the joined worker left."""
 
@@ -274,7 +276,7 @@ class Link:
         while self._probes and self._probes[0] <= now:
             self._probes.popleft()
         if self._epoch is not None and not self.is_reachable(self._epoch):
-            arrivals.append(Goodbye(self._epoch, "its connection closed"))
+            arrivals.append(Goodbye(self._epoch, CLOSED))
             self._end()
         if (hello := self._pending) is None:
             return

@@ -101,7 +101,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         supervisor = Supervisor(
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
-            on_exit=lambda pid: engine.worker_exited(pid),
+            on_exit=lambda pid, exit_code: engine.worker_exited(pid, exit_code),
             on_give_up=lambda reason: leaving.begin(_WITHOUT_WORKER[supervisor.given_up or GiveUp.BUG], reason),
         )
         engine = Engine(
@@ -111,6 +111,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             limits=_engine_limits(settings),
             on_joined=supervisor.worker_joined,
             on_broken=supervisor.worker_broken,
+            on_explained=supervisor.crashes_explained,
             on_fatal=leaving.on_fatal,
         )
         service.attach(engine)
@@ -325,6 +326,9 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_queue_tokens=settings.max_queue_tokens,
         max_preemptions=settings.max_preemptions,
         max_bypasses=settings.max_bypasses,
+        max_lone_crashes=settings.max_lone_crashes,
+        # Two strikes come before; then the verdict falls when the next death would be one too many.
+        max_lone_kills=max(1, settings.max_worker_crashes - 2),
         prefix_cache=settings.prefix_cache,
         cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
         strategy=settings.batching_strategy,

@@ -14,6 +14,7 @@ from lineclear.scheduler.policy import Order, Strategy, Victim, View
 from lineclear.scheduler.residents import Residents
 from lineclear.scheduler.sequence import Sequence, State
 from lineclear.scheduler.stepmodel import StepModel
+from lineclear.scheduler.suspects import Suspects
 from lineclear.scheduler.waiting import WaitingQueue
 from lineclear.wire.types import Decodes, Row, SlotInit
 
@@ -34,6 +35,7 @@ class World:
     resuming: WaitingQueue
     """Ran, and will run again."""
     residents: Residents
+    suspects: Suspects
     model: StepModel
     counters: Counters
     draining: bool = False
@@ -89,6 +91,33 @@ class Planning:
             self._decode()
             self._prefill()
             self._admit()
+
+    def run_alone(self, sequence: Sequence) -> None:
+        """Fill the step with what `sequence` can do, at the cost of anybody; nobody else has a row."""
+        residents = self._residents
+        residents.disband()
+        if sequence.state is State.WAITING:
+            if sequence.in_flight == 0 and self._make_room(sequence):
+                self._begin(sequence)
+        elif sequence.todo > 0:
+            grown = sequence.planned == len(sequence.blocks) * residents.pool.block_size
+            if grown:
+                if not self._make_room(sequence):
+                    return
+                sequence.blocks += residents.pool.take(1)
+            count = min(sequence.todo, self._room_for_prompts())
+            self._add(sequence, count, tuple(sequence.blocks[-1:]) if grown else ())
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt others, the youngest first, until a slot and blocks are free for what `sequence` does next."""
+        residents = self._residents
+        for other in (*reversed([s for s in residents.by_age() if s is not sequence]), None):
+            begins = sequence.state is State.WAITING
+            if residents.free_slots and self._fits(sequence, headroom=0) if begins else residents.pool.num_free > 0:
+                return True
+            if other is not None:
+                self._preempt(other)
+        return False
 
     def _decode(self) -> None:
         """Running sequences that lack one position: in one beat while tokens and blocks suffice for all of them."""
@@ -214,7 +243,8 @@ class Planning:
             # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
             if sequence is None or sequence.in_flight > 0:
                 return
-            if self._fits(sequence):
+            # Those who run each need a block every `block_size` steps.
+            if self._fits(sequence, headroom=-(-len(self._residents.running) // 4)):
                 if any(other.bypasses >= world.limits.max_bypasses for other in passed_over):
                     return
                 for other in passed_over:
@@ -232,13 +262,13 @@ class Planning:
         heads = [s for queue in queues for s in queue.first(len(passed_over) + 1) if s not in passed_over]
         return min(heads, key=lambda s: s.rank, default=None)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, headroom: int) -> bool:
         """Whether there are blocks for all that is known of it and one position more (for all it can ever need, if it
-        is pinned), and some are left for those who run: each needs one every `block_size` steps."""
+        is pinned), and `headroom` are left."""
         pool = self._residents.pool
         positions = sequence.limit - 1 if sequence.pinned else min(sequence.known + 1, sequence.limit - 1)
         needed = -(-max(positions, 1) // pool.block_size)
-        available = pool.num_free - -(-len(self._residents.running) // 4)
+        available = pool.num_free - headroom
         if available >= needed:
             return True
         hit = self._residents.cached_prefix(sequence)

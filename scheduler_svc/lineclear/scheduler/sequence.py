@@ -66,6 +66,9 @@ class Sequence:
         "last_step",
         "last_token_at",
         "limit",
+        "lone_crashes",
+        "lone_kills",
+        "mark",
         "origin",
         "pinned",
         "planned",
@@ -82,6 +85,7 @@ class Sequence:
         "started_at",
         "state",
         "stops",
+        "strikes",
         "tokens",
     )
 
@@ -110,6 +114,9 @@ class Sequence:
         self.saved = 0  # leading positions in blocks that the prefix cache knows
         self.high_water = 0  # most positions computed in earlier stays: what a new one computes again
         self.preemptions = self.recoveries = self.bypasses = 0
+        self.strikes = self.lone_crashes = self.lone_kills = self.mark = (
+            0  # owned by `suspects`; the mark is a position
+        )
         self.pinned = False  # preempted too often: holds all the blocks it can ever need and is no victim any more
         self.cached_tokens = self.recomputed_tokens = 0
         self.last_step = 0  # *

@@ -140,6 +140,9 @@ class SchedulerSettings(BaseSettings):
     max_bypasses: int = Field(
         16, ge=0, le=10_000, description="How often a request that does not fit yet may be overtaken."
     )
+    max_lone_crashes: int = Field(
+        1, ge=1, le=100, description="Crashes of the worker while a suspect runs alone after which that request fails."
+    )
     prefix_cache: bool = Field(True, description="Keep blocks of finished requests for prompts that begin the same.")
     share_prefixes: bool = Field(
         False,

@@ -55,10 +55,11 @@ class SupervisorLimits:
 
 
 class Supervisor:
-    """Runs `command`, and runs it again when it ends. All but the two methods marked so is for the main thread.
+    """Runs `command`, and runs it again when it ends. All but the methods marked so is for the main thread.
 
-    `on_exit(pid)` is called within milliseconds of a worker's end. `on_give_up(reason)` is called once, when no further
-    worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be killed.
+    `on_exit(pid, exit_code)` is called within milliseconds of a worker's end. `on_give_up(reason)` is called once, when
+    no further worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be
+    killed.
     The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
     """
 
@@ -68,7 +69,7 @@ class Supervisor:
         *,
         limits: SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
-        on_exit: Callable[[int], None] = lambda pid: None,
+        on_exit: Callable[[int, int], None] = lambda pid, exit_code: None,
         on_give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.num_starts = 0
@@ -105,6 +106,10 @@ class Supervisor:
     def worker_broken(self, hello: Hello, reason: str) -> None:
         """The engine will not hear that worker again: kill it. Any thread."""
         self._call(self._kill, hello.pid, reason)
+
+    def crashes_explained(self) -> None:
+        """The ends of workers so far had a cause that is gone: they do not count against the limit. Any thread."""
+        self._call(self._crashes.clear)
 
     def _call(self, action: Callable[..., None], *args: object) -> None:
         if self._loop is not None:  # else the worker was there before us and is not ours
@@ -169,7 +174,7 @@ class Supervisor:
         self._set_timer(None)
         pid = worker.process.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
-        self._on_exit(pid)
+        self._on_exit(pid, code)
         if self._stopping or self.given_up is not None:
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return
