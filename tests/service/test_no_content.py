@@ -1,0 +1,148 @@
+"""Nothing that a caller wrote, and nothing that was answered, is in a log line, a metric, a stack dump or another
+caller's error, whatever goes wrong meanwhile. Every line of both processes is read, at the most talkative level.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from service.small_tokenizers import byte_level, save
+from service.test_main import RUN, TOKENIZER, VOCABULARY, Running, endless, until
+from support.toy import expected
+
+from lineclear.scheduler.text import decode
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.types import Sampling
+
+MARKER = "XyzzyPlugh"
+RARE = [307, 311, 313, 317, 331, 337]
+"""Token ids that stand side by side nowhere else."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), byte_level())
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def begin(*flags: str, **options: Any) -> Running:
+        started.append(Running(model, "--log-level", "debug", *flags, **options))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
+
+
+def everything_wrong() -> Iterator[pb.GenerateRequest]:
+    """Requests with the marker wherever a caller can write, most of them refused."""
+    text = f"{MARKER} said the {MARKER}"
+    yield pb.GenerateRequest(text=text, sampling={"max_tokens": 20, "seed": 1})
+    yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=RARE), sampling={"max_tokens": 20, "seed": 2})
+    yield pb.GenerateRequest(text=text, stop={"strings": [MARKER, "e"]}, sampling={"max_tokens": 20})
+    yield pb.GenerateRequest(text=text, stop={"strings": [MARKER * 20]})
+    yield pb.GenerateRequest(text=text, request_id=f"{MARKER} with blanks")
+    yield pb.GenerateRequest(text=text, cache_salt=MARKER * 10)
+    yield pb.GenerateRequest(text=MARKER * 200)
+    yield pb.GenerateRequest(text=text, sampling={"temperature": float("nan"), "seed": 3})
+    yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=[*RARE, 2**31]))
+    yield pb.GenerateRequest(chat={"messages": [{"role": MARKER, "content": text}]})
+    yield pb.GenerateRequest(chat={"messages": [{"role": "user", "content": text}]}, sampling={"max_tokens": 5})
+
+
+def send(server: Running, request: pb.GenerateRequest, **options: Any) -> str:
+    """Read the whole answer; the details of the error if there was one."""
+    try:
+        for _ in server.stub.Generate(request, metadata=(("x-note", MARKER),), **options):
+            pass
+    except grpc.RpcError as caught:
+        error: Any = caught
+        return str(error.details()) + str(error.trailing_metadata())
+    return ""
+
+
+def completions() -> list[str]:
+    """Texts and ids that are answered to some of the above."""
+    answers = [
+        expected(TOKENIZER.encode(f"{MARKER} said the {MARKER}"), Sampling(seed=1, stop_ids=(0,)), 20, VOCABULARY)
+    ]
+    answers.append(expected(RARE, Sampling(seed=2, stop_ids=(0,)), 20, VOCABULARY))
+    texts = [decode(TOKENIZER, answer, keep_special=False)[:12] for answer in answers]
+    return [*texts, *(", ".join(map(str, answer[:4])) for answer in answers), ", ".join(map(str, RARE[:3]))]
+
+
+def check(server: Running, *others: str) -> None:
+    said = "".join([*map(str, list(server.lines)), *server.other, *others])
+    found = [secret for secret in (MARKER, *completions()) if secret in said]
+    assert found == []
+
+
+FAULTS = ("", "exit", "exception", "assertion", "memory", "tokens")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path, fault: str) -> None:
+    options: dict[str, Any] = {"fault": fault, "fault_step": 12, "fault_once": str(tmp_path / "once")} if fault else {}
+    server = start(**options)
+    refused = [send(server, request) for request in everything_wrong()]
+    assert sum(map(bool, refused)) >= 5
+    call = server.stub.Generate(endless())
+    next(call)
+    call.cancel()
+    send(server, next(everything_wrong()), timeout=0.001)
+    neighbour = send(server, endless(9))
+    server.popen.send_signal(signal.SIGUSR1)
+    until(lambda: any("most recent call first" in line for line in list(server.other)))
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    model = server.stub.GetModel(pb.GetModelRequest())
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert any(line["event"] == "request_ended" for line in server.lines)
+    check(server, neighbour, str(stats), str(model))
+
+
+@pytest.mark.parametrize(
+    "part", ["text.AnswerText.push", "tokenizer.Tokenizer.encode", "core.Scheduler.submit", "core.Scheduler.apply"]
+)
+def test_whatever_bug_quotes_it(start: Callable[..., Running], part: str) -> None:
+    """A part of ours raises an exception whose text, cause and arguments are the request's."""
+    module, cls, method = part.split(".")
+    broken = RUN.replace(
+        "sys.exit",
+        f"from lineclear.scheduler.{module} import {cls}\n"
+        "def broken(*args, **more):\n"
+        f"    secret = '{MARKER} {RARE[0]}, {RARE[1]}, {RARE[2]}'\n"
+        "    raise RuntimeError(secret, args) from ValueError(secret)\n"
+        f"{cls}.{method} = broken\nsys.exit",
+    )
+    server = start(code=broken)
+    for request in list(everything_wrong())[:2]:
+        error = send(server, request)
+        assert MARKER not in error
+    server.popen.send_signal(signal.SIGTERM)
+    server.exit_code()
+    check(server)
+
+
+def test_the_marker_would_be_found(start: Callable[..., Running]) -> None:
+    """A careless line of the kind that this is about."""
+    careless = RUN.replace(
+        "sys.exit",
+        "import structlog\nfrom lineclear.scheduler import validation\nreal = validation.check\n"
+        "def check(request, bounds):\n"
+        "    structlog.get_logger().info('request', prompt=request.text)\n"
+        "    return real(request, bounds)\n"
+        "validation.check = check\nsys.exit",
+    )
+    server = start(code=careless)
+    send(server, next(everything_wrong()))
+    with pytest.raises(AssertionError, match=MARKER):
+        check(server)
