@@ -391,7 +391,7 @@ def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path) -> No
 
             service = s.service
             session = Session(
-                *(service._admission, ANONYMOUS, service._require_worker, InternalError, service._clock),
+                *(service._admission, ANONYMOUS, "", service._require_worker, InternalError, service._clock),
                 deadline=None,
                 max_requests=9999,
             )

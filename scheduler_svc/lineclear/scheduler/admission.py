@@ -1,19 +1,20 @@
 """The door: from a message to a request in the queue, and from its end to the log.
 
-Decides the order of admission (what costs nothing is refused first) and that whatever happens to a caller, the request
-ends with it. What a valid request is, is `validation`'s; how its tokens are made, `prompts`'; what becomes of it, the
-engine's.
+Decides the order of admission (who finds no room is told so before anything is looked at) and that whatever happens to
+a caller, the request ends with it. Whether there is room, is `waiting_room`'s; what a valid request is, `validation`'s;
+how its tokens are made, `prompts`'; what becomes of it, the engine's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import InvalidRequest, LineclearError, QueueFull, Violation
+from lineclear.errors import InvalidRequest, LineclearError, Violation
 from lineclear.scheduler import identity, validation
 from lineclear.scheduler.events import Event, Finished, FinishReason, Record, Started
 from lineclear.scheduler.identity import Identity
@@ -24,6 +25,7 @@ from lineclear.scheduler.stats import Durations, Stats, durations
 from lineclear.scheduler.streams import End, Mailbox, Streams
 from lineclear.scheduler.text import AnswerText
 from lineclear.scheduler.validation import Bounds, Checked
+from lineclear.scheduler.waiting_room import WaitingRoom
 from lineclear.v1 import inference_pb2 as pb
 
 log = structlog.get_logger()
@@ -40,7 +42,18 @@ class Submitter(Protocol):
 class Ticket:
     """A request that was let in, from its check to its end."""
 
-    __slots__ = ("arrival", "bounds", "caller", "checked", "deadline", "is_over", "mailbox", "prompt_tokens", "text")
+    __slots__ = (
+        "arrival",
+        "bounds",
+        "caller",
+        "checked",
+        "deadline",
+        "is_over",
+        "mailbox",
+        "prompt_tokens",
+        "tenant",
+        "text",
+    )
 
     def __init__(
         self,
@@ -49,6 +62,7 @@ class Ticket:
         text: AnswerText | None,
         bounds: Bounds,
         caller: Identity,
+        tenant: str,
         arrival: float,
         deadline: float,
     ) -> None:
@@ -57,6 +71,7 @@ class Ticket:
         self.text = text
         self.bounds = bounds
         self.caller = caller
+        self.tenant = tenant
         self.arrival = arrival
         self.deadline = deadline
         self.prompt_tokens = 0
@@ -72,6 +87,7 @@ class Admission:
         prompts: Prompts,
         streams: Streams,
         engine: Submitter,
+        room: WaitingRoom,
         stats: Stats,
         clock: Callable[[], float],
     ) -> None:
@@ -81,25 +97,37 @@ class Admission:
         self._engine = engine
         self._stats = stats
         self._clock = clock
+        self._room = room
 
-    def open(self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, seconds: float | None) -> Ticket:
+    def open(
+        self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, tenant: str, seconds: float | None
+    ) -> Ticket:
         """Let a request of `caller` in that has `seconds` from now (None: the default). Raises what it is refused for.
 
         Whoever has the ticket calls `submit` once, and `close` whatever happens.
         """
         now = self._clock()
-        checked = validation.check(message, bounds)
-        self._refuse_if_full()
-        text = self._answer_text(checked)
-        mailbox = self._streams.open(
-            checked.label,
-            text,
-            wants_times=checked.token_timings,
-            num_received=len(checked.received),
-            seed=checked.sampling.seed,
-        )
+        self._room.enter(tenant)
+        try:
+            checked = validation.check(message, bounds)
+            text = self._answer_text(checked)
+            mailbox = self._streams.open(
+                checked.label,
+                text,
+                wants_times=checked.token_timings,
+                num_received=len(checked.received),
+                seed=checked.sampling.seed,
+            )
+        except BaseException:
+            self._room.leave(tenant, 0, began=False)
+            raise
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
-        return Ticket(checked, mailbox, text, bounds, caller, now, now + seconds)
+        ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
+        mailbox.on_left = partial(self._left, ticket)
+        return ticket
+
+    def _left(self, ticket: Ticket, began: bool) -> None:
+        self._room.leave(ticket.tenant, ticket.prompt_tokens, began=began)
 
     async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
         """Tokenize and hand over to the engine. Raises what the request is refused for."""
@@ -108,6 +136,7 @@ class Admission:
             return
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
         request = replace(request, cache_salt=self._salt(ticket, message))
+        self._room.weigh(ticket.tenant, len(request.prompt))
         ticket.prompt_tokens = len(request.prompt)
         if not request.output:
             self._engine.submit(request)
@@ -145,15 +174,6 @@ class Admission:
         """Which cached prefixes the request may share: its caller's, or those with the request's salt among them."""
         owner = identity.ANONYMOUS if self._settings.share_prefixes else ticket.caller
         return identity.cache_salt(owner, message.cache_salt)
-
-    def _refuse_if_full(self) -> None:
-        waiting, limit = self._streams.num_waiting, self._settings.max_queue_size
-        if waiting >= limit:
-            raise QueueFull(
-                f"{waiting} requests are waiting, the limit is {limit}; retry later",
-                retry_after_seconds=1.0,
-                metadata={"waiting": str(waiting), "limit": str(limit)},
-            )
 
     def _answer_text(self, checked: Checked) -> AnswerText | None:
         if not checked.wants_text and checked.stops is None:

@@ -49,14 +49,15 @@ def stats(
     figures: Stats,
     now: float,
     *,
+    num_refused: int,
     streams_open: int,
     tasks: int,
     version: str,
 ) -> pb.GetStatsResponse:
-    """The engine's figures and ours."""
+    """The engine's figures and ours. `num_refused` are those that the core never saw."""
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
-        totals=_totals(snapshot.core),
+        totals=_totals(snapshot.core, num_refused),
         gauges=_gauges(snapshot.core, streams_open, tasks),
         queue_seconds=_quantiles(figures.window("queue")),
         first_token_seconds=_quantiles(figures.window("first_token")),
@@ -71,10 +72,11 @@ def stats(
     )
 
 
-def _totals(core: CoreSnapshot) -> pb.Totals:
+def _totals(core: CoreSnapshot, num_refused: int) -> pb.Totals:
     counters = core.counters
     names = [field.name for field in dataclasses.fields(counters) if field.name in pb.Totals.DESCRIPTOR.fields_by_name]
     totals = pb.Totals(**{name: getattr(counters, name) for name in names})
+    totals.requests_rejected += num_refused  # before they came to the core
     totals.prefix_hit_rate = counters.cached_tokens / max(1, counters.looked_up_tokens)
     totals.mean_batch_size = counters.rows / max(1, counters.steps)
     return totals

@@ -33,6 +33,7 @@ from lineclear.scheduler.stats import Stats
 from lineclear.scheduler.streams import Mailbox, Streams
 from lineclear.scheduler.tokenizer import Tokenizer
 from lineclear.scheduler.validation import Bounds
+from lineclear.scheduler.waiting_room import RoomLimits, WaitingRoom
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.types import Hello
@@ -97,6 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stats = Stats(clock())
+        self._room = WaitingRoom(_room_limits(settings), clock)
         self._sessions: set[Session] = set()
         self._hello: Hello | None = None  # of the last worker: its successor will be the same
         self._bounds: Bounds | None = None
@@ -107,7 +109,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Begin to use the engine. Once, before the first call."""
         self._engine = engine
         self.streams = Streams(engine, self._settings.max_unread_tokens, self._worker_changed)
-        self._admission = Admission(self._settings, self._prompts, self.streams, engine, self._stats, self._clock)
+        self._admission = Admission(
+            self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._clock
+        )
 
     def publish(self, events: Sequence[Event]) -> None:
         """Take events from the engine. Any thread; does not wait."""
@@ -193,7 +197,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Admit, relay what comes, and cancel what is left when the caller is gone."""
         # Read once: gRPC computes it from the wall clock, which may jump.
         remaining = context.time_remaining()
-        ticket = self._admission.open(request, self._require_worker(), identity.caller(context), remaining)
+        caller = identity.caller(context)
+        tenant = identity.tenant(caller, context)
+        ticket = self._admission.open(request, self._require_worker(), caller, tenant, remaining)
         outcome = "cancelled"
         try:
             await self._admission.submit(ticket, request)
@@ -217,9 +223,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Obey one caller's orders and send what is new for any of its requests, until it ends its side."""
         remaining = context.time_remaining()
+        caller = identity.caller(context)
         session = Session(
             self._admission,
-            identity.caller(context),
+            caller,
+            identity.tenant(caller, context),
             self._require_worker,
             partial(incident, f"/{NAME}/Session"),
             self._clock,
@@ -286,6 +294,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._engine.snapshot(),
             self._stats,
             self._clock(),
+            num_refused=self._room.num_refused,
             streams_open=len(self.streams),
             tasks=len(asyncio.all_tasks()),
             version=VERSION,
@@ -293,6 +302,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 # --- errors and logs -------------------------------------------------------------------------------------------------
+
+
+def _room_limits(settings: SchedulerSettings) -> RoomLimits:
+    return RoomLimits(
+        requests=settings.max_queue_size,
+        tokens=settings.max_queue_tokens,
+        requests_per_tenant=settings.max_queue_size_per_tenant,
+        tokens_per_tenant=settings.max_queue_tokens_per_tenant,
+    )
 
 
 def drained(mailbox: Mailbox) -> Drained:

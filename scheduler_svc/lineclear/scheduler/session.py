@@ -32,6 +32,7 @@ class Session:
         self,
         admission: Admission,
         caller: Identity,
+        tenant: str,
         require: Callable[[], Bounds],
         incident: Callable[[BaseException], LineclearError],
         clock: Callable[[], float],
@@ -41,6 +42,7 @@ class Session:
     ) -> None:
         self._admission = admission
         self._caller = caller
+        self._tenant = tenant
         self._require = require
         self._incident = incident
         self._clock = clock
@@ -120,7 +122,7 @@ class Session:
                 metadata={"limit": str(self._max_requests)},
             )
         seconds = order.timeout.ToNanoseconds() / 1e9 if order.HasField("timeout") else None
-        ticket = self._admission.open(order.request, bounds, self._caller, seconds)
+        ticket = self._admission.open(order.request, bounds, self._caller, self._tenant, seconds)
         if self._deadline is not None:
             ticket.deadline = min(ticket.deadline, self._deadline)
         self._live[handle] = ticket

@@ -153,6 +153,12 @@ class SchedulerSettings(BaseSettings):
     # --- requests ---
     max_queue_size: int = Field(1024, ge=1, le=2**20, description="Most requests waiting.")
     max_queue_tokens: int = Field(1_000_000, ge=1, le=2**31, description="Most prompt tokens waiting, together.")
+    max_queue_size_per_tenant: int = Field(
+        0, ge=0, le=2**20, description="Most requests of one tenant waiting; 0: as many as max_queue_size allows."
+    )
+    max_queue_tokens_per_tenant: int = Field(
+        0, ge=0, le=2**31, description="Most prompt tokens of one tenant waiting; 0: as max_queue_tokens allows."
+    )
     max_prompt_bytes: int = Field(
         512 * 1024, ge=1, le=2**30, description="Largest text or conversation, in bytes of UTF-8, before tokenizing."
     )

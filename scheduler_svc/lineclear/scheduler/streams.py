@@ -102,6 +102,7 @@ class Mailbox:
         "key",
         "label",
         "num_received",
+        "on_left",
         "record",
         "seed",
         "started",
@@ -123,6 +124,8 @@ class Mailbox:
         self.label = label
         self.started: Started | None = None
         self.record: Record | None = None
+        self.on_left: Callable[[bool], None] = lambda began: None
+        """Called once, when the request waits no longer: it began (True), or its reader is done."""
         self.num_received = num_received
         self.seed = seed
         self.is_over = False
@@ -333,7 +336,9 @@ class Streams:
         """The reader is done. A request still going on is cancelled."""
         del self._by_key[mailbox.key]
         self._labels.discard(mailbox.label)
-        self.num_waiting -= mailbox.started is None
+        if mailbox.started is None:
+            self.num_waiting -= 1
+            mailbox.on_left(False)
         if not mailbox.is_over:
             self._engine.cancel(mailbox.key)
         if not self._by_key:
@@ -361,7 +366,9 @@ class Streams:
 
     def _tell(self, mailbox: Mailbox, event: Admitted | Preempted | Started | Finished | Failed) -> None:
         if isinstance(event, Started):
-            self.num_waiting -= mailbox.started is None
+            if mailbox.started is None:
+                self.num_waiting -= 1
+                mailbox.on_left(True)
             mailbox.on_started(event)
         elif isinstance(event, Finished):
             mailbox.on_finished(event)
