@@ -3,9 +3,9 @@
     python -m bench.limits --model DIR [--work w1 w4]
 
 The ideal: the same requests in steps of at most `slots` sequences and a number of tokens, the best of several, where a
-step costs what its matrix products cost in oneDNN's packed layout, plus reading its keys and values once at the speed
-of memory. Nothing else: no norms, no sampling, no Python. Weights of all layers are walked, so they come from memory as
-in service and not from the cache.
+step costs what its matrix products cost, plus reading its keys and values once at the speed of memory. Nothing else: no
+norms, no sampling, no Python. Products are oneDNN's in its packed layout, which all peers could have, and our own.
+Weights of all layers are walked, so they come from memory as in service and not from the cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ import torch
 
 from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
 from bench.workloads import Workload, make
+from lineclear.worker.int8 import pack_int8
+from lineclear.worker.linear import Packer, pack
+from lineclear.worker.pages import Pages
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)
@@ -73,6 +76,10 @@ class Shape:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Of one position, all layers."""
         return 2 * self.kv_heads * self.head_dim * self.layers * dtype.itemsize
+
+
+Product = Callable[[tuple[int, int], torch.dtype], Callable[[torch.Tensor], torch.Tensor]]
+"""(outputs, inputs), number format -> a product with such a matrix."""
 
 
 class Costs:
@@ -134,7 +141,7 @@ def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: 
     return seconds
 
 
-def packed(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def onednn(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """The product with a random matrix [outputs, inputs] in oneDNN's own layout."""
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(dtype), 64)
     none: list[float] = []
@@ -146,8 +153,8 @@ def packed(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor
     return product
 
 
-def packed_int8(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As `packed`, of bytes: what scales the activations and makes bytes of them is not in it."""
+def int8_onednn(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As `onednn`, of bytes: what scales the activations and makes bytes of them is not in it."""
     weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, shape, dtype=torch.int8), [64, shape[1]])
     scale, zeros, none = torch.rand(shape[0]), torch.zeros(shape[0], dtype=torch.int32), list[float]()
     call = torch.ops.onednn.qlinear_pointwise
@@ -159,17 +166,40 @@ def packed_int8(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tenso
     return product
 
 
+def ours(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Through whatever the worker multiplies with here."""
+    return _through(pack, shape, dtype)
+
+
+def int8_ours(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As the worker does with 8-bit weights, what makes bytes of the activations included."""
+    return _through(pack_int8, shape, dtype)
+
+
+def _through(packer: Packer, shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    linear = packer([torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)], Pages())
+    rooms: dict[int, torch.Tensor] = {}  # as the worker keeps its own
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in rooms:
+            rooms[len(x)] = torch.empty(len(x), shape[0], dtype=dtype)
+        return linear(x, rooms[len(x)])
+
+    return product
+
+
 def _activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.uint8:
         return torch.randint(0, 256, (rows, width), dtype=torch.uint8)
     return torch.randn(rows, width).to(dtype)
 
 
-def measure(shape: Shape, dtype: torch.dtype, rows: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:
+def measure(
+    shape: Shape, dtype: torch.dtype, rows: Sequence[int], make_product: Product
+) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of all layers' products, and of the head's, at each number of rows."""
-    pack = packed_int8 if dtype is torch.uint8 else packed
-    layers = [[(k, pack((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
-    head = pack((shape.vocabulary, shape.hidden), dtype)
+    layers = [[(k, make_product((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
+    head = make_product((shape.vocabulary, shape.hidden), dtype)
     body_costs, head_costs = {}, {}
     for count in rows:
         inputs = {k: _activations(count, k, dtype) for _, k in shape.matrices}
@@ -193,26 +223,33 @@ def bandwidth() -> float:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Bandwidth, products, ideal makespans."""
-    int8 = options.dtype == "int8"  # oneDNN wants the activations' bytes unsigned
-    dtype = torch.uint8 if int8 else getattr(torch, options.dtype)
+    """Bandwidth; products and ideal makespans, for each way to multiply."""
+    int8 = options.dtype == "int8"
+    dtype = torch.bfloat16 if int8 else getattr(torch, options.dtype)
     shape = Shape.of(options.model)
-    name = f"{options.model.resolve().name}, {options.dtype}"
     with torch.inference_mode():
         speed = bandwidth()
-        yield Figure("limit: memory, read", f"{torch.get_num_threads()} threads", speed / 1e9, "GB/s")
-        body, head = measure(shape, dtype, options.rows)
-    for rows in options.rows:
-        yield Figure("limit: products of all layers", f"{name}, {rows} rows", body[rows] * 1e3, "ms")
-        yield Figure("limit: product of the head", f"{name}, {rows} rows", head[rows] * 1e3, "ms")
-    costs = Costs(body, head, speed, shape.kv_bytes(torch.bfloat16 if int8 else dtype))
-    for kind in options.work:
-        workload = make(kind, options.count)
-        prefix = 512 if kind == "w2" else 0
-        best = min(makespan(workload, costs, options.slots, budget, prefix) for budget in BUDGETS)
-        case = f"{name}, {kind}, {len(workload.jobs)} requests"
-        yield Figure("limit: ideal makespan", case, best, "s")
-        yield Figure("limit: ideal rate", case, workload.wanted_tokens / best, "tokens/s")
+    yield Figure("limit: memory, read", f"{torch.get_num_threads()} threads", speed / 1e9, "GB/s")
+    for way in options.products:
+        name = f"{options.model.resolve().name}, {options.dtype} {way}"
+        with torch.inference_mode():
+            if way == "ours":
+                body, head = measure(shape, dtype, options.rows, int8_ours if int8 else ours)
+            elif int8:  # oneDNN wants the activations' bytes unsigned
+                body, head = measure(shape, torch.uint8, options.rows, int8_onednn)
+            else:
+                body, head = measure(shape, dtype, options.rows, onednn)
+        for rows in options.rows:
+            yield Figure("limit: products of all layers", f"{name}, {rows} rows", body[rows] * 1e3, "ms")
+            yield Figure("limit: product of the head", f"{name}, {rows} rows", head[rows] * 1e3, "ms")
+        costs = Costs(body, head, speed, shape.kv_bytes(dtype))
+        for kind in options.work:
+            workload = make(kind, options.count)
+            prefix = 512 if kind == "w2" else 0
+            best = min(makespan(workload, costs, options.slots, budget, prefix) for budget in BUDGETS)
+            case = f"{name}, {kind}, {len(workload.jobs)} requests"
+            yield Figure("limit: ideal makespan", case, best, "s")
+            yield Figure("limit: ideal rate", case, workload.wanted_tokens / best, "tokens/s")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,6 +260,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--count", type=int, default=64)
     found.add_argument("--slots", type=int, default=SLOTS)
     found.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), default="bfloat16")
+    found.add_argument("--products", nargs="+", choices=("onednn", "ours"), default=["onednn", "ours"])
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     return found
 

@@ -74,7 +74,7 @@ class Bench:
         def watched(made: Decoder, model: Any, heads: int, kv_heads: int, head_dim: int, packer: Packer) -> None:
             build(made, model, heads, kv_heads, head_dim, lambda *layers: _Timed(packer(*layers), self.products))
 
-        Decoder.__init__ = watched  # type: ignore[method-assign]
+        Decoder.__init__ = watched  # type: ignore[assignment,method-assign]
         try:
             self.runner: ModelRunner = make_runner(settings)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.families import tiny_model
@@ -10,10 +12,13 @@ from support.inprocess import InProcess
 from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.sequence import Request
 from lineclear.wire.types import Sampling
+from lineclear.worker import loader
 from lineclear.worker.decoder import FAMILIES
 from lineclear.worker.kernels import library
 from lineclear.worker.loader import adopt, fuse
 from lineclear.worker.runner import ModelRunner
+from lineclear.worker.settings import WorkerSettings
+from lineclear.worker.start import make_runner
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
@@ -30,6 +35,7 @@ def requests() -> list[Request]:
 def test_tokens_are_those_of_transformers(family: str, budget: int) -> None:
     model = tiny_model(family, **WIDE)
     fused = fuse(adopt(model), keep_weights=True)
+    assert fused is not None
     assert fused.decoder is not None, "it was not used"
     found = InProcess(ModelRunner(fused, num_blocks=32), CoreLimits(target_batch_tokens=budget)).serve(requests())
     for request in requests():
@@ -48,11 +54,23 @@ def test_what_is_built_otherwise_stays_with_transformers() -> None:
 def test_a_decoder_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = adopt(tiny_model("llama", **WIDE))
     loaded.model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
-    assert fuse(loaded) is loaded
+    assert fuse(loaded) is None
 
 
 def test_the_matrices_are_let_go() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
-    fuse(adopt(model))
+    assert fuse(adopt(model)) is not None
     assert sum(p.numel() for p in model.parameters()) < before / 2
+
+
+def test_a_model_whose_fused_pass_fails_the_comparison_is_served_as_transformers_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    monkeypatch.setattr(loader, "_relative_error", lambda found, wanted: float("inf"))
+    monkeypatch.setattr(loader, "_check_against_eager", lambda loaded: None)  # that one compares, too
+    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64))
+    found = InProcess(runner, CoreLimits()).serve(requests())
+    again = InProcess(ModelRunner(adopt(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(requests())
+    assert found == again

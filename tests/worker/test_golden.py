@@ -33,7 +33,9 @@ def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_forward_passes(dtype: torch.dtype) -> None:
-    passes(fuse(adopt(tiny_model("llama", dtype=dtype))))
+    fused = fuse(adopt(tiny_model("llama", dtype=dtype)))
+    assert fused is not None
+    passes(fused)
 
 
 @pytest.mark.parametrize(

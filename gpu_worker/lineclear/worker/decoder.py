@@ -1,8 +1,8 @@
 """One forward pass of few operations for models built like Llama, made from a loaded transformers model.
 
 A layer is four matrix products, attention, and four passes over the rows; transformers' own modules take some fifty
-operations for the same. The calls are recorded once, on memory that stays (see `tape`). Which models: `build` looks at
-the modules, and the loader keeps the result only if its logits are the model's own. Everything else runs through
+operations for the same. The calls are recorded once, on memory that stays (see `tape`). Which models: `can_build` looks
+at them, and the loader keeps the result only if its logits are the model's own. Everything else runs through
 transformers.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionBackend
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
-from .linear import Linear, Packer, pack
+from .linear import Linear, Packer
 from .pages import Pages
 from .tape import Call, Count, play, pointer
 
@@ -242,12 +242,10 @@ class Decoder:
         return self._library.lineclear_gate, (self._element, self._tokens, *sizes, pointer(gate_up), pointer(out))
 
 
-def build(
-    model: Any, family: str, num_heads: int, num_kv_heads: int, head_dim: int, packer: Packer = pack
-) -> Decoder | None:
-    """The model as a Decoder, or None when it is built otherwise, or when there are no kernels for it here."""
-    config = model.config
-    fits = (
+def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:
+    """Whether a Decoder computes such a model here. `shape`: num_heads, num_kv_heads, head_dim."""
+    config, head_dim = model.config, shape[2]
+    return (
         family in FAMILIES
         and next(model.parameters()).device.type == "cpu"
         and model.dtype in ELEMENTS
@@ -256,16 +254,6 @@ def build(
         and math.gcd(head_dim, config.hidden_size, config.intermediate_size) % LANES == 0
         and head_dim <= LARGEST_HEAD
     )
-    return Decoder(model, num_heads, num_kv_heads, head_dim, packer) if fits else None
-
-
-def release_weights(model: Any) -> None:
-    """Let go of the matrices that a Decoder of the model has its own copies of. The model cannot compute any more."""
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    modules = [module for layer in model.model.layers for module in layer.modules()]
-    for module in [*modules, *([] if tied else [model.lm_head])]:
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
 def _layer(module: Any, packer: Packer, pages: Pages) -> _Layer:

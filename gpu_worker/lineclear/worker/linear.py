@@ -62,6 +62,18 @@ def plain(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
     return Through(lambda x: torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1))
 
 
+def releasing(packer: Packer) -> Packer:
+    """The Packer, after which the layers' own matrices are gone. One that they share with others stays with those."""
+
+    def pack_and_release(layers: Sequence[nn.Linear], pages: Pages) -> Linear:
+        packed = packer(layers, pages)
+        for layer in layers:
+            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        return packed
+
+    return pack_and_release
+
+
 def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Weight [sum of out_features, in_features] and bias of the layers as one."""
     weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()

@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from .attention import AttentionBackend, Chunk, LayerSpec, make_batch
 from .attention.reference import ReferenceAttention
 from .checkpoint import CheckpointBroken, check_weights
-from .decoder import Decoder, build, release_weights
+from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
-from .linear import Packer, pack, plain
+from .linear import Packer, pack, plain, releasing
 
 log = structlog.get_logger(__name__)
 
@@ -124,31 +124,31 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     return loaded
 
 
-def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = False) -> LoadedModel:
-    """The same model with a forward pass of few operations, where there is one for it and its logits are the same.
+def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = False) -> LoadedModel | None:
+    """The same model with a forward pass of few operations; itself, where there is none for it.
 
-    The transformers model cannot be used any more then, unless `keep_weights`, which holds every matrix twice.
+    None: that pass computes something else, which is not to be used. Unless `keep_weights`, the transformers model
+    gives each matrix away as soon as it is packed, so that none is held twice, and cannot be used any more.
     """
     shapes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in loaded.layers}
+    if len(shapes) != 1 or not can_build(loaded.model, loaded.family, shape := shapes.pop()):
+        return loaded
     with torch.inference_mode():
-        decoder = build(loaded.model, loaded.family, *shapes.pop(), packer) if len(shapes) == 1 else None
-        if decoder is None:
-            return loaded
-        fused = replace(loaded, decoder=decoder)
         ids, positions = _probe_input(loaded.model.config.get_text_config(), loaded.device)
-        error = _relative_error(_paged_logits(fused, ids, positions), _paged_logits(loaded, ids, positions))
+        wanted = _paged_logits(loaded, ids, positions)
+        decoder = Decoder(loaded.model, *shape, packer if keep_weights else releasing(packer))
+        fused = replace(loaded, decoder=decoder)
+        error = _relative_error(_paged_logits(fused, ids, positions), wanted)
     if not error <= _TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
-        return loaded
-    if not keep_weights:
-        release_weights(loaded.model)
+        return None
     return fused
 
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     """As `fuse`, the matrices quantised to 8 bits. Raises ModelRefused where that cannot be done."""
     exact = fuse(loaded, plain, keep_weights=True)
-    if exact.decoder is None:
+    if exact is None or exact.decoder is None:
         raise ModelRefused(
             "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
             f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
@@ -159,15 +159,14 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         wanted = _paged_logits(exact, ids, positions)
         spec = loaded.layers[0]
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        quantised = replace(loaded, decoder=build(loaded.model, loaded.family, *shape, pack_int8), weights="int8")
+        decoder = Decoder(loaded.model, *shape, pack_int8 if keep_weights else releasing(pack_int8))
+        quantised = replace(loaded, decoder=decoder, weights="int8")
         error = _relative_error(_paged_logits(quantised, ids, positions), wanted)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
             f"8-bit weights change its logits too much (relative error {error:.2g}): leave weights at auto"
         )
     log.info("weights_quantised", relative_error=round(error, 4))
-    if not keep_weights:
-        release_weights(loaded.model)
     return quantised
 
 
