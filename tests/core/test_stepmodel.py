@@ -40,6 +40,14 @@ def test_finds_the_three_numbers() -> None:
     assert model.tokens_within(0.025, 0) == pytest.approx(200, rel=0.01)
 
 
+def test_tokens_deep_in_a_prompt_take_longer() -> None:
+    model = StepModel()
+    teach(model, random.Random(1), 100)
+    # 25 ms, of which 5 ms are the step's, 1 ms ten tokens and 2 ms what those attend to: 17 ms for 0.1 or 0.5 ms each.
+    assert model.more_within(0.025, 10, 10_000, 0) == pytest.approx(170, rel=0.02)
+    assert model.more_within(0.025, 10, 10_000, 2000) == pytest.approx(34, rel=0.02)
+
+
 def test_sees_through_noise() -> None:
     model = StepModel()
     teach(model, random.Random(1), 1000, noise=0.1)

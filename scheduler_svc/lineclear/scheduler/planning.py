@@ -105,7 +105,7 @@ class Planning:
                 if not self._make_room(sequence):
                     return
                 sequence.blocks += residents.pool.take(1)
-            count = min(sequence.todo, self._room_for_prompts())
+            count = min(sequence.todo, self._room_for_prompts(sequence.planned))
             self._add(sequence, count, tuple(sequence.blocks[-1:]) if grown else ())
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -204,19 +204,20 @@ class Planning:
         """Prompts begun in earlier steps. Their blocks are theirs since admission."""
         for sequence in self._residents.loose_by_age():
             if sequence.todo > 1 and sequence.planned_step != self._step:
-                count = min(sequence.todo, self._room_for_prompts())
+                count = min(sequence.todo, self._room_for_prompts(sequence.planned))
                 if count <= 0:
                     break
                 self._add_prompt(sequence, count, ())
 
-    def _room_for_prompts(self) -> int:
-        """Prompt tokens this step can still take without breaking the inter-token target of its decodes."""
+    def _room_for_prompts(self, position: int) -> int:
+        """Tokens of a prompt, from `position` on, that this step can still take without keeping its decodes."""
         room = self._budget - self.num_tokens
         decodes = self.num_tokens - self._prompt_tokens
         if decodes and self._world.limits.policy.inter_token_target_seconds > 0:
-            fitting = self._world.model.tokens_within(self._longest(decodes), self.kv_tokens)
+            seconds = self._longest(decodes)
+            fitting = self._world.model.more_within(seconds, self.num_tokens, self.kv_tokens, position)
             if fitting is not None:
-                room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting) - self.num_tokens))
+                room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting)))
         return room
 
     def _longest(self, decodes: int) -> float:
@@ -238,7 +239,7 @@ class Planning:
             return
         room = world.strategy.room(world.view(self._now)) if world.fresh and self._residents.free_slots else 0
         passed_over: list[Sequence] = []
-        while self._residents.free_slots and self._room_for_prompts() > 0 and len(passed_over) < _LOOKAHEAD:
+        while self._residents.free_slots and self._room_for_prompts(0) > 0 and len(passed_over) < _LOOKAHEAD:
             sequence = self._next(room > 0, passed_over)
             # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
             if sequence is None or sequence.in_flight > 0:
@@ -291,13 +292,14 @@ class Planning:
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
         )
-        count = min(sequence.todo, self._room_for_prompts())
+        count = min(sequence.todo, self._room_for_prompts(sequence.planned))
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        before = self.kv_tokens
         self._add(sequence, count, new_blocks)
         self._prompt_tokens += count
-        self._prompt_kv_tokens += sequence.planned
+        self._prompt_kv_tokens += self.kv_tokens - before
 
     def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
         start = sequence.planned
@@ -315,4 +317,4 @@ class Planning:
             self.samples.append(sequence)
             sequence.known += 1
         self.num_tokens += count
-        self.kv_tokens += end
+        self.kv_tokens += count * (start + end + 1) // 2

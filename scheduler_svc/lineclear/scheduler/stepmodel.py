@@ -1,5 +1,8 @@
 """How long a step takes, learnt from the steps that were: seconds = base + per_token * tokens + per_kv * kv_tokens.
 
+`kv_tokens` are the cached positions that the step's tokens attend to, each counted for every token that does: one
+decoding at position 500 counts 500, a chunk of 10 there ten times as much.
+
 Recursive least squares with forgetting, so that it follows a machine whose speed changes. Three numbers and a 3x3
 matrix; nothing here knows what a step does.
 """
@@ -33,10 +36,17 @@ class StepModel:
 
     def tokens_within(self, seconds: float, kv_tokens: float) -> float | None:
         """How many tokens a step of `seconds` can compute; None while too little is known to say."""
+        return self.more_within(seconds, 0, kv_tokens, 0)
+
+    def more_within(self, seconds: float, tokens: float, kv_tokens: float, context: float) -> float | None:
+        """How many tokens at position `context` a step of (tokens, kv_tokens) can take besides, to last `seconds`.
+
+        None while too little is known to say.
+        """
         base, token, kv = self.coefficients
         if self.num_observations < 8 or token < _LEAST_SECONDS:
             return None
-        return (seconds - base - kv * kv_tokens) / token
+        return (seconds - base - token * tokens - kv * kv_tokens) / (token + kv * context)
 
     def observe(self, tokens: float, kv_tokens: float, seconds: float) -> None:
         """Learn from one step."""
