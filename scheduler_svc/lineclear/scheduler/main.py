@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import faulthandler
 import os
 import secrets
@@ -150,6 +151,9 @@ async def _run(
             admin_address=server.admin_address,
             health_address=server.health_address,
         )
+        # What starting left behind stays; looking through it again and again for garbage would hold up everybody.
+        gc.collect()
+        gc.freeze()
         await leaving.begun.wait()
         if not await leaving.unless_hurried(_leave(leaving, settings, service, server)):
             service.fail_all(drained)
