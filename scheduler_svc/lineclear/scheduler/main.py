@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import faulthandler
+import gc
 import os
 import secrets
 import shutil
