@@ -770,3 +770,35 @@ def test_a_dirty_block_that_another_shares_is_zeroed_when_the_last_lets_go() -> 
     plan = rig.step()
     assert plan is not None
     assert {0, 1} <= set(plan.zero_blocks)
+
+
+def test_blocks_left_with_rows_in_flight_are_zeroed_before_reuse_until_the_rows_prove_finite() -> None:
+    bad: list[bool] = [False]
+    rig = Rig(worker_num_blocks=4, pipeline_depth=2, max_batch_size=1, is_bad=lambda context: bad[0])
+    for turn, dirty in enumerate((False, True)):
+        rig.submit(f"a{turn}", 5, max_tokens=8)
+        rig.plan()
+        (begun,) = rig.plans[-1].chunks
+        rig.apply()
+        rig.plan()
+        rig.cancel(f"a{turn}")  # while its second step is in flight
+        bad[0] = dirty
+        rig.apply()
+        bad[0] = False
+        rig.submit(f"b{turn}", [5 * i for i in range(14)], max_tokens=1)  # takes all four blocks
+        plan = rig.plan()
+        assert plan is not None
+        assert set(plan.zero_blocks) == ({begun.new_blocks[1]} if dirty else set())
+        rig.run()
+
+
+def test_a_block_whose_rows_are_still_in_flight_is_zeroed_at_once() -> None:
+    rig = Rig(worker_num_blocks=4, pipeline_depth=2, max_batch_size=1)
+    rig.submit("a", 5, max_tokens=8)
+    rig.plan()
+    rig.cancel("a")
+    rig.submit("b", [5 * i for i in range(14)], max_tokens=1)
+    plan = rig.plan()
+    assert plan is not None
+    assert sorted(plan.zero_blocks) == [0, 1]
+    rig.run()

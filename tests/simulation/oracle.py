@@ -87,6 +87,8 @@ class Track:
         self.in_flight = 0
         self.residence = 0
         self.high = 0  # positions planned in earlier stays
+        self.last_row = 0  # the step of it
+        self.soiled = False
         self.preemptions = self.recoveries = self.bypasses = 0
         self.pinned = False
         self.strikes = self.mark = 0
@@ -150,6 +152,7 @@ class Oracle:
         self.key_of: dict[int, Key] = {}
         self.unused: dict[int, None] = {}  # blocks of the index that nobody holds, longest unused first
         self.dirty: set[int] = set()
+        self.doubts: dict[int, tuple[Track, int]] = {}  # free block -> who had rows in flight when he left it, the last
         self.tally = Counters()
         self.draining = False
         self.arrivals = 0
@@ -229,6 +232,7 @@ class Oracle:
         self.step = self.num_slots = 0
         self.index, self.key_of, self.unused, self.holders = {}, {}, {}, []
         self.dirty.clear()
+        self.doubts.clear()
         if hello is not None:
             self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
             self.holders = [set() for _ in range(hello.num_blocks)]
@@ -497,7 +501,7 @@ class Oracle:
             again = min(end, track.high) - row.start
             track.recomputed += again
             self.tally.recomputed_tokens += again
-        track.planned = end
+        track.planned, track.last_row = end, flight.step
         flight.rows.append((track, track.residence, end))
         if row.sample:
             hold(track.received + track.in_flight < track.request.max_tokens, "I6", "no sample past max_tokens")
@@ -512,9 +516,10 @@ class Oracle:
             hold(empty == 0 or bool(self.yielded), "I4", "a cached block is given away only when no empty one is left")
             hold(next(iter(self.unused)) == block, "I4", "the cached block that was unused longest is given away")
             del self.unused[block], self.index[self.key_of.pop(block)]
-        if block in self.dirty:
+        if block in self.dirty or block in self.doubts:
             hold(block in zeroed, "I18", "a dirty block is zeroed before it is used again")
             self.dirty.discard(block)
+            self.doubts.pop(block, None)
             zeroed.discard(block)
         self.holders[block].add(track)
 
@@ -577,6 +582,13 @@ class Oracle:
             track.first_token_at = now if track.first_token_at is None else track.first_token_at
             track.last_token_at, track.last_step = now, flight.step
             self.tally.output_tokens += 1
+        soiled = {t for i, t in enumerate(flight.samples) if i in result.bad_rows}
+        tokens = enumerate(result.tokens)
+        soiled |= {flight.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
+        for block, (track, last) in list(self.doubts.items()):
+            if track in soiled or last <= flight.step:
+                del self.doubts[block]
+                self.dirty |= {block} if track in soiled else set()
         for track, residence, end in flight.rows:
             if track.running and track.residence == residence:
                 self._publish(track, end)
@@ -603,6 +615,7 @@ class Oracle:
         track.applied = end
 
     def _soil(self, track: Track) -> None:
+        track.soiled = True
         for block in track.table:
             if block in self.key_of:
                 del self.index[self.key_of.pop(block)]
@@ -707,6 +720,8 @@ class Oracle:
         self.resuming.pop(track, None)
 
     def _leave(self, track: Track, high: int) -> None:
+        if track.planned > track.applied and not track.soiled:
+            self.doubts |= dict.fromkeys(track.table[track.applied // self._size :], (track, track.last_row))
         for block in reversed(track.table):
             self.holders[block].discard(track)
             if block in self.key_of and not self.holders[block]:

@@ -7,7 +7,7 @@ prefix that a later request may share, and is evicted, longest unused first, whe
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -26,6 +26,10 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
 
 
+class Doubt:
+    """A reason to doubt what is in some blocks; told from others by identity."""
+
+
 class BlockPool:
     """Hands out `num_blocks` blocks of `block_size` positions, counts references, remembers prefixes."""
 
@@ -33,11 +37,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first
+        self._empty = deque(range(num_blocks - 1, -1, -1))  # taken from the right: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published, longest unused first
         self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> key, tokens
         self._by_key: dict[bytes, int] = {}
         self._dirty: set[int] = set()
+        self._doubts: dict[int, Doubt] = {}  # free and empty, and perhaps dirty
         self._to_zero: list[int] = []
 
     @property
@@ -69,8 +74,9 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._unpublish(block)
-            if block in self._dirty:
+            if block in self._dirty or block in self._doubts:
                 self._dirty.discard(block)
+                self._doubts.pop(block, None)
                 self._to_zero.append(block)
             self._references[block] = 1
             taken.append(block)
@@ -101,6 +107,25 @@ class BlockPool:
             self._unpublish(block)
             self._dirty.add(block)
         self.release(blocks)
+
+    def release_doubtful(self, blocks: Sequence[int], doubt: Doubt) -> None:
+        """Give back blocks that nobody else holds or knows of, and whose content is not known yet to be trusted.
+
+        Until `settle` whoever takes one gets it zeroed, and the others are taken first.
+        """
+        for block in blocks:
+            assert self._references[block] == 1
+            assert block not in self._published
+            self._references[block] = 0
+            self._doubts[block] = doubt
+            self._empty.appendleft(block)
+
+    def settle(self, doubt: Doubt, *, dirty: bool) -> None:
+        """What became of a doubt, for the blocks that nobody has taken meanwhile."""
+        for block in [block for block, other in self._doubts.items() if other is doubt]:
+            del self._doubts[block]
+            if dirty:
+                self._dirty.add(block)
 
     def drain_to_zero(self) -> tuple[int, ...]:
         """Blocks handed out since the last call that the worker must fill with zeros before it uses them."""
@@ -152,4 +177,5 @@ class BlockPool:
         assert self._cached.keys() <= self._published.keys()
         assert not set(self._empty) & self._published.keys(), "an empty block in the prefix index"
         assert {key: block for block, (key, _) in self._published.items()} == self._by_key
+        assert self._doubts.keys() <= set(self._empty), "doubt of what somebody holds"
         assert not self._dirty & self._published.keys(), "a dirty block in the prefix index"

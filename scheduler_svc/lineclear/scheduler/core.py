@@ -299,7 +299,8 @@ class Scheduler:
         self._flights.popleft()
         self._world.model.observe(flight.num_tokens, flight.kv_tokens, result.step_seconds)
         tokens, failures = Tokens(result), list[Event]()
-        over = self._confirm(result, flight, self._hello.vocab_size, tokens, failures, now)
+        bad = _bad_samples(result, self._hello.vocab_size)
+        over = self._confirm(result, flight, bad, tokens, failures, now)
         for sequence in flight.filling:
             if sequence.state is State.RUNNING:
                 if sequence.joined != NEVER:
@@ -309,6 +310,8 @@ class Scheduler:
             if sequence.residence == residence and sequence.state is State.RUNNING:
                 sequence.computed = end
                 self._residents.publish(sequence)
+        gone = {sequence for row, sequence in enumerate(flight.sampled()) if row in bad} if bad else ()
+        self._residents.settle_doubts(flight.step, gone)
         events = [*tokens.event(), *failures, *self._stop(over, now)]
         if self._suspects:
             for sequence in self._suspects:
@@ -318,7 +321,13 @@ class Scheduler:
         return events
 
     def _confirm(
-        self, result: StepResult, flight: Flight, vocab_size: int, tokens: Tokens, failures: list[Event], now: float
+        self,
+        result: StepResult,
+        flight: Flight,
+        bad: frozenset[int],
+        tokens: Tokens,
+        failures: list[Event],
+        now: float,
     ) -> list[Sequence]:
         """Append the sampled tokens. Returns whose answer they may have completed.
 
@@ -327,9 +336,6 @@ class Scheduler:
         is as good as any.
         """
         crew, beat = flight.crew.sequences, flight.beat
-        bad = result.bad_rows
-        if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < vocab_size:
-            bad = bad | {row for row, token in enumerate(result.tokens) if not 0 <= token < vocab_size}
         for row in bad:
             if row < len(crew) and crew[row].joined != NEVER:
                 self._residents.loosen(crew[row])  # before the beat is heard: this sample is none of its tokens
@@ -484,6 +490,14 @@ def _check_fits(request: Request, hello: Hello) -> None:
             f"the request needs {need} KV blocks, the pool has {hello.num_blocks}",
             metadata={"need": str(need), "have": str(hello.num_blocks)},
         )
+
+
+def _bad_samples(result: StepResult, vocab_size: int) -> frozenset[int]:
+    """Samples whose token is none."""
+    tokens = result.tokens
+    if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return result.bad_rows
+    return result.bad_rows | {row for row, token in enumerate(tokens) if not 0 <= token < vocab_size}
 
 
 def _bad_row(non_finite: bool) -> LineclearError:

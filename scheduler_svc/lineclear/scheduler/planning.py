@@ -125,9 +125,10 @@ class Planning:
         ready = [s for s in residents.loose_by_age() if s.todo == 1 and s.planned_step != self._step]
         if room <= 0 or not (ready or residents.decoding):
             return
-        beginners = []  # the account of a first token is kept where chunks are confirmed
+        beginners = []  # first tokens, and positions computed again, are put to account as chunks
         for sequence in ready:
-            if sequence.first_token_at is None and not sequence.in_flight:
+            first = sequence.first_token_at is None and not sequence.in_flight
+            if first or sequence.planned < sequence.high_water:
                 beginners.append(sequence)
             else:
                 residents.tie(sequence)

@@ -6,10 +6,18 @@ The only place where a sequence takes a slot or gives it back, so that nothing c
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
-from lineclear.scheduler.blocks import BlockPool, chain_key, root_key
+from lineclear.scheduler.blocks import BlockPool, Doubt, chain_key, root_key
 from lineclear.scheduler.decoding import Decoding
 from lineclear.scheduler.sequence import NEVER, Sequence, State
+
+
+class RowsInFlight(Doubt):
+    """Who left its blocks before all its rows were heard of; their values may turn out not to be finite."""
+
+    def __init__(self, sequence: Sequence, last_step: int) -> None:
+        self.sequence, self.last_step = sequence, last_step
 
 
 class Residents:
@@ -28,6 +36,7 @@ class Residents:
         self.running: dict[Sequence, None] = {}  # an ordered set, by entering
         self.loose: dict[Sequence, None] = {}
         self.decoding = Decoding(block_size)
+        self._doubts: list[RowsInFlight] = []
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots))  # a heap: low slots first
         self.pool = BlockPool(num_blocks, block_size)
@@ -58,10 +67,26 @@ class Residents:
         del self.running[sequence], self.loose[sequence]
         if dirty:
             self.pool.release_dirty(sequence.blocks)
+        elif sequence.planned > sequence.computed:
+            first = sequence.computed // self.pool.block_size
+            doubt = RowsInFlight(sequence, sequence.planned_step)
+            self._doubts.append(doubt)
+            self.pool.release_doubtful(sequence.blocks[first:], doubt)
+            self.pool.release(sequence.blocks[:first])
         else:
             self.pool.release(sequence.blocks)
         heapq.heappush(self.free_slots, sequence.slot)
         _strip(sequence, state, computed=sequence.planned)  # plans in flight will run
+
+    def settle_doubts(self, step: int, bad: Collection[Sequence]) -> None:
+        """The rows of `step` are heard of; those of `bad` had values that are not finite."""
+        if self._doubts:
+            for doubt in self._doubts:
+                if doubt.sequence in bad:
+                    self.pool.settle(doubt, dirty=True)
+                elif doubt.last_step <= step:
+                    self.pool.settle(doubt, dirty=False)
+            self._doubts = [doubt for doubt in self._doubts if doubt.last_step > step]
 
     def evict_all(self) -> list[Sequence]:
         """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first."""
