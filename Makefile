@@ -23,7 +23,7 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro fuzz lint format stubs clean
+.PHONY: help demo test serve bench bench-micro fuzz chaos soak lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -57,6 +57,14 @@ bench-micro: $(STAMP) ## What each part of lineclear costs by itself
 
 fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link; COUNT and SEED choose others
 	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
+
+chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch worker, 50 of the scheduler: what callers noticed
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),50) --seed $(or $(SEED),1)
+
+soak: $(STAMP) ## SECONDS (3600) of answers, cancellations and kills; does the memory of the scheduler or the worker grow?
+	@cd tests && ../$(BIN)/python -m campaigns.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy

@@ -1,0 +1,66 @@
+"""A sample of each campaign, so that they run when they are needed, and would say if something were lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from campaigns import chaos, soak
+from campaigns.answers import Question
+from support.world import short_directory
+
+
+@pytest.fixture
+def folder() -> Path:
+    return short_directory()
+
+
+@pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])
+def test_nobody_notices(folder: Path, of: str, kills: int) -> None:
+    done = chaos.campaign(folder, of=of, kills=kills, streams=8, seed=3)
+    assert done.is_clean, done.figures()
+    assert done.tally.answers >= 8
+    assert len(done.recovered) == kills
+    assert (done.tally.resumes > 0) == (of == "scheduler")
+
+
+def test_a_wrong_token_would_be_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = chaos.toy_questions
+
+    def questions(seed: int) -> object:
+        ask = real(seed)
+
+        def wrong() -> Question:
+            question = ask()
+            return Question(question.prompt, question.sampling, (*question.right[:-1], question.right[-1] ^ 1))
+
+        return wrong
+
+    monkeypatch.setattr(chaos, "toy_questions", questions)
+    done = chaos.campaign(folder, of="worker", kills=0, streams=2, seed=3)
+    assert not done.is_clean
+    assert done.tally.altered == done.tally.answers
+
+
+def test_a_short_soak_counts_and_holds_nothing(folder: Path) -> None:
+    found = soak.soak(folder, seconds=4.0, streams=4, seed=5)
+    assert found["answers"] > 10
+    assert (found["wrong"], found["held_at_end"]) == (0, 0)
+    assert found["scheduler"]["first_bytes"] > 10 * 2**20
+
+
+def test_a_leak_has_a_slope_and_noise_has_none() -> None:
+    dice = random.Random(1)
+    leak = [(n * 100.0, n * 100.0 * 40 + dice.uniform(-1e6, 1e6)) for n in range(500)]
+    rise, error = soak.slope(leak)
+    assert rise - error < 40 < rise + error
+    assert 100_000 * (rise - error) > 2**20
+    noise = [(n * 1000.0, dice.uniform(-1e5, 1e5)) for n in range(500)]
+    rise, error = soak.slope(noise)
+    assert 100_000 * (rise + error) < 2**20
+
+
+def test_quantiles_are_those_of_the_values() -> None:
+    assert chaos._quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
+    assert chaos._quantiles([]) == {}
