@@ -87,6 +87,13 @@ class DuplicateRequest(LineclearError):
     reason = "DUPLICATE_REQUEST"
 
 
+class UnknownRequest(LineclearError):
+    """No submitted request of this caller has this request_id, or its answer is kept no longer."""
+
+    code = "NOT_FOUND"
+    reason = "UNKNOWN_REQUEST"
+
+
 class CannotFit(LineclearError):
     """The request alone needs more KV blocks than the pool has."""
 

@@ -79,6 +79,8 @@ class AioSession:
 
     async def _write(self) -> None:
         with contextlib.suppress(Exception):  # what ended the call is the reader's to say
+            # A write that fails hides the status: so first hear that the server has a Session at all.
+            await self._call.initial_metadata()
             while True:
                 while self._orders:
                     await self._call.write(self._orders.popleft())

@@ -429,7 +429,7 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
 
 
 # What gRPC says, under codes of a bug, when a stream ends without a status.
-_CUT = ("RST_STREAM", "Stream removed")
+_CUT = ("RST_STREAM", "Stream removed", "Internal error from Core")
 
 
 def failure(error: Any, target: str, cancelled: bool) -> errors.LineclearError:

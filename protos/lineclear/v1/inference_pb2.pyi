@@ -57,6 +57,36 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 4
 """max_tokens, or the context, is used up."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _ResultState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ResultStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ResultState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESULT_STATE_UNSPECIFIED: _ResultState.ValueType  # 0
+    RESULT_STATE_WAITING: _ResultState.ValueType  # 1
+    """In the queue."""
+    RESULT_STATE_RUNNING: _ResultState.ValueType  # 2
+    """Being answered."""
+    RESULT_STATE_FINISHED: _ResultState.ValueType  # 3
+    """The answer is complete."""
+    RESULT_STATE_FAILED: _ResultState.ValueType  # 4
+    """It ended without an answer."""
+
+class ResultState(_ResultState, metaclass=_ResultStateEnumTypeWrapper):
+    """How far a submitted request is."""
+
+RESULT_STATE_UNSPECIFIED: ResultState.ValueType  # 0
+RESULT_STATE_WAITING: ResultState.ValueType  # 1
+"""In the queue."""
+RESULT_STATE_RUNNING: ResultState.ValueType  # 2
+"""Being answered."""
+RESULT_STATE_FINISHED: ResultState.ValueType  # 3
+"""The answer is complete."""
+RESULT_STATE_FAILED: ResultState.ValueType  # 4
+"""It ended without an answer."""
+Global___ResultState: _TypeAlias = ResultState  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """One request for one answer."""
@@ -853,6 +883,212 @@ class FieldViolation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
+
+@_typing.final
+class SubmitRequest(_message.Message):
+    """A request to be left alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """As Generate takes it."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long the answer may take. Unset: the server's
+        default_deadline_seconds. The deadline of the call does not bound it.
+        """
+
+    def __init__(
+        self,
+        *,
+        request: Global___GenerateRequest | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+
+@_typing.final
+class SubmitResponse(_message.Message):
+    """It is in the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The caller's name for it, or the one the server made."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitResponse: _TypeAlias = SubmitResponse  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    """Which answer, and what of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_INDEX_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Of a submitted request."""
+    from_index: _builtins.int
+    """Index of the first token that is wanted; what came before is not sent.
+    At most as many as there are tokens.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        from_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class AttachResponse(_message.Message):
+    """A piece of the answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """As Generate would send it."""
+
+    def __init__(
+        self,
+        *,
+        response: Global___GenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class GetResultRequest(_message.Message):
+    """Which answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Of a submitted request."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetResultRequest: _TypeAlias = GetResultRequest  # noqa: Y015
+
+@_typing.final
+class GetResultResponse(_message.Message):
+    """All there is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    state: Global___ResultState.ValueType
+    """How far it is."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """The whole answer so far in one piece, without logprobs and token times."""
+
+    @_builtins.property
+    def failure(self) -> Global___Failure:
+        """Why it failed, if it did."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ResultState.ValueType = ...,
+        response: Global___GenerateResponse | None = ...,
+        failure: Global___Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "response", b"response", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetResultResponse: _TypeAlias = GetResultResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    """Whom to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Of any request of this caller."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """It is ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether there was one."""
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

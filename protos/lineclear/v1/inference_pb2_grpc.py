@@ -45,6 +45,26 @@ class InferenceServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_inference__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Submit = channel.unary_unary(
+                '/lineclear.v1.InferenceService/Submit',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.SubmitResponse.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/lineclear.v1.InferenceService/Attach',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.AttachResponse.FromString,
+                _registered_method=True)
+        self.GetResult = channel.unary_unary(
+                '/lineclear.v1.InferenceService/GetResult',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.GetResultRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.GetResultResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/lineclear.v1.InferenceService/Cancel',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/lineclear.v1.InferenceService/Tokenize',
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -90,6 +110,38 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Submit(self, request, context):
+        """Begin a request and leave it: the answer is made whether or not anybody
+        listens, and kept for a while (detached_ttl_seconds) after its end, as
+        long as this server lives. Returns when the request is in the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Listen to a submitted request, from any index of its answer on and as
+        often as one likes. Ending the call does not end the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetResult(self, request, context):
+        """What there is of a submitted request's answer, without waiting.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """End a request without an answer, however it was begun; for its own caller.
+        A submitted request that is over already is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Token ids of a text or of a conversation, as Generate would make them.
         """
@@ -130,6 +182,26 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=lineclear_dot_v1_dot_inference__pb2.SessionRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_inference__pb2.SessionResponse.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.SubmitRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.SubmitResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.AttachRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.AttachResponse.SerializeToString,
+            ),
+            'GetResult': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResult,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.GetResultRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.GetResultResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -207,6 +279,114 @@ class InferenceService(object):
             '/lineclear.v1.InferenceService/Session',
             lineclear_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
             lineclear_dot_v1_dot_inference__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/Submit',
+            lineclear_dot_v1_dot_inference__pb2.SubmitRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.SubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/Attach',
+            lineclear_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResult(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/GetResult',
+            lineclear_dot_v1_dot_inference__pb2.GetResultRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.GetResultResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/Cancel',
+            lineclear_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,21 @@ class InferenceServiceStub:
     Cancelling the call cancels its requests; ending only the sending side
     lets them come to their ends, and then the call is over.
     """
+    Submit: _grpc.UnaryUnaryMultiCallable[_inference_pb2.SubmitRequest, _inference_pb2.SubmitResponse]
+    """Begin a request and leave it: the answer is made whether or not anybody
+    listens, and kept for a while (detached_ttl_seconds) after its end, as
+    long as this server lives. Returns when the request is in the queue.
+    """
+    Attach: _grpc.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]
+    """Listen to a submitted request, from any index of its answer on and as
+    often as one likes. Ending the call does not end the request.
+    """
+    GetResult: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetResultRequest, _inference_pb2.GetResultResponse]
+    """What there is of a submitted request's answer, without waiting."""
+    Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
+    """End a request without an answer, however it was begun; for its own caller.
+    A submitted request that is over already is forgotten.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or of a conversation, as Generate would make them."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -74,6 +89,21 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     fraction of as many calls of Generate. A request that fails fails alone.
     Cancelling the call cancels its requests; ending only the sending side
     lets them come to their ends, and then the call is over.
+    """
+    Submit: _aio.UnaryUnaryMultiCallable[_inference_pb2.SubmitRequest, _inference_pb2.SubmitResponse]  # type: ignore[assignment]
+    """Begin a request and leave it: the answer is made whether or not anybody
+    listens, and kept for a while (detached_ttl_seconds) after its end, as
+    long as this server lives. Returns when the request is in the queue.
+    """
+    Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]  # type: ignore[assignment]
+    """Listen to a submitted request, from any index of its answer on and as
+    often as one likes. Ending the call does not end the request.
+    """
+    GetResult: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetResultRequest, _inference_pb2.GetResultResponse]  # type: ignore[assignment]
+    """What there is of a submitted request's answer, without waiting."""
+    Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
+    """End a request without an answer, however it was begun; for its own caller.
+    A submitted request that is over already is forgotten.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Token ids of a text or of a conversation, as Generate would make them."""
@@ -108,6 +138,45 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         fraction of as many calls of Generate. A request that fails fails alone.
         Cancelling the call cancels its requests; ending only the sending side
         lets them come to their ends, and then the call is over.
+        """
+
+    @_abc_1.abstractmethod
+    def Submit(
+        self,
+        request: _inference_pb2.SubmitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.SubmitResponse, _abc.Awaitable[_inference_pb2.SubmitResponse]]:
+        """Begin a request and leave it: the answer is made whether or not anybody
+        listens, and kept for a while (detached_ttl_seconds) after its end, as
+        long as this server lives. Returns when the request is in the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _inference_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.AttachResponse], _abc.AsyncIterator[_inference_pb2.AttachResponse]]:
+        """Listen to a submitted request, from any index of its answer on and as
+        often as one likes. Ending the call does not end the request.
+        """
+
+    @_abc_1.abstractmethod
+    def GetResult(
+        self,
+        request: _inference_pb2.GetResultRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetResultResponse, _abc.Awaitable[_inference_pb2.GetResultResponse]]:
+        """What there is of a submitted request's answer, without waiting."""
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _inference_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
+        """End a request without an answer, however it was begun; for its own caller.
+        A submitted request that is over already is forgotten.
         """
 
     @_abc_1.abstractmethod

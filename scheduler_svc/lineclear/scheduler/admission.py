@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import InvalidRequest, LineclearError, Violation
+from lineclear.errors import Cancelled, InvalidRequest, LineclearError, Violation
 from lineclear.scheduler import identity, validation
 from lineclear.scheduler.events import Event, Finished, FinishReason, Record, Started
 from lineclear.scheduler.identity import Identity
@@ -43,16 +43,8 @@ class Ticket:
     """A request that was let in, from its check to its end."""
 
     __slots__ = (
-        "arrival",
-        "bounds",
-        "caller",
-        "checked",
-        "deadline",
-        "is_over",
-        "mailbox",
-        "prompt_tokens",
-        "tenant",
-        "text",
+        *("arrival", "bounds", "caller", "checked", "deadline"),
+        *("is_over", "mailbox", "max_tokens", "prompt_tokens", "tenant", "text"),
     )
 
     def __init__(
@@ -74,7 +66,8 @@ class Ticket:
         self.tenant = tenant
         self.arrival = arrival
         self.deadline = deadline
-        self.prompt_tokens = 0
+        self.prompt_tokens = 0  # these two are known once it is tokenized
+        self.max_tokens = 0
         self.is_over = False
 
 
@@ -98,6 +91,7 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._room = room
+        self._tickets: dict[str, Ticket] = {}  # by the caller's name
 
     def open(
         self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, tenant: str, seconds: float | None
@@ -124,6 +118,7 @@ class Admission:
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
         mailbox.on_left = partial(self._left, ticket)
+        self._tickets[mailbox.label] = ticket
         return ticket
 
     def _left(self, ticket: Ticket, began: bool) -> None:
@@ -137,7 +132,7 @@ class Admission:
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
         request = replace(request, cache_salt=self._salt(ticket, message))
         self._room.weigh(ticket.tenant, len(request.prompt))
-        ticket.prompt_tokens = len(request.prompt)
+        ticket.prompt_tokens, ticket.max_tokens = len(request.prompt), request.max_tokens
         if not request.output:
             self._engine.submit(request)
             return
@@ -157,6 +152,10 @@ class Admission:
         events: list[Event] = [Started(mailbox.key, 0, 0, 0), Finished(mailbox.key, reason, matched_token_id, record)]
         self._streams.dispatch(events, now)
 
+    def retry_after_seconds(self) -> float:
+        """When it may be worth asking again."""
+        return self._room.retry_after_seconds()
+
     def spent(self, ticket: Ticket, end: End) -> Durations:
         """The times of a complete answer, which count in the statistics from now on."""
         made_here = end.completion_tokens - len(ticket.checked.received)
@@ -164,9 +163,18 @@ class Admission:
         self._stats.add_finished(spent)
         return spent
 
+    def cancel(self, caller: Identity, request_id: str) -> bool:
+        """End a request of `caller` that is in progress; whether there was one. Its reader gets Cancelled."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.caller != caller:
+            return False
+        ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
+        return True
+
     def close(self, ticket: Ticket, outcome: str) -> None:
         """The caller has all it will get. A request that still goes on is cancelled."""
         ticket.is_over = True
+        del self._tickets[ticket.mailbox.label]
         self._streams.close(ticket.mailbox)
         _log_end(ticket, outcome, self._clock())
 
@@ -208,7 +216,9 @@ def _end_of(request: Request, text: AnswerText | None) -> tuple[FinishReason, in
 
 def outcome_of(error: BaseException) -> str:
     """The word the log has for a request that ended with this."""
-    return error.reason.lower() if isinstance(error, LineclearError) else "internal"
+    if isinstance(error, LineclearError):
+        return error.reason.lower()
+    return "internal" if isinstance(error, Exception) else "cancelled"
 
 
 def _log_end(ticket: Ticket, outcome: str, now: float) -> None:

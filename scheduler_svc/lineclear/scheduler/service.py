@@ -8,6 +8,7 @@ decides; what may be sent when, `streams` and `session`; what it looks like, `re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -18,10 +19,11 @@ import grpc.aio
 import structlog
 from google.protobuf.message import Message
 
-from lineclear.errors import Drained, Draining, LineclearError, SlowConsumer, Starting
+from lineclear.errors import Drained, Draining, LineclearError, SlowConsumer, Starting, UnknownRequest
 from lineclear.scheduler import identity, overview, responses, validation
 from lineclear.scheduler.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.chat import ChatTemplate
+from lineclear.scheduler.detached import DetachedAnswers
 from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.events import Event, StepTokens, TokensReady
 from lineclear.scheduler.interceptor import incident
@@ -111,6 +113,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.streams = Streams(engine, self._settings.max_unread_tokens, self._worker_changed)
         self._admission = Admission(
             self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._clock
+        )
+        self._detached = DetachedAnswers(
+            self._admission,
+            partial(incident, f"/{NAME}/Submit"),
+            max_answers=self._settings.max_detached,
+            max_tokens=self._settings.max_detached_tokens,
+            ttl_seconds=self._settings.detached_ttl_seconds,
         )
 
     def publish(self, events: Sequence[Event]) -> None:
@@ -234,6 +243,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             deadline=None if remaining is None else self._clock() + remaining,
             max_requests=self._settings.max_streams_per_connection,
         )
+        await context.send_initial_metadata(())  # callers wait for this sign that there is a Session here
         if self._refusal is not None:
             session.leave(self._refusal())
         self._sessions.add(session)
@@ -245,6 +255,47 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._sessions.discard(session)
             listening.cancel()
             session.close()
+
+    # --- answers left alone ------------------------------------------------------------------------------------------
+
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitResponse:
+        """Admit, and let go: what comes is kept."""
+        caller = identity.caller(context)
+        self._detached.refuse_duplicate(caller, request.request.request_id)
+        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        tenant = identity.tenant(caller, context)
+        ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
+        try:
+            await self._admission.submit(ticket, request.request)
+            self._detached.keep(ticket, ticket.max_tokens)
+        except BaseException as error:
+            self._admission.close(ticket, outcome_of(error))
+            raise
+        return pb.SubmitResponse(request_id=ticket.mailbox.label)
+
+    async def Attach(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, request: pb.AttachRequest, context: Context
+    ) -> None:
+        """All there is from an index on, and then what comes."""
+        answer = self._detached.find(identity.caller(context), request.request_id)
+        async for message in answer.read(request.from_index):
+            await self._write(pb.AttachResponse(response=message), context)
+
+    async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
+        """All there is, at once."""
+        answer = self._detached.find(identity.caller(context), request.request_id)
+        failure = None if answer.error is None else responses.failure(answer.error)
+        return pb.GetResultResponse(state=answer.state, response=answer.whole(), failure=failure)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """End, or forget, a request of this caller. One that is not there is no error: it may just have ended."""
+        caller = identity.caller(context)
+        with contextlib.suppress(UnknownRequest):
+            answer = self._detached.find(caller, request.request_id)
+            if answer.is_over:
+                self._detached.forget(answer)
+                return pb.CancelResponse(found=True)
+        return pb.CancelResponse(found=self._admission.cancel(caller, request.request_id))
 
     async def _write(self, message: Message, context: Context) -> None:
         limit = self._settings.stall_timeout_seconds

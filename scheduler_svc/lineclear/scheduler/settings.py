@@ -177,6 +177,17 @@ class SchedulerSettings(BaseSettings):
         60.0, gt=0, le=3600, description="A stream that takes no message for this long is ended."
     )
 
+    # --- answers left alone (Submit) ---
+    max_detached: int = Field(
+        256, ge=0, le=2**20, description="Most submitted requests kept, those in progress and others."
+    )
+    max_detached_tokens: int = Field(
+        1_000_000, ge=1, le=2**31, description="Most output tokens kept, of all submitted requests together."
+    )
+    detached_ttl_seconds: float = Field(
+        600.0, gt=0, le=7 * 86_400, description="How long the answer of a submitted request is kept after its end."
+    )
+
     # --- the worker ---
     socket_directory: str = Field(
         "",
