@@ -1,6 +1,7 @@
 """Writes the reference pages from what they describe.
 
-docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree.
+docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree,
+docs/reliability.md from tests/faults.yaml.
 
     python docs/generate.py [--out FOLDER]
 
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import reliability
 from google.protobuf import descriptor_pb2 as pb
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
@@ -159,12 +161,13 @@ def _short(type_name: str) -> str:
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     out = parser.parse_args().out
     (out / "configuration.md").write_text(configuration(), encoding="utf-8")
     (out / "protocol.md").write_text(protocol(), encoding="utf-8")
+    (out / "reliability.md").write_text(reliability.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

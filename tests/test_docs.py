@@ -25,7 +25,7 @@ def service() -> Iterator[Service]:
         yield service
 
 
-@pytest.mark.parametrize("page", ["configuration.md", "protocol.md"])
+@pytest.mark.parametrize("page", ["configuration.md", "protocol.md", "reliability.md"])
 def test_a_page_made_from_code_is_fresh(page: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, REPOSITORY / "docs/generate.py", "--out", tmp_path], check=True, timeout=120)
     fresh = (tmp_path / page).read_text(encoding="utf-8")
