@@ -11,7 +11,8 @@
 Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
 """
 
-from .aio import AsyncClient, AsyncStream
+from .aio import AsyncClient, AsyncStream, AsyncSubmitted
+from .kept import Snapshot
 from .requests import ChatMessage, Request, Sampling
 from .results import (
     Delta,
@@ -29,11 +30,12 @@ from .results import (
     Usage,
 )
 from .retries import RetryPolicy
-from .sync import Client, Stream
+from .sync import Client, Stream, Submitted
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "AsyncSubmitted",
     "ChatMessage",
     "Client",
     "Delta",
@@ -46,9 +48,11 @@ __all__ = [
     "Request",
     "RetryPolicy",
     "Sampling",
+    "Snapshot",
     "Started",
     "Stats",
     "Stream",
+    "Submitted",
     "Timings",
     "TokenLogprobs",
     "TopLogprob",

@@ -9,11 +9,12 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from lineclear.errors import Cancelled, LineclearError
+from lineclear.errors import Cancelled, DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .kept import Snapshot, snapshot, submission
 from .many import Batch, Outcome, checked_concurrency
 from .progress import Progress, display
 from .requests import (
@@ -27,11 +28,12 @@ from .requests import (
     Unset,
     authorized,
     detokenize_request,
+    pairs,
     tokenize_request,
 )
 from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import DEFAULT_TARGET, AioTransport, AsyncCall, AsyncTransport, Options
+from .transport import DEFAULT_TARGET, AioTransport, AsyncCall, AsyncTransport, Options, Pairs
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -91,9 +93,10 @@ class AsyncStream(Answer):
 
     def _open(self) -> None:
         outgoing = self._outgoing
+        method, message = self._next_call()
         self._call = self._transport.stream_async(
-            methods.GENERATE,
-            self._message(),
+            method,
+            message,
             timeout_seconds=self._attempts.begin(),
             metadata=outgoing.metadata,
         )
@@ -120,6 +123,41 @@ class AsyncStream(Answer):
         except TimeoutError:
             return
         raise Cancelled("the call was cancelled")
+
+
+class AsyncSubmitted:
+    """A submitted request: the server makes the answer whether or not anybody listens, and keeps it for a while.
+
+    Another process finds it by `request_id`: `client.submitted(request_id)`.
+    """
+
+    def __init__(self, client: AsyncClient, request_id: str, metadata: Pairs) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._metadata = metadata
+
+    def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> AsyncStream:
+        """The answer from that token on, as far as it is there and then as it is made. Leaving it changes nothing."""
+        settings = self._client._settings
+        outgoing = settings.attaching(self.request_id, from_index, self._metadata, timeout_seconds)
+        return AsyncStream(self._client._transport, outgoing)
+
+    async def result(self, *, timeout_seconds: float | None = None) -> Generation:
+        """The whole answer, waited for. Raises the LineclearError the request ended with."""
+        async with self.attach(timeout_seconds=timeout_seconds) as stream:
+            async for _ in stream:
+                pass
+        return stream.result
+
+    async def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> Snapshot:
+        """What there is of the answer now. Raises UnknownRequest where nothing is kept (any more)."""
+        request = pb.GetResultRequest(request_id=self.request_id)
+        return snapshot(await self._client._unary(methods.GET_RESULT, request, timeout_seconds, self._metadata))
+
+    async def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """End it, or forget its answer. Whether there was anything."""
+        request = pb.CancelRequest(request_id=self.request_id)
+        return (await self._client._unary(methods.CANCEL, request, timeout_seconds, self._metadata)).found
 
 
 class AsyncClient:
@@ -211,6 +249,26 @@ class AsyncClient:
         outcomes = self._each(batch, concurrency, return_exceptions, progress, sampling, params)
         return [outcome async for outcome in outcomes]
 
+    async def submit(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> AsyncSubmitted:
+        """Begin an answer and leave it to the server; see `AsyncSubmitted`. The answer may take
+        `timeout_seconds`; the call itself returns when the request is in the queue.
+        """
+        outgoing = self._settings.outgoing(prompt, sampling, **params)
+        request = submission(outgoing)
+        try:
+            await self._unary(methods.SUBMIT, request, UNSET, outgoing.metadata)
+        except DuplicateRequest:
+            # The name is ours alone where the caller gave none: then an earlier attempt did arrive.
+            if outgoing.names_itself:
+                raise
+        return self.submitted(request.request.request_id, metadata=outgoing.metadata)
+
+    def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> AsyncSubmitted:
+        """A request that was submitted, by this client or another one. Asks nobody."""
+        return AsyncSubmitted(self, request_id, self._settings.metadata if metadata is None else pairs(metadata))
+
     async def tokenize(
         self,
         prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
@@ -253,13 +311,21 @@ class AsyncClient:
             return HealthStatus.SERVICE_UNKNOWN
 
     async def _unary(
-        self, method: methods.Method[Req, Res], request: Req, timeout_seconds: float | Unset | None
+        self,
+        method: methods.Method[Req, Res],
+        request: Req,
+        timeout_seconds: float | Unset | None,
+        metadata: Pairs | None = None,
     ) -> Res:
         attempts = self._settings.short(timeout_seconds)
+        own = self._settings.metadata if metadata is None else metadata
         while True:
             try:
                 return await self._transport.unary_async(
-                    method, request, timeout_seconds=attempts.begin(), metadata=self._settings.metadata
+                    method,
+                    request,
+                    timeout_seconds=attempts.begin(),
+                    metadata=own,
                 )
             except LineclearError as error:
                 await asyncio.sleep(attempts.pause_after(error))

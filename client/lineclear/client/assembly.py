@@ -24,9 +24,10 @@ from .results import (
 
 
 class Assembly:
-    """The answer so far: `text`, `token_ids` and the rest grow with every `add`."""
+    """The answer so far: `text`, `token_ids` and the rest grow with every `add`. It begins at `first_index`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_index: int = 0) -> None:
+        self._first_index = first_index
         self.token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -42,6 +43,11 @@ class Assembly:
         return "".join(self._texts)
 
     @property
+    def next_index(self) -> int:
+        """Index in the answer of the token to come."""
+        return self._first_index + len(self.token_ids)
+
+    @property
     def complete(self) -> bool:
         """Whether the last piece has been added."""
         return self._finished is not None
@@ -53,7 +59,7 @@ class Assembly:
         delta = delta_from_proto(message)
         if self._started is not None and delta.started is not None:
             delta = replace(delta, started=None)  # of a call that goes on with what another one began
-        count, have = len(delta.token_ids), len(self.token_ids)
+        count, have = len(delta.token_ids), self.next_index
         if count and delta.first_index != have:
             raise DataLoss(
                 f"the answer continues at token {delta.first_index}, token {have} was expected",

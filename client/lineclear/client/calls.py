@@ -6,11 +6,12 @@ Everything here is arithmetic on values; the waiting is in `sync` and `aio`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
+from . import methods
 from .assembly import Assembly
 from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
 from .results import Delta, Generation
@@ -26,10 +27,15 @@ SHORT_TIMEOUT_SECONDS = 30.0
 class Outgoing:
     """A request on its way: the message and what travels beside it."""
 
-    message: pb.GenerateRequest
+    message: pb.GenerateRequest | pb.AttachRequest
     timeout_seconds: float | None
     metadata: Pairs
     retry: RetryPolicy
+
+    @property
+    def names_itself(self) -> bool:
+        """The caller gave the request a name."""
+        return isinstance(self.message, pb.GenerateRequest) and self.message.HasField("request_id")
 
     def attempts(self) -> Attempts:
         """The attempts of the call, whose time starts to run now."""
@@ -58,6 +64,11 @@ class Settings:
             retry=self.retry,
         )
 
+    def attaching(self, request_id: str, from_index: int, metadata: Pairs, timeout_seconds: float | None) -> Outgoing:
+        """What listens to a submitted request."""
+        message = pb.AttachRequest(request_id=request_id, from_index=from_index)
+        return Outgoing(message, timeout_seconds, metadata, self.retry)
+
     def short(self, timeout_seconds: float | Unset | None) -> Attempts:
         """The attempts of a call that computes nothing."""
         if isinstance(timeout_seconds, Unset):
@@ -70,7 +81,8 @@ class Answer:
 
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
-        self._assembly = Assembly()
+        message = outgoing.message
+        self._assembly = Assembly(message.from_index if isinstance(message, pb.AttachRequest) else 0)
         self._heard = False  # a first response came: from here on the call is not made again but resumed
         self._ended = False
         self._result: Generation | None = None
@@ -79,12 +91,16 @@ class Answer:
         self._attempts = self._outgoing.attempts()
         self._resumptions = Resumptions(self._outgoing.retry, self._attempts)
 
-    def _message(self) -> pb.GenerateRequest:
-        """What is asked for by the next call: everything, or what is missing."""
-        return self._assembly.rest(self._outgoing.message) if self._heard else self._outgoing.message
+    def _next_call(self) -> tuple[methods.Method[Any, pb.GenerateResponse], pb.GenerateRequest | pb.AttachRequest]:
+        """What is asked for next: everything, or what is missing."""
+        message = self._outgoing.message
+        if isinstance(message, pb.AttachRequest):
+            index = self._assembly.next_index
+            return methods.ATTACH, pb.AttachRequest(request_id=message.request_id, from_index=index)
+        return methods.GENERATE, self._assembly.rest(message) if self._heard else message
 
     def _pause_after(self, error: LineclearError) -> float:
-        """Seconds until the next call, which asks for `_message()`. Raises `error` where there is to be none."""
+        """Seconds until the next call, which is `_next_call()`. Raises `error` where there is to be none."""
         if not self._heard:
             return self._attempts.pause_after(error)
         return self._resumptions.pause_after(error)

@@ -57,6 +57,18 @@ GENERATE: Final[Method[pb.GenerateRequest, pb.GenerateResponse]] = Method(
 SESSION: Final[Method[pb.SessionRequest, pb.SessionResponse]] = Method(
     f"/{SERVICE}/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
 )
+SUBMIT: Final[Method[pb.SubmitRequest, pb.SubmitResponse]] = Method(
+    f"/{SERVICE}/Submit", pb.SubmitRequest.SerializeToString, pb.SubmitResponse.FromString
+)
+ATTACH: Final[Method[pb.AttachRequest, pb.GenerateResponse]] = Method(
+    f"/{SERVICE}/Attach", pb.AttachRequest.SerializeToString, lambda data: pb.AttachResponse.FromString(data).response
+)
+GET_RESULT: Final[Method[pb.GetResultRequest, pb.GetResultResponse]] = Method(
+    f"/{SERVICE}/GetResult", pb.GetResultRequest.SerializeToString, pb.GetResultResponse.FromString
+)
+CANCEL: Final[Method[pb.CancelRequest, pb.CancelResponse]] = Method(
+    f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelResponse.FromString
+)
 TOKENIZE: Final[Method[pb.TokenizeRequest, pb.TokenizeResponse]] = Method(
     f"/{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
 )

@@ -9,11 +9,12 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from lineclear.errors import Cancelled, LineclearError
+from lineclear.errors import Cancelled, DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .kept import Snapshot, snapshot, submission
 from .many import Batch, Item, Outcome, checked_concurrency
 from .progress import Progress, display
 from .requests import (
@@ -27,11 +28,12 @@ from .requests import (
     Unset,
     authorized,
     detokenize_request,
+    pairs,
     tokenize_request,
 )
 from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import DEFAULT_TARGET, Call, GrpcTransport, Options, Transport
+from .transport import DEFAULT_TARGET, Call, GrpcTransport, Options, Pairs, Transport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -91,9 +93,10 @@ class Stream(Answer):
 
     def _open(self) -> None:
         outgoing = self._outgoing
+        method, message = self._next_call()
         self._call = self._transport.stream(
-            methods.GENERATE,
-            self._message(),
+            method,
+            message,
             timeout_seconds=self._attempts.begin(),
             metadata=outgoing.metadata,
         )
@@ -113,6 +116,41 @@ class Stream(Answer):
                 if self._stop.wait(self._pause_after(error)):
                     raise Cancelled("the call was cancelled") from None
                 self._open()
+
+
+class Submitted:
+    """A submitted request: the server makes the answer whether or not anybody listens, and keeps it for a while.
+
+    Another process finds it by `request_id`: `client.submitted(request_id)`.
+    """
+
+    def __init__(self, client: Client, request_id: str, metadata: Pairs) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._metadata = metadata
+
+    def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> Stream:
+        """The answer from that token on, as far as it is there and then as it is made. Leaving it changes nothing."""
+        settings = self._client._settings
+        outgoing = settings.attaching(self.request_id, from_index, self._metadata, timeout_seconds)
+        return Stream(self._client._transport, outgoing)
+
+    def result(self, *, timeout_seconds: float | None = None) -> Generation:
+        """The whole answer, waited for. Raises the LineclearError the request ended with."""
+        with self.attach(timeout_seconds=timeout_seconds) as stream:
+            for _ in stream:
+                pass
+        return stream.result
+
+    def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> Snapshot:
+        """What there is of the answer now. Raises UnknownRequest where nothing is kept (any more)."""
+        request = pb.GetResultRequest(request_id=self.request_id)
+        return snapshot(self._client._unary(methods.GET_RESULT, request, timeout_seconds, self._metadata))
+
+    def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """End it, or forget its answer. Whether there was anything."""
+        request = pb.CancelRequest(request_id=self.request_id)
+        return (self._client._unary(methods.CANCEL, request, timeout_seconds, self._metadata)).found
 
 
 class Client:
@@ -213,6 +251,24 @@ class Client:
         checked_concurrency(concurrency, None)
         return list(self._each(batch, concurrency, return_exceptions, progress, sampling, params))
 
+    def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
+        """Begin an answer and leave it to the server; see `Submitted`. The answer may take
+        `timeout_seconds`; the call itself returns when the request is in the queue.
+        """
+        outgoing = self._settings.outgoing(prompt, sampling, **params)
+        request = submission(outgoing)
+        try:
+            self._unary(methods.SUBMIT, request, UNSET, outgoing.metadata)
+        except DuplicateRequest:
+            # The name is ours alone where the caller gave none: then an earlier attempt did arrive.
+            if outgoing.names_itself:
+                raise
+        return self.submitted(request.request.request_id, metadata=outgoing.metadata)
+
+    def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> Submitted:
+        """A request that was submitted, by this client or another one. Asks nobody."""
+        return Submitted(self, request_id, self._settings.metadata if metadata is None else pairs(metadata))
+
     def tokenize(
         self,
         prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
@@ -249,13 +305,23 @@ class Client:
                 raise
             return HealthStatus.SERVICE_UNKNOWN
 
-    def _unary(self, method: methods.Method[Req, Res], request: Req, timeout_seconds: float | Unset | None) -> Res:
+    def _unary(
+        self,
+        method: methods.Method[Req, Res],
+        request: Req,
+        timeout_seconds: float | Unset | None,
+        metadata: Pairs | None = None,
+    ) -> Res:
         attempts = self._settings.short(timeout_seconds)
+        own = self._settings.metadata if metadata is None else metadata
         pause = threading.Event()
         while True:
             try:
                 return self._transport.unary(
-                    method, request, timeout_seconds=attempts.begin(), metadata=self._settings.metadata
+                    method,
+                    request,
+                    timeout_seconds=attempts.begin(),
+                    metadata=own,
                 )
             except LineclearError as error:
                 pause.wait(attempts.pause_after(error))

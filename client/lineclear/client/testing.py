@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
-from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, UnknownRequest
+from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
@@ -92,6 +93,7 @@ class FakeTransport:
         self.closed = False
         self.cancelled = 0  # calls that were cancelled before their end
         self._calls: list[Recorded] = []
+        self._submitted: dict[str, tuple[pb.GenerateRequest, Reply]] = {}
         self._lock = threading.Lock()
         self._function = script if callable(script) else None
         self._default: deque[Reply] | None = None
@@ -152,7 +154,17 @@ class FakeTransport:
         self._record(method, request, timeout_seconds, metadata)
         with self._lock:
             number = len(self._calls)
-        return _played(self._reply(request), request, number)
+        if not isinstance(request, pb.AttachRequest):
+            return _played(self._reply(request), request, number)
+        with self._lock:
+            kept = self._submitted.get(request.request_id)
+        if kept is None:
+            raise UnknownRequest("nothing was submitted under this request_id")
+        again = pb.GenerateRequest()
+        again.CopyFrom(kept[0])
+        if request.from_index:
+            again.resume.token_ids.extend([0] * request.from_index)
+        return _played(kept[1], again, number)
 
     def _record(self, method: Method[Any, Any], request: Any, timeout_seconds: float | None, metadata: Pairs) -> None:
         if self.closed:
@@ -175,8 +187,36 @@ class FakeTransport:
             return pb.TokenizeResponse(token_ids=_tokens(prompt_text(request)))
         if path == methods.DETOKENIZE.path:
             return pb.DetokenizeResponse(text=bytes(request.token_ids).decode(errors="replace"))
+        if path == methods.SUBMIT.path:
+            kept = (request.request, self._reply(request.request))
+            with self._lock:
+                self._submitted[request.request.request_id] = kept
+            return pb.SubmitResponse(request_id=request.request.request_id)
+        if path == methods.CANCEL.path:
+            with self._lock:
+                return pb.CancelResponse(found=self._submitted.pop(request.request_id, None) is not None)
+        if path == methods.GET_RESULT.path:
+            return self._result(request.request_id)
         answers = {methods.GET_MODEL.path: self.model, methods.GET_STATS.path: self.stats}
         return self.health if path == methods.HEALTH.path else answers[path]
+
+    def _result(self, request_id: str) -> pb.GetResultResponse:
+        """That of a submitted request, which is over at once."""
+        with self._lock:
+            kept = self._submitted.get(request_id)
+        if kept is None:
+            raise UnknownRequest("nothing was submitted under this request_id")
+        found = pb.GetResultResponse(state=pb.RESULT_STATE_FINISHED)
+        try:
+            for step in _played(kept[1], kept[0], 0):
+                if isinstance(step, pb.GenerateResponse):
+                    found.response.text += step.text
+                    found.response.token_ids.extend(step.token_ids)
+        except LineclearError as error:
+            found.state = pb.RESULT_STATE_FAILED
+            code = CODE_NUMBERS[error.code]
+            found.failure.CopyFrom(pb.Failure(code=code, message=str(error), reason=error.reason))
+        return found
 
     def _count_cancelled(self) -> None:
         with self._lock:
