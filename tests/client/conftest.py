@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from lineclear.client import AsyncClient, Client
-from lineclear.errors import LineclearError
+from lineclear.errors import LineclearError, UnknownRequest
 from lineclear.status import TRAILER, to_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
@@ -51,6 +51,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self.script: Script = echo
         self.failures: list[LineclearError] = []
         self.requests: list[pb.GenerateRequest] = []
+        self.submitted: dict[str, pb.GenerateRequest] = {}
         self.metadata: list[dict[str, Any]] = []
         self.remaining_seconds: list[float | None] = []
         self.ended = threading.Event()  # a call of Generate ended, however it did
@@ -107,6 +108,30 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         finally:
             with self._lock:
                 self.open -= 1
+
+    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
+        self.submitted[request.request.request_id] = request.request
+        return pb.SubmitResponse(request_id=request.request.request_id)
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> Iterator[pb.AttachResponse]:
+        for response in self.script(self._of(request.request_id, context), context):
+            if response.first_index >= request.from_index:
+                yield pb.AttachResponse(response=response)
+
+    def GetResult(self, request: pb.GetResultRequest, context: grpc.ServicerContext) -> pb.GetResultResponse:
+        found = pb.GetResultResponse(state=pb.RESULT_STATE_RUNNING)
+        for response in self.script(self._of(request.request_id, context), context):
+            found.response.text += response.text
+            found.response.token_ids.extend(response.token_ids)
+        return found
+
+    def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelResponse:
+        return pb.CancelResponse(found=self.submitted.pop(request.request_id, None) is not None)
+
+    def _of(self, request_id: str, context: grpc.ServicerContext) -> pb.GenerateRequest:
+        if request_id not in self.submitted:
+            self.fail(context, UnknownRequest("not here"))
+        return self.submitted[request_id]
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
         text = request.chat.messages[0].content if request.HasField("chat") else request.text

@@ -245,7 +245,9 @@ def test_help_lists_every_exit_code(cli: Any) -> None:
             assert f"{64 + number} {code}" in text
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "health", "stats", "model", "tokenize"])
+@pytest.mark.parametrize(
+    "command", ["generate", "submit", "attach", "result", "chat", "health", "stats", "model", "tokenize"]
+)
 def test_every_command_has_help_without_a_server(cli: Any, command: str) -> None:
     result = cli(command, "--help")
     assert result.exit_code == 0
@@ -283,6 +285,20 @@ def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
 
 
 # -- the other commands
+
+
+def test_an_answer_is_left_and_fetched(cli: Any, server: Any) -> None:
+    name = cli("submit", "one two three", "-n", "7").stdout.strip()
+    assert server.submitted[name].sampling.max_tokens == 7
+    assert cli("attach", name).stdout == "one two three\n"
+    assert json.loads(cli("attach", name, "--from-index", "1", "--json").stdout)["text"] == " two three"
+    assert cli("result", name).stdout == "one two three\n"
+    assert json.loads(cli("result", name, "--json").stdout)["usage"]["completion_tokens"] == 3
+    now = json.loads(cli("result", name, "--no-wait", "--json").stdout)
+    assert (now["state"], now["text"], now["token_ids"]) == ("running", "one two three", [100, 101, 102])
+    assert cli("result", name, "--cancel").exit_code == 0
+    assert cli("result", name, "--cancel").exit_code == 1
+    assert cli("result", name).exit_code not in (0, 1, 2)
 
 
 def test_health(cli: Any, server: Any) -> None:

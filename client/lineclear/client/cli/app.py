@@ -156,6 +156,78 @@ def generate(
         raise typer.Exit(exits.SOME_FAILED)
 
 
+@command(epilog="Example: lineclear result \"$(lineclear submit 'Once upon a time' -n 64)\"")
+def submit(
+    connection: Connection,
+    sampling: SamplingFlags,
+    request: RequestFlags,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to continue. None, or -: standard input.", show_default=False)
+    ] = None,
+    as_chat: Annotated[bool, typer.Option("--chat", help="As a user's message, through the chat template.")] = False,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Begin an answer and leave it to the server; shows the id to fetch it by.
+
+    The server keeps the answer for a while after its end, as long as it runs itself.
+    """
+    text = _text(prompt, "a PROMPT")
+    asked = request.request(chat.conversation(None, text) if as_chat else text, sampling.sampling())
+    with connection.client() as client:
+        submitted = client.submit(asked)
+    if json_lines:
+        screen.show_json({"request_id": submitted.request_id})
+    else:
+        screen.show(f"{submitted.request_id}\n")
+
+
+@command()
+def attach(
+    connection: Connection,
+    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
+    from_index: Annotated[int, typer.Option(help="The first token wanted.", min=0)] = 0,
+    json_lines: Json = False,
+    deltas: Annotated[
+        bool,
+        typer.Option("--deltas", help="With --json: each piece as it comes, too.", rich_help_panel="Output"),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No summary.", rich_help_panel="Output")
+    ] = False,
+) -> None:  # fmt: skip
+    """Show a submitted answer: what there is of it, and then the rest as it is made. Leaving does not end it."""
+    with connection.client() as client:
+        batch.show(client.submitted(request_id).attach(from_index), json_lines, deltas, quiet)
+
+
+@command()
+def result(
+    connection: Connection,
+    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="For the end; or show what there is now.")] = True,
+    cancel: Annotated[bool, typer.Option("--cancel", help="End it, or have its answer forgotten, instead.")] = False,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Show a submitted answer once it is complete, or with --no-wait what there is of it now."""
+    with connection.client() as client:
+        submitted = client.submitted(request_id)
+        if cancel:
+            if not submitted.cancel():
+                raise typer.Exit(exits.SOME_FAILED)
+            return
+        if wait:
+            found = submitted.result()
+            screen.show_json(found.to_dict()) if json_lines else screen.show(f"{found.text}\n")
+            return
+        snapshot = submitted.poll()
+    if json_lines:
+        error = None if snapshot.error is None else exits.as_dict(snapshot.error)
+        values = {"state": snapshot.state, "text": snapshot.text, "token_ids": list(snapshot.token_ids)}
+        screen.show_json(values | ({} if error is None else {"error": error}))
+    else:
+        screen.show(f"{snapshot.text}\n")
+
+
 @command(name="chat", epilog="Example: lineclear chat --system 'Answer in one sentence.'")
 def converse(
     connection: Connection,

@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 from lineclear.errors import LineclearError
 
 from ..requests import Request
-from ..sync import Client
+from ..sync import Client, Stream
 from . import exits, screen
 from .prompts import Entry
 
@@ -32,7 +32,12 @@ class Format(StrEnum):
 
 def single(client: Client, request: Request, json_lines: bool, deltas: bool, quiet: bool) -> None:
     """Ask one, showing the answer as it comes."""
-    with client.stream(request) as stream:
+    show(client.stream(request), json_lines, deltas, quiet)
+
+
+def show(answer: Stream, json_lines: bool, deltas: bool, quiet: bool) -> None:
+    """Read an answer, showing it as it comes."""
+    with answer as stream:
         try:
             for delta in stream:
                 if not json_lines:
