@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -254,6 +257,35 @@ def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None
         process.end()
 
 
+# --- limits of the machine -------------------------------------------------------------------------------------------
+
+
+def test_without_descriptors_streams_go_on_and_later_connections_are_taken(start: Callable[..., Running]) -> None:
+    """Connections until no more are taken, in the middle of an answer: that is exact, probes on an open connection are
+    answered, and once the connections are gone a new caller gets in."""
+    server = start(min_step_seconds=0.004, max_step_seconds=0.004)
+    call = server.stub.Generate(endless())
+    first = next(call)
+    limit = len(os.listdir(f"/proc/{server.popen.pid}/fd")) + 20
+    resource.prlimit(server.popen.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    host, _, port = server.address.rpartition(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(100)]
+    until(lambda: len(os.listdir(f"/proc/{server.popen.pid}/fd")) >= limit)
+    assert server.health.Check(health_pb2.HealthCheckRequest()).status == 1
+    tokens = [*first.token_ids, *(t for r in call for t in r.token_ids)]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    for connection in crowd:
+        connection.close()
+    with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as late:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+        answer = inference_pb2_grpc.InferenceServiceStub(late).Generate(request, wait_for_ready=True, timeout=30)
+        assert [t for r in answer for t in r.token_ids] == expected(
+            [6], Sampling(seed=1, stop_ids=(EOS,)), 2, VOCABULARY
+        )
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
@@ -480,3 +512,24 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert not loaded & {"torch", "transformers", "numpy", "triton"}
     assert "lineclear.worker" not in found.stdout
     assert "lineclear.client" not in found.stdout
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "session"])
+def test_a_caller_who_hangs_up_is_no_incident(start: Callable[..., Running], how: str) -> None:
+    server = start(min_step_seconds=0.002, max_step_seconds=0.002)
+    if how == "session":
+        channel = grpc.insecure_channel(server.address)
+        orders: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(iter(orders.get, None))
+        call.initial_metadata()
+        channel.close()
+    else:
+        channel = grpc.insecure_channel(server.address)
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(endless())
+        next(call)
+        call.cancel() if how == "cancel" else channel.close()
+        server.wait_for("request_ended", outcome="cancelled")
+    assert [t for r in server.stub.Generate(endless(2)) for t in r.token_ids]
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert [line for line in server.lines if line["event"] in ("incident", "status_not_taken", "loop_error")] == []

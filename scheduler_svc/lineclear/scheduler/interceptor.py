@@ -93,7 +93,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 raise
             except asyncio.CancelledError as error:
                 # A call that ends like this sends no status: right if the caller is gone, but otherwise it would wait.
-                if context.cancelled() or self.is_stopping:
+                # gRPC cancels the call's task when the caller has gone, and we never do; context.cancelled() is only
+                # true once a status is there.
+                task = asyncio.current_task()
+                if self.is_stopping or (task is not None and task.cancelling()):
                     raise
                 return await abort(context, incident(method, error))
             except Exception as error:
