@@ -6,10 +6,12 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,24 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(service: Service) -> Non
     size = service.client.model().limits.block_size_tokens
     assert second.usage.cached_tokens == (first.usage.prompt_tokens - 1) // size * size > 0
     assert second.token_ids == first.token_ids
+
+
+def network_sockets(pid: int) -> set[str]:
+    """Inodes of the process's sockets that are of the network."""
+    links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink())
+    held = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    of_network = set()
+    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            of_network.add(line.split()[9])
+    return held & of_network
+
+
+def test_the_worker_has_no_socket_of_the_network(service: Service) -> None:
+    service.client.generate(PROMPTS[0], max_tokens=4)
+    assert network_sockets(service.worker_pid) == set()
+    with socket.create_server(("127.0.0.1", 0)):  # such a one would be seen
+        assert len(network_sockets(os.getpid())) >= 1
 
 
 def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
