@@ -1,9 +1,9 @@
 """Attention over pages alone: every backend, one layer, milliseconds.
 
-    python -m bench.micro_attention [--backends native torch_paged]
+    python -m bench.micro_attention [--backends native torch_paged] [--kv-dtype int8] [--context 2048]
 
-Decodes at 256 cached positions, spread by a quarter either way, on pages in random order; and a chunk of a prompt with
-as much context before it. `begin` (once a step) is by itself, `attend` is for one layer.
+Decodes at 256 cached positions or `--context`, spread by a quarter either way, on pages in random order; and a chunk of
+a prompt with as much context before it. `begin` (once a step) is by itself, `attend` is for one layer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama-110m": (12, 4, 64)}
 _CALLS, _ROUNDS = 10, 7
 
 
-def decoding(count: int, source: random.Random) -> Batch:
+def decoding(count: int, source: random.Random, context: int = CONTEXT) -> Batch:
     """`count` sequences with one query each, the shortest first."""
-    lengths = sorted(source.randint(CONTEXT * 3 // 4, CONTEXT * 5 // 4) for _ in range(count))
-    pages = source.sample(range(_pool(count)), _pool(count))
+    lengths = sorted(source.randint(context * 3 // 4, context * 5 // 4) for _ in range(count))
+    pages = source.sample(range(_pool(count, context)), _pool(count, context))
     chunks = []
     for index, length in enumerate(lengths):
         blocks = [pages.pop() for _ in range(-(-length // BLOCK_SIZE))]
@@ -39,15 +39,15 @@ def decoding(count: int, source: random.Random) -> Batch:
     return make_batch(chunks, BLOCK_SIZE)
 
 
-def prompt(source: random.Random) -> Batch:
-    """One sequence: CHUNK queries after CONTEXT positions."""
-    count = (CONTEXT + CHUNK) // BLOCK_SIZE
-    blocks = np.array(source.sample(range(_pool(2)), count), np.int64)
-    return make_batch([Chunk(0, CHUNK, CONTEXT, blocks)], BLOCK_SIZE)
+def prompt(source: random.Random, context: int = CONTEXT) -> Batch:
+    """One sequence: CHUNK queries after `context` positions."""
+    count = -(-(context + CHUNK) // BLOCK_SIZE)
+    blocks = np.array(source.sample(range(_pool(2, context)), count), np.int64)
+    return make_batch([Chunk(0, CHUNK, context, blocks)], BLOCK_SIZE)
 
 
-def _pool(count: int) -> int:
-    return count * (CONTEXT * 5 // 4 // BLOCK_SIZE + 1)
+def _pool(count: int, context: int) -> int:
+    return count * (context * 5 // 4 // BLOCK_SIZE + 1)
 
 
 def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str, case: str) -> Iterator[Figure]:
@@ -67,22 +67,25 @@ def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str,
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Every backend that can be used here, on every shape."""
-    dtype = getattr(torch, options.dtype)
+    dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_dtype or options.dtype)
+    cpu, kept = torch.device("cpu"), f"KV {options.kv_dtype or options.dtype}"
     with torch.inference_mode():
         for shape, (heads, kv_heads, head_dim) in SHAPES.items():
             spec = LayerSpec(heads, kv_heads, head_dim, head_dim**-0.5)
-            batches = {f"{count} decodes": decoding(count, random.Random(count)) for count in options.batches}
-            batches[f"a chunk of {CHUNK} at {CONTEXT}"] = prompt(random.Random(0))
+            batches = {
+                f"{count} decodes": decoding(count, random.Random(count), options.context) for count in options.batches
+            }
+            batches[f"a chunk of {CHUNK} at {options.context}"] = prompt(random.Random(0), options.context)
             for name in options.backends:
                 try:
                     backend = BACKENDS[name](
-                        [spec], _pool(max(options.batches)), BLOCK_SIZE, dtype, torch.device("cpu")
+                        [spec], _pool(max(options.batches), options.context), BLOCK_SIZE, dtype, cpu, kv_dtype
                     )
                 except ValueError as error:
                     print(f"{name}: {error}")
                     continue
                 for case, batch in batches.items():
-                    yield from measure(backend, batch, spec, name, f"{shape}, {case}")
+                    yield from measure(backend, batch, spec, name, f"{shape}, {kept}, {case}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,6 +95,8 @@ def parser() -> argparse.ArgumentParser:
     # The reference is an oracle, and slow: only by name.
     fast = sorted(set(BACKENDS) - {"reference"})
     found.add_argument("--backends", nargs="+", choices=sorted(BACKENDS), default=fast)
+    found.add_argument("--context", type=int, default=CONTEXT)
+    found.add_argument("--kv-dtype", choices=("int8",), help="keys and values; as --dtype if not given")
     found.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return found
 

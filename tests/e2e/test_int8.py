@@ -1,4 +1,4 @@
-"""8-bit weights end to end: whatever is done to the work, the answers are those of the same model undisturbed."""
+"""8-bit weights, keys and values end to end: whatever is done to the work, answers are as if nothing had been."""
 
 from __future__ import annotations
 
@@ -30,43 +30,48 @@ def requests() -> list[Request]:
     return [Request(str(i), prompt, Sampling(logprobs=0), MAX_TOKENS) for i, prompt in enumerate(prompts)]
 
 
-def server(loaded: LoadedModel, limits: CoreLimits = LIMITS, num_blocks: int = 64) -> InProcess:
-    return InProcess(ModelRunner(loaded, num_blocks=num_blocks, num_slots=16, max_step_tokens=512), limits)
+def server(
+    loaded: LoadedModel, limits: CoreLimits = LIMITS, num_blocks: int = 64, kv_dtype: torch.dtype | None = None
+) -> InProcess:
+    runner = ModelRunner(loaded, num_blocks=num_blocks, num_slots=16, max_step_tokens=512, kv_dtype=kv_dtype)
+    return InProcess(runner, limits)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_answers_do_not_depend_on_what_else_is_served(family: str) -> None:
+def test_answers_do_not_depend_on_what_else_is_served(family: str, kv_dtype: torch.dtype | None) -> None:
     loaded = to_int8(adopt(tiny_model(family, **WIDE)))
-    alone = server(loaded)
+    alone = server(loaded, kv_dtype=kv_dtype)
     expected = {x.request_id: alone.serve([x])[x.request_id] for x in requests()}
-    assert server(loaded).serve(requests()) == expected
+    assert server(loaded, kv_dtype=kv_dtype).serve(requests()) == expected
 
-    chunks = server(loaded, replace(LIMITS, target_batch_tokens=7))
+    chunks = server(loaded, replace(LIMITS, target_batch_tokens=7), kv_dtype=kv_dtype)
     assert chunks.serve(requests()) == expected
     assert max(len(plan.rows) for plan in chunks.plans) > 1
 
-    preempted = server(loaded, num_blocks=8)
+    preempted = server(loaded, num_blocks=8, kv_dtype=kv_dtype)
     assert preempted.serve(requests()) == expected
     assert preempted.counters.preemptions > 0
 
-    cached = server(loaded, replace(LIMITS, prefix_cache=True))
+    cached = server(loaded, replace(LIMITS, prefix_cache=True), kv_dtype=kv_dtype)
     cached.serve(requests())
     again = [replace(x, request_id=f"again-{x.request_id}") for x in requests()]
     assert list(cached.serve(again).values()) == list(expected.values())
     assert cached.finished("again-4").record.cached_tokens == 32
 
-    lost = server(loaded)
+    lost = server(loaded, kv_dtype=kv_dtype)
     assert lost.serve(requests(), lose_worker_after_steps=6) == expected
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_probabilities_are_the_same_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_probabilities_are_the_same_to_the_last_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Bfloat16 weights cannot promise that: their sums are rounded in an order that depends on the batch."""
     loaded = to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE)))
-    alone = server(loaded)
+    alone = server(loaded, kv_dtype=kv_dtype)
     for x in requests():
         alone.serve([x])
-    together = server(loaded, replace(LIMITS, target_batch_tokens=50))
+    together = server(loaded, replace(LIMITS, target_batch_tokens=50), kv_dtype=kv_dtype)
     together.serve(requests())
     for x in requests():
         assert together.logprobs(x.request_id) == alone.logprobs(x.request_id)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
+from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch, native
 from lineclear.worker.attention.backends import BACKENDS, choose
 from lineclear.worker.attention.native import unsupported
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
-from lineclear.worker.kernels import library
+from lineclear.worker.kernels import candidates, library, load
 
 DEVICES = [
     "cpu",
@@ -34,6 +34,7 @@ class Story:
     device: torch.device
     native: bool = False
     """Only shapes that the native backend takes."""
+    kv_dtype: torch.dtype | None = None
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class Story:
         )
 
     def backend(self, backend_class: type[AttentionBackend], fill: float) -> AttentionBackend:
-        backend = backend_class(self.layers, self.num_blocks, self.block_size, self.dtype, self.device)
+        backend = backend_class(self.layers, self.num_blocks, self.block_size, self.dtype, self.device, self.kv_dtype)
         poison(backend, self.num_blocks, fill)
         return backend
 
@@ -100,9 +101,11 @@ class Story:
 
 def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
     """Every cell that a sequence may be given holds `fill`, as if its last owner had left it."""
-    pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
+    pools: list[Tensor] = [*backend._keys, *backend._values, *getattr(backend, "_scales", ())]  # type: ignore[attr-defined]
     for pool in pools:
-        if not isinstance(backend, TorchPagedAttention):
+        if not pool.is_floating_point():
+            pool.fill_(77)
+        elif not isinstance(backend, TorchPagedAttention):
             pool.fill_(fill)
         else:
             pool[:, :num_blocks] = fill
@@ -113,7 +116,20 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"reference"}))
 def test_a_backend_equals_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
-    story = Story(seed, dtype, torch.device(device), native=name == "native")
+    compare(name, Story(seed, dtype, torch.device(device), native=name == "native"))
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+@pytest.mark.parametrize("kernels", candidates())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(12))
+def test_keys_and_values_in_bytes(kernels: str, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: load(kernels))
+    compare("native", Story(seed, dtype, torch.device("cpu"), native=True, kv_dtype=torch.int8))
+
+
+def compare(name: str, story: Story) -> None:
+    dtype, device = story.dtype, story.device.type
     if name == "native" and (why := unsupported(story.layers, story.block_size, dtype, story.device)):
         assert dtype is torch.float16 or device != "cpu" or library() is None, why
         pytest.skip(why)
@@ -179,9 +195,30 @@ def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
         assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
 
 
+def test_zeroed_blocks_of_bytes_weigh_nothing() -> None:
+    if library() is None:
+        pytest.skip("no kernels were built here")
+    story = Story(3, torch.float32, torch.device("cpu"), native=True, kv_dtype=torch.int8)
+    backend = story.backend(BACKENDS["native"], float("nan"))
+    backend.zero([1, 4])
+    for scales in backend._scales:  # type: ignore[attr-defined]
+        assert scales[:, [1, 4]].eq(0).all()
+        assert scales[:, [0, 2, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["auto", "torch_paged"])
+def test_bytes_where_they_cannot_be_kept(name: str) -> None:
+    layer, cpu = LayerSpec(2, 2, 24, 1.0), torch.device("cpu")
+    with pytest.raises(ValueError, match=r"need the native attention backend|own number format"):
+        BACKENDS[choose(name, [layer], 16, torch.float32, cpu, torch.int8)](
+            [layer], 4, 16, torch.float32, cpu, torch.int8
+        )
+
+
 def test_memory_of_a_block() -> None:
     layers = [LayerSpec(8, 2, 64, 1.0), LayerSpec(8, 4, 32, 1.0)]
     assert block_bytes(layers, 16, torch.bfloat16) == 16 * 2 * 2 * (2 * 64 + 4 * 32)
+    assert block_bytes(layers, 16, torch.int8) == 16 * 2 * (2 * (64 + 4) + 4 * (32 + 4))
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:

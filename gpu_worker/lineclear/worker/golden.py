@@ -50,11 +50,11 @@ class Golden:
         return self.logits.argmax(-1).tolist()
 
 
-def compute(loaded: LoadedModel) -> tuple[Golden, ...]:
+def compute(loaded: LoadedModel, kv_dtype: torch.dtype | None = None) -> tuple[Golden, ...]:
     """The right answers, each token from the whole sequence anew. Leaves the reference attention attached."""
     limit = min(loaded.max_model_len, max(_PROMPT_LENS) + _NUM_TOKENS)
     prompts = [tuple((i * 7 + 3 + n) % loaded.vocab_size for i in range(n)) for n in _PROMPT_LENS]
-    backend = ReferenceAttention(loaded.layers, 1, limit, loaded.dtype, loaded.device)
+    backend = ReferenceAttention(loaded.layers, 1, limit, loaded.dtype, loaded.device, kv_dtype)
     loaded.attach(backend)
     with torch.inference_mode():
         return tuple(_greedy(loaded, backend, prompt) for prompt in prompts if len(prompt) + _NUM_TOKENS <= limit)

@@ -39,16 +39,24 @@ class ModelRunner:
         num_slots: int = 64,
         max_step_tokens: int = 2048,
         attention_backend: str = "auto",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """num_blocks 0: as many as `kv_memory_fraction` of the free memory holds."""
+        """num_blocks 0: as many as `kv_memory_fraction` of the free memory holds. kv_dtype None: the model's.
+
+        Raises ModelRefused where it does not fit, or no backend keeps such keys and values.
+        """
         self._loaded = loaded
-        num_blocks = num_blocks or _num_blocks(loaded, block_size, num_slots, kv_memory_fraction)
+        self._kv_dtype = kv_dtype or loaded.dtype
+        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_memory_fraction)
         self.capacity = Capacity(
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
-        self.backend_name = choose(attention_backend, loaded.layers, block_size, loaded.dtype, loaded.device)
-        backend_class = BACKENDS[self.backend_name]
-        self._backend = backend_class(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        kind = loaded.layers, block_size, loaded.dtype, loaded.device, self._kv_dtype
+        try:
+            self.backend_name = choose(attention_backend, *kind)
+            self._backend = BACKENDS[self.backend_name](loaded.layers, num_blocks, *kind[1:])
+        except ValueError as error:
+            raise ModelRefused(str(error)) from error
         loaded.attach(self._backend)
         self._slots = Slots(self.capacity, loaded.device)
         self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
@@ -69,7 +77,7 @@ class ModelRunner:
             family=loaded.family,
             dtype=loaded.weights or str(loaded.dtype).removeprefix("torch."),
             device=_device_name(loaded.device),
-            attention_backend=self.backend_name,
+            attention_backend=self.backend_name + (", int8 KV" if self._kv_dtype is torch.int8 else ""),
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
         )
@@ -115,9 +123,9 @@ class ModelRunner:
         )
 
 
-def _num_blocks(loaded: LoadedModel, block_size: int, num_slots: int, fraction: float) -> int:
+def _num_blocks(loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float) -> int:
     """From the free memory, but at most twice what all slots can fill: more would only be more to manage."""
-    size = block_bytes(loaded.layers, block_size, loaded.dtype)
+    size = block_bytes(loaded.layers, block_size, kv_dtype)
     most = 2 * num_slots * -(-loaded.max_model_len // block_size)
     count = blocks_that_fit(size, most, fraction, loaded.device)
     if count < 1:

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "int8"]
+KvCacheDtype = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
 
 
@@ -61,6 +62,11 @@ class WorkerSettings(BaseSettings):
     )
     attention_backend: AttentionBackendName = Field(
         "auto", description="Implementation of attention over KV pages. reference is slow, for comparison."
+    )
+    kv_cache_dtype: KvCacheDtype = Field(
+        "auto",
+        description="Number format of the KV cache. auto: dtype. int8: a scale for each token and head, almost twice"
+        " the blocks in the same memory; on a CPU with the native attention backend only.",
     )
     fused_forward: bool = Field(
         True, description="On CPUs, run models built like Llama through a forward pass of few operations."

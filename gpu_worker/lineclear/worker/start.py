@@ -27,7 +27,8 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     torch.set_num_threads(settings.threads or usable_cores())
     device = choose_device(settings.device)
     served = _prepared(settings, device)
-    right = golden.compute(served)
+    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
+    right = golden.compute(served, kv_dtype)
     runner = ModelRunner(
         served,
         num_blocks=settings.num_blocks,
@@ -36,6 +37,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         num_slots=settings.num_slots,
         max_step_tokens=settings.max_step_tokens or _STEP_TOKENS.get(device.type, _MANY_STEP_TOKENS),
         attention_backend=settings.attention_backend,
+        kv_dtype=kv_dtype,
     )
     golden.check(runner, right, served.dtype)
     return runner

@@ -108,12 +108,18 @@ class AttentionBackend(ABC):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype` is that of queries; keys and values are kept in `kv_dtype`, in int8 with a scale a token and head.
+
+        Raises ValueError for what the backend cannot do.
+        """
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        self.kv_dtype = kv_dtype or dtype
 
     @abstractmethod
     def zero(self, blocks: Sequence[int]) -> None:
@@ -141,9 +147,14 @@ class AttentionBackend(ABC):
         return attend, ()
 
 
-def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+SCALE_BYTES = 4
+"""Of one key or value of a head that is kept in 8 bits."""
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, kv_dtype: torch.dtype) -> int:
     """Memory of one block: keys and values, all layers."""
-    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * block_size * dtype.itemsize
+    scale = SCALE_BYTES if kv_dtype is torch.int8 else 0
+    return sum(2 * x.num_kv_heads * (x.head_dim * kv_dtype.itemsize + scale) for x in layers) * block_size
 
 
 def on_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -18,10 +18,23 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 }
 
 
-def choose(name: str, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The backend that `name` means for such a model. Raises ValueError, naming those there are, for an unknown one."""
+def choose(
+    name: str,
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+) -> str:
+    """The backend that `name` means for such a model.
+
+    Raises ValueError for an unknown one, naming those there are, and where 8-bit keys and values cannot be kept.
+    """
     if name == "auto":
-        return "torch_paged" if unsupported(layers, block_size, dtype, device) else "native"
+        problem = unsupported(layers, block_size, dtype, device)
+        if problem and kv_dtype is torch.int8:
+            raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")
+        return "torch_paged" if problem else "native"
     if name not in BACKENDS:
         raise ValueError(f"there is no attention backend {name!r}; there are auto, {', '.join(sorted(BACKENDS))}")
     return name

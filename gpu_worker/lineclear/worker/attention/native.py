@@ -33,6 +33,8 @@ class _Layer(ctypes.Structure):
         ("k_pool", ctypes.c_void_p),
         ("v_pool", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("k_scales", ctypes.c_void_p),
+        ("v_scales", ctypes.c_void_p),
     )
 
 
@@ -78,7 +80,10 @@ class _Step:
 
 
 class NativeAttention(AttentionBackend):
-    """CPU, float32 and bfloat16. Reads a cell only if its owner wrote it, so nothing has to be zeroed for it."""
+    """CPU; float32 and bfloat16, keys and values also in 8 bits.
+
+    Reads a cell only if its owner wrote it, so nothing has to be zeroed for it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,8 +94,10 @@ class NativeAttention(AttentionBackend):
         self._library = native
         sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
         # Not zeroed: a pool of gigabytes would take its memory at once instead of as it is used.
-        self._keys = [torch.empty(size, dtype=self.dtype) for size in sizes]
-        self._values = [torch.empty(size, dtype=self.dtype) for size in sizes]
+        self._keys = [torch.empty(size, dtype=self.kv_dtype) for size in sizes]
+        self._values = [torch.empty(size, dtype=self.kv_dtype) for size in sizes]
+        shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
+        self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
         self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
         self._descriptions = [self._describe(index) for index in range(len(self.layers))]
         self._steps = {
@@ -112,11 +119,14 @@ class NativeAttention(AttentionBackend):
             self._keys[index].data_ptr(),
             self._values[index].data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            *(scales.data_ptr() for scales in (self._scales[index] if self._scales else ())),
         )
 
     def zero(self, blocks: Sequence[int]) -> None:
         for pool in (*self._keys, *self._values):
             pool.view(self.num_blocks, -1)[list(blocks)] = 0
+        for scales in self._scales:
+            scales[:, list(blocks)] = 0
 
     def begin(self, batch: Batch) -> None:
         for step in self._steps.values():

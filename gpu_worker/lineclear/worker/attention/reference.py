@@ -18,8 +18,10 @@ class ReferenceAttention(AttentionBackend):
         super().__init__(*args, **kwargs)
         cells = self.num_blocks * self.block_size
         shapes = [(cells, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
-        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._in_bytes = self.kv_dtype is torch.int8
+        dtype = torch.float32 if self._in_bytes else self.kv_dtype  # whole numbers times a scale
+        self._keys = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        self._values = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
 
     def zero(self, blocks: Sequence[int]) -> None:
         for pool in (*self._keys, *self._values):
@@ -37,13 +39,25 @@ class ReferenceAttention(AttentionBackend):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
+        if self._in_bytes:
+            query, key, value = (as_bytes(x) for x in (query, key, value))
         keys[self._cells] = key
         values[self._cells] = value
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = torch.empty(query.shape, dtype=self.dtype if self._in_bytes else query.dtype, device=query.device)
         for chunk, cells in zip(self._batch.chunks, self._contexts, strict=True):
             rows = slice(chunk.first, chunk.first + chunk.num_queries)
             output[rows] = attention(self.layers[layer], query[rows], keys[cells], values[cells], chunk.start)
         return output
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """What is left of `x` [..., head_dim] when each head is kept as whole numbers up to 127 and a scale."""
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    steps = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, 127.0).div(largest))
+    # In double: the kernel multiplies and rounds in one operation, and a half is to go the same way here.
+    whole = (wide.double() * steps.double()).round().float()
+    return whole * (largest / 127)
 
 
 def attention(layer: LayerSpec, query: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

@@ -62,6 +62,8 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.kv_dtype is not self.dtype:
+            raise ValueError("the torch_paged attention backend keeps keys and values in the model's own number format")
         shapes = [(x.num_kv_heads, self.num_blocks + 1, self.block_size * x.head_dim) for x in self.layers]
         # Not zeroed: a pool of gigabytes would take seconds to fill and its memory at once instead of as it is used.
         self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]

@@ -7,12 +7,9 @@
 // instructions want them. These also want one side unsigned: activations are kept as x8 + 128, and what that adds to a
 // channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
 
+#include "bytes.h"
 #include "scratch.h"
-#include "vectors.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -36,7 +33,6 @@ constexpr int CHANNELS = 64;  // of a block
 constexpr int64_t AHEAD = 2048;  // bytes of weights asked for before they are needed: hardware stops at each page
 
 typedef int32_t vint_u __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint8_t vbyte_u __attribute__((vector_size(LANES), aligned(1)));
 
 // `acc` of each lane += its four bytes of weights times four activations, which are the same for all lanes.
 #if defined(__AVX512VNNI__)
@@ -55,16 +51,16 @@ inline void dot(vint& acc, const Inputs& x, const Weights& w) {
 }
 #elif defined(__AVX2__)
 constexpr int TILE_ROWS = 4, TILE_VECTORS = ACCUMULATORS / 4;
-typedef int16_t vword __attribute__((vector_size(4 * LANES)));
+typedef int16_t vpairs __attribute__((vector_size(4 * LANES)));
 struct Weights {
-  vword even, odd;
-  explicit Weights(vint w) : even((vword)w << 8 >> 8), odd((vword)w >> 8) {}
+  vpairs even, odd;
+  explicit Weights(vint w) : even((vpairs)w << 8 >> 8), odd((vpairs)w >> 8) {}
 };
 struct Inputs {
   vint even, odd;
   explicit Inputs(int32_t x) : even(vint{} + (x & 0xff00ff)), odd(vint{} + ((x >> 8) & 0xff00ff)) {}
 };
-inline vint multiply_add(vint x, vword w) {
+inline vint multiply_add(vint x, vpairs w) {
 #if defined(__AVX512BW__)
   return (vint)_mm512_madd_epi16((__m512i)x, (__m512i)w);
 #else
@@ -88,35 +84,6 @@ inline void dot(vint& acc, const Inputs& x, const Weights& w) {
   for (int i = 0; i < 4; i++) acc += w.part[i] * x.part[i];
 }
 #endif
-
-// Largest magnitude of a row. Compared as integers, where NaN is above infinity and that above every number: a row with
-// one gets it as its scale, and everything computed from it shows.
-template <typename T>
-float magnitude(const T* x, int64_t dim) {
-  vint top = vint{};
-  for (int64_t d = 0; d < dim; d += LANES) {
-    const vint bits = (vint)load(x + d) & 0x7fffffff, above = bits > top;
-    top = (bits & above) | (top & ~above);
-  }
-  int32_t best = 0;
-  for (int i = 0; i < LANES; i++) best = top[i] > best ? top[i] : best;
-  float largest;
-  std::memcpy(&largest, &best, 4);
-  return largest;
-}
-
-// out = round(x / scale) + 128, the scale returned.
-template <typename T>
-float quantise(const T* x, int64_t dim, uint8_t* out) {
-  const float largest = magnitude(x, dim);
-  const float inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;  // what is smaller counts as zero
-  for (int64_t d = 0; d < dim; d += LANES) {
-    // Adding 1.5 * 2^23 leaves the rounded integer, ties to even, in the low bits.
-    const vint whole = (vint)(load(x + d) * inverse + 12582912.0f) - 0x4b400000;
-    *reinterpret_cast<vbyte_u*>(out + d) = __builtin_convertvector(whole + 128, vbyte_u);
-  }
-  return largest / 127.0f;
-}
 
 // ROWS rows times TILE_VECTORS * LANES channels of a block, starting with channel `first` of it.
 template <typename T, int ROWS>

@@ -1,0 +1,166 @@
+"""What fewer bits cost: perplexity, and how often the likeliest next token stays the same.
+
+    python -m bench.quality [--model demo/model] [--text FILE ...] [--out bench/results/quality-NAME]
+
+Texts are the demonstration model's corpus from a seed that it was not trained on, and files as they are, which that
+model cannot read: a strain on the formats. Windows go through the worker's own model and attention over pages, in
+chunks, so that keys and values are read back as in service. Writes a page and a JSON object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.measure import commit, machine, versions
+from lineclear.worker.attention import Chunk, make_batch
+from lineclear.worker.attention.backends import BACKENDS, choose
+from lineclear.worker.loader import LoadedModel, fuse, load, to_int8
+
+TOP = Path(__file__).parents[1]
+DEMO = TOP / "demo"
+WINDOW, CHUNK, BLOCK_SIZE = 512, 64, 16
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Number formats. The first of `VARIANTS` is the yardstick."""
+
+    name: str
+    dtype: torch.dtype
+    weights: str = "auto"
+    kv_dtype: torch.dtype | None = None
+
+    def load(self, model: str) -> LoadedModel:
+        """The model in these formats."""
+        loaded = load(model, CPU, self.dtype)
+        found = to_int8(loaded) if self.weights == "int8" else fuse(loaded)
+        assert found is not None, "its fused forward pass is not the model"
+        return found
+
+
+VARIANTS = (
+    Variant("float32", torch.float32),
+    Variant("bfloat16", torch.bfloat16),
+    Variant("int8 weights, bfloat16", torch.bfloat16, "int8"),
+    Variant("int8 KV, bfloat16", torch.bfloat16, kv_dtype=torch.int8),
+    Variant("int8 weights and KV, bfloat16", torch.bfloat16, "int8", torch.int8),
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """`same_as` a variant: the share of positions at which the likeliest next token is the one it finds."""
+
+    text: str
+    variant: str
+    tokens: int
+    perplexity: float
+    same_as_float32: float
+    same_as_bfloat16: float
+
+
+def corpus(tokenizer: Any, count: int) -> list[list[int]]:
+    """Windows of documents that the demonstration model has not read."""
+    sys.path.insert(0, str(DEMO))  # scripts, not a package
+    from train import CHECK_SEED, rows
+
+    return list(islice(rows(tokenizer, CHECK_SEED, WINDOW), count))
+
+
+def file(tokenizer: Any, path: Path) -> list[list[int]]:
+    """Windows of a file; a rest of less than a half is left out."""
+    ids: list[int] = tokenizer(path.read_text(encoding="utf-8")).input_ids
+    windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    return [window for window in windows if len(window) > WINDOW // 2]
+
+
+def predictions(
+    loaded: LoadedModel, windows: Sequence[Sequence[int]], kv_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """For every token of the windows but their first: its log probability, and the likeliest in its place."""
+    name = choose("auto", loaded.layers, BLOCK_SIZE, loaded.dtype, CPU, kv_dtype)
+    backend = BACKENDS[name](loaded.layers, WINDOW // BLOCK_SIZE, BLOCK_SIZE, loaded.dtype, CPU, kv_dtype)
+    loaded.attach(backend)
+    blocks = np.arange(WINDOW // BLOCK_SIZE)
+    scores, best = [], []
+    with torch.inference_mode():
+        for window in windows:
+            ids = torch.tensor(window)
+            for start in range(0, len(ids) - 1, CHUNK):
+                end = min(start + CHUNK, len(ids) - 1)
+                used = blocks[: -(-end // BLOCK_SIZE)]
+                backend.begin(make_batch([Chunk(0, end - start, start, used)], BLOCK_SIZE))
+                logits = loaded.logits(ids[start:end], torch.arange(start, end), torch.arange(end - start))
+                scores.append(logits.double().log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
+                best.append(logits.argmax(-1))
+    return torch.cat(scores), torch.cat(best)
+
+
+def measure(model: str, texts: dict[str, list[list[int]]]) -> Iterator[Quality]:
+    """Every variant on every text."""
+    yardsticks: dict[tuple[str, str], Tensor] = {}
+    for variant in VARIANTS:
+        loaded = variant.load(model)
+        for text, windows in texts.items():
+            scores, best = predictions(loaded, windows, variant.kv_dtype)
+            yardsticks[text, variant.name] = best
+            same = [
+                (best == yardsticks.get((text, other), best)).double().mean().item()
+                for other in ("float32", "bfloat16")
+            ]
+            yield Quality(text, variant.name, len(scores), math.exp(-scores.mean().item()), same[0], same[1])
+
+
+def page(results: Sequence[Quality], title: str) -> str:
+    """Markdown."""
+    rows = [
+        "| text | tokens | formats | perplexity | same token as float32 | as bfloat16 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        as_bfloat16 = "-" if r.variant == "float32" else f"{r.same_as_bfloat16:.2%}"
+        rows.append(
+            f"| {r.text} | {r.tokens} | {r.variant} | {r.perplexity:.3f} | {r.same_as_float32:.2%} | {as_bfloat16} |"
+        )
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return f"# {title}\n\n{installed}. Commit {commit()}.\n\n" + "\n".join(rows) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the page; write it and the raw figures where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO / "model"))
+    parser.add_argument("--windows", type=int, default=24, help=f"of the corpus, {WINDOW} tokens each")
+    parser.add_argument("--text", type=Path, nargs="*", default=[TOP / "LICENSE"])
+    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.jsonl")
+    o = parser.parse_args(arguments)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(o.model, local_files_only=True, model_max_length=1 << 30)
+    texts = {"unread documents of its corpus": corpus(tokenizer, o.windows)}
+    texts |= {path.name: file(tokenizer, path) for path in o.text}
+    results = list(measure(o.model, texts))
+    written = page(results, f"Quality of the formats: {Path(o.model).resolve().name}")
+    print(written)
+    if o.out is not None:
+        o.out.with_suffix(".md").write_text(written)
+        facts = {"commit": commit(), "machine": machine(), "versions": versions()}
+        o.out.with_suffix(".jsonl").write_text("".join(json.dumps(asdict(r) | facts) + "\n" for r in results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
