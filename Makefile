@@ -55,8 +55,10 @@ bench-micro: $(STAMP) ## What each part of lineclear costs by itself
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
 
-fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link; COUNT and SEED choose others
+fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link, as many damaged requests against a server
 	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
 chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch worker, 50 of the scheduler: what callers noticed
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --seed $(or $(SEED),1)

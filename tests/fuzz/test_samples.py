@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fuzz import frames
+import asyncio
+from pathlib import Path
+
+from fuzz import frames, requests
+from support.toy_service import toy_service
 
 
 def test_damaged_frames_are_refused_or_read() -> None:
@@ -15,3 +19,22 @@ def test_damaged_frames_between_those_of_a_worker_change_nothing() -> None:
     found = frames.live(2000, seed=2)
     assert found["bad_frames"] >= 2000
     assert found["canaries_exact"] >= 4
+
+
+def test_damaged_requests_get_their_status_and_nobody_else_notices(tmp_path: Path) -> None:
+    with toy_service(tmp_path) as service:
+        outcome = asyncio.run(requests.damaged(service, 600, seed=3))
+        assert service.leave() == 0
+    assert outcome.wrong == []
+    assert outcome.canaries == 6
+    assert sum(outcome.statuses.values()) == 600
+    assert outcome.statuses["INVALID_ARGUMENT"] > 100
+
+
+def test_calls_that_are_given_up_at_once_leave_the_others_alone(tmp_path: Path) -> None:
+    with toy_service(tmp_path, min_step_seconds=0.002, max_step_seconds=0.002) as service:
+        requests_seconds, quiet, meanwhile = asyncio.run(requests.opened_and_given_up(service, 500))
+        assert service.leave() == 0
+    assert requests_seconds > 0
+    assert quiet > 0
+    assert meanwhile < 5.0

@@ -1,0 +1,220 @@
+"""Damaged requests against the whole service: nothing but their own status comes of them, and canaries answer exactly.
+
+    cd tests && python -m fuzz.requests --count 100000 --seed 1
+    cd tests && python -m fuzz.requests --cancels 20000
+
+A real scheduler process with a toy worker. Requests are bytes: good and bad ones of every method, cut, flipped, spliced
+and grown. One in a hundred is a canary, a good request whose answer is known. With --cancels calls are opened and given
+up at once instead, while a canary's tokens are timed against a quiet time before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from service.bad_requests import CASES
+from support.toy_service import ToyService, answer, toy_service
+
+from lineclear.client import AsyncClient
+from lineclear.v1 import inference_pb2 as pb
+
+SERVICE = "/lineclear.v1.InferenceService/"
+ALLOWED = {
+    "OK",
+    "INVALID_ARGUMENT",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ALREADY_EXISTS",
+    "NOT_FOUND",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+}
+_AT_ONCE = 32
+_CANARY_EVERY = 100
+_CALL_SECONDS = 5.0
+_CANARY_TOKENS = 12
+
+
+@dataclass
+class Outcome:
+    """What became of a campaign. `wrong` names what must not happen."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    canaries: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def seeds() -> list[tuple[str, bytes]]:
+    """(method, bytes) to begin with."""
+    good = pb.GenerateRequest(
+        request_id="fuzz",
+        token_ids=pb.TokenIds(ids=[5, 6, 7]),
+        sampling={"temperature": 0.5, "seed": 3, "max_tokens": 4, "top_k": 9, "logit_bias": [{"token_id": 5}]},
+        stop={"strings": ["a", "bc"], "token_ids": [9]},
+        output={"logprobs": True, "top_logprobs": 2},
+        resume={"token_ids": [5]},
+    )
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    generate: list[pb.GenerateRequest] = [good, pb.GenerateRequest(text="quick"), pb.GenerateRequest(chat=chat)]
+    generate += [case.request for case in CASES if len(case.request.SerializeToString()) < 4096]
+    found: list[tuple[str, Message]] = [("Generate", request) for request in generate]
+    found += [
+        ("Session", pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request))) for request in generate
+    ]
+    found += [("Submit", pb.SubmitRequest(request=request)) for request in generate[:3]]
+    found += [
+        ("Session", pb.SessionRequest(cancel=pb.SessionCancel(handle=1))),
+        ("Tokenize", pb.TokenizeRequest(text="some text")),
+        ("Tokenize", pb.TokenizeRequest(chat=chat)),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),
+        ("Attach", pb.AttachRequest(request_id="fuzz", from_index=1)),
+        ("GetResult", pb.GetResultRequest(request_id="fuzz")),
+        ("Cancel", pb.CancelRequest(request_id="fuzz")),
+    ]
+    return [(method, message.SerializeToString()) for method, message in found]
+
+
+def mutated(data: bytes, others: Sequence[tuple[str, bytes]], dice: random.Random) -> bytes:
+    """One to four things done to the bytes."""
+    found = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(found) + 1)
+        kind = dice.randrange(6)
+        if kind == 0 and found:
+            found[at % len(found)] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            del found[at : at + dice.randint(1, 8)]
+        elif kind == 2:
+            found[at:at] = dice.randbytes(dice.randint(1, 8))
+        elif kind == 3:
+            other = dice.choice(others)[1]
+            begin = dice.randrange(len(other) + 1)
+            found[at:at] = other[begin : begin + dice.randint(1, 64)]
+        elif kind == 4:
+            found[at:at] = found[at : at + 32] * dice.randint(1, 16)
+        elif found:  # a number as large as a varint has it
+            found[at % len(found) : at % len(found) + 1] = b"\xff" * dice.randint(1, 9) + b"\x01"
+    return bytes(found)
+
+
+async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
+    """Send so many, and look what becomes of them, of the canaries and of the process."""
+    outcome, corpus, dice = Outcome(), seeds(), random.Random(seed)
+    numbers = iter(range(count))
+    async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
+
+        async def work() -> None:
+            for number in numbers:
+                if number % _CANARY_EVERY == 0:
+                    await _canary(client, number, outcome)
+                method, data = dice.choice(corpus)
+                data = mutated(data, corpus, dice)
+                status = await _send(channel, method, data)
+                outcome.statuses[status] += 1
+                if status not in ALLOWED:
+                    outcome.wrong.append(f"{status} of {method}, seed {seed}, number {number}: {data.hex()}")
+
+        await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+    return outcome
+
+
+async def _send(channel: grpc.aio.Channel, method: str, data: bytes) -> str:
+    """The status of the call, or OK once something good came; the rest is not waited for."""
+    call = channel.stream_stream(SERVICE + method)(timeout=_CALL_SECONDS)
+    try:
+        await call.write(data)
+        await call.done_writing()
+        if await call.read() is not grpc.aio.EOF:
+            return "OK"
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    finally:
+        call.cancel()
+    code: grpc.StatusCode = await call.code()
+    # A write to a call that was refused meanwhile: gRPC's own word for it.
+    return (
+        "CANCELLED" if code is grpc.StatusCode.INTERNAL and "from Core" in (await call.details() or "") else code.name
+    )
+
+
+async def _canary(client: AsyncClient, number: int, outcome: Outcome) -> None:
+    prompt = [5 + number % 400, 6, 7]
+    result = await client.generate(prompt, seed=number, max_tokens=_CANARY_TOKENS, ignore_eos=True)
+    outcome.canaries += 1
+    if list(result.token_ids) != answer(prompt, _CANARY_TOKENS, seed=number):
+        outcome.wrong.append(f"canary {number} answered something else")
+
+
+async def opened_and_given_up(service: ToyService, count: int) -> tuple[float, float, float]:
+    """(seconds it took, p99 of a canary's gaps in a quiet time, and meanwhile)."""
+    async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
+        quiet = await _gaps(client, 400)
+        generate = channel.unary_stream(SERVICE + "Generate")
+        data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 400}).SerializeToString()
+        numbers = iter(range(count))
+
+        async def work() -> None:
+            for number in numbers:
+                call = generate(data)
+                if number % 2:
+                    await asyncio.sleep(0)
+                call.cancel()
+                if number % 50 == 0:
+                    await asyncio.sleep(0.001)
+
+        begin = time.monotonic()
+        canary = asyncio.ensure_future(_gaps(client, 400))
+        await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+        seconds = time.monotonic() - begin
+        return seconds, quiet, await canary
+
+
+async def _gaps(client: AsyncClient, tokens: int) -> float:
+    """p99 of the seconds between the messages of one answer."""
+    times = []
+    async with client.stream([5, 6], max_tokens=tokens, ignore_eos=True, seed=1) as stream:
+        async for _ in stream:
+            times.append(time.monotonic())
+    gaps = sorted(b - a for a, b in pairwise(times))
+    return gaps[int(len(gaps) * 0.99)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 when something happened that must not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cancels", type=int, default=0, help="open and give up so many calls instead")
+    options = parser.parse_args(arguments)
+    steps = {"min_step_seconds": 0.005, "max_step_seconds": 0.005} if options.cancels else {}
+    with tempfile.TemporaryDirectory() as folder, toy_service(Path(folder), **steps) as service:
+        if options.cancels:
+            seconds, quiet, meanwhile = asyncio.run(opened_and_given_up(service, options.cancels))
+            print(
+                f"{options.cancels} calls given up in {seconds:.1f} s; p99 {quiet:.4f} s quiet, {meanwhile:.4f} s then"
+            )
+            return 0
+        outcome = asyncio.run(damaged(service, options.count, options.seed))
+        alive = service.leave() == 0
+    for line in outcome.wrong[:20]:
+        print(line)
+    print(
+        f"{options.count} requests, {outcome.canaries} canaries, {len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
+    )
+    return 1 if outcome.wrong or not alive else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
