@@ -180,11 +180,18 @@ class Session:
                 pieces += self._pieces(handle, ticket)
                 continue
             first_index, tokens, parts = plain
-            count = len(tokens)
-            handles += [handle] * count
-            indexes += range(first_index, first_index + count)
-            token_ids += tokens
-            texts += parts if ticket.checked.wants_text else [""] * count
+            wants_text = ticket.checked.wants_text
+            if len(tokens) == 1:
+                handles.append(handle)
+                indexes.append(first_index)
+                token_ids.append(tokens[0])
+                texts.append(parts[0] if wants_text else "")
+            else:
+                count = len(tokens)
+                handles += [handle] * count
+                indexes += range(first_index, first_index + count)
+                token_ids += tokens
+                texts += parts if wants_text else [""] * count
         for handle, error in self._failures:
             pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
         self._failures.clear()

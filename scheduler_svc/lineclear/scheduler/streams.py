@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from lineclear.errors import DuplicateRequest, LineclearError, SlowConsumer
@@ -214,27 +215,25 @@ class Mailbox:
         self.started = self._unsent_start = event
         self._wake()
 
-    def on_tokens(self, event: TokensReady, at: float) -> None:
+    def on_token(self, index: int, token_id: int, logprobs: Logprobs | None, at: float) -> None:
         text = self._text
         if self._error is not None or (text is not None and text.match is not None):
             return  # made before the engine heard that the answer is over
-        assert event.first_index == self.num_received, "a gap in the tokens of a request"
-        tokens = self._tokens
-        for token_id in event.tokens:
-            self.num_received += 1
-            tokens.append(token_id)
-            if text is not None:
-                self._pieces.append(text.push(token_id))
-                if text.match is not None:
-                    self._engine.finish(self.key, self.num_received)
-                    break
+        assert index == self.num_received, "a gap in the tokens of a request"
+        self.num_received = index + 1
+        self._tokens.append(token_id)
+        if text is not None:
+            self._pieces.append(text.push(token_id))
+            if text.match is not None:
+                self._engine.finish(self.key, self.num_received)
         if self._wants_times:
-            self._times.extend([at] * (len(tokens) - len(self._times)))
-        if event.logprobs:
-            self._logprobs.extend(event.logprobs[: len(tokens) - len(self._logprobs)])
-        if len(tokens) > self._max_unread_tokens:
+            self._times.append(at)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if len(self._tokens) > self._max_unread_tokens:
             self._give_up()
-        self._wake()
+        if not self._is_announced:
+            self._wake()
 
     def on_finished(self, event: Finished) -> None:
         self.is_over, self.record = True, event.record
@@ -352,11 +351,18 @@ class Streams:
         """Put the engine's events where they belong. `at` is when the engine made them."""
         mailboxes = self._by_key
         for event in events:
-            if isinstance(event, StepTokens | TokensReady):
-                for ready in event if isinstance(event, StepTokens) else (event,):
-                    mailbox = mailboxes.get(ready.request_id)
+            if isinstance(event, StepTokens):  # the bulk of all there is to do here: a row costs one call
+                columns = (event.request_ids, event.indices, event.tokens, event.logprobs or repeat(None))
+                for request_id, index, token_id, logprobs in zip(*columns, strict=False):
+                    mailbox = mailboxes.get(request_id)
                     if mailbox is not None:
-                        mailbox.on_tokens(ready, at)
+                        mailbox.on_token(index, token_id, logprobs, at)
+            elif isinstance(event, TokensReady):
+                mailbox = mailboxes.get(event.request_id)
+                if mailbox is not None:
+                    for place, token_id in enumerate(event.tokens):
+                        logprobs = event.logprobs[place] if event.logprobs else None
+                        mailbox.on_token(event.first_index + place, token_id, logprobs, at)
             elif isinstance(event, WorkerJoined | WorkerLost):
                 self._on_worker(isinstance(event, WorkerJoined))
             else:

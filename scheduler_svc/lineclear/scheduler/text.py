@@ -22,6 +22,9 @@ class Pieces(Protocol):
     errors: str
     """How bytes that are no UTF-8 are decoded: the name of a codecs error handler."""
 
+    known: dict[bool, dict[int, str]]
+    """With special tokens and without: texts of tokens that are whole characters by themselves. Filled as they come."""
+
     def piece(self, token_id: int, *, first: bool) -> bytes | None:
         """The bytes of a token, at the beginning of a text or anywhere else; None where it has none at all."""
         ...
@@ -44,27 +47,41 @@ codecs.register_error(REPLACE_EACH, _replace_each)
 class IncrementalDecoder:
     """The text of a growing list of tokens. Costs the same for every token, however many came before."""
 
-    __slots__ = ("_decode", "_first", "_keep_special", "_pieces")
+    __slots__ = ("_decoder", "_first", "_is_plain", "_keep_special", "_known", "_pieces")
 
     def __init__(self, pieces: Pieces, *, keep_special: bool) -> None:
         self._pieces = pieces
         self._keep_special = keep_special
         self._first = True
-        self._decode = codecs.getincrementaldecoder("utf-8")(pieces.errors).decode
+        self._known = pieces.known[keep_special]
+        self._is_plain = False  # not at the beginning, and no bytes wait for the rest of their character
+        self._decoder = codecs.getincrementaldecoder("utf-8")(pieces.errors)
 
     def push(self, token_id: int) -> str:
         """The characters that the token completes."""
+        if self._is_plain:
+            known = self._known.get(token_id)
+            if known is not None:
+                return known
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        was_plain = self._is_plain
         if not self._keep_special and self._pieces.is_special(token_id):
             return ""
         piece = self._pieces.piece(token_id, first=self._first)
         if piece is None:
             return ""
         self._first = False
-        return self._decode(piece)
+        text = self._decoder.decode(piece)
+        self._is_plain = not self._decoder.getstate()[0]
+        if was_plain and self._is_plain:
+            self._known[token_id] = text
+        return text
 
     def flush(self) -> str:
         """The end of the text: bytes still waiting for the rest of their character become U+FFFD."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 def decode(pieces: Pieces, token_ids: Iterable[int], *, keep_special: bool) -> str:
@@ -196,7 +213,8 @@ class AnswerText:
     def push(self, token_id: int) -> str:
         """The text that one more token releases."""
         self._num_tokens += 1
-        return self._release("" if token_id in self._silent_ids else self._decoder.push(token_id))
+        text = "" if token_id in self._silent_ids else self._decoder.push(token_id)
+        return text if self._matcher is None else self._release(text)
 
     def finish(self) -> str:
         """The rest of the text: the answer has no more tokens. May still find a stop string."""

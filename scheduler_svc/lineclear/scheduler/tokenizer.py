@@ -59,6 +59,7 @@ class Tokenizer:
             raise ConfigurationError("tokenizer.json: special tokens share an id, or have none")
         self._seal = _alternation(self._private)
         self._byte_piece, self.errors = _decoder_kind(definition.get("decoder"))
+        self.known: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._first: dict[int, bytes | None] = {}
         self._rest: dict[int, bytes | None] = {}
 
