@@ -153,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = {"unread documents of its corpus": corpus(tokenizer, o.windows)}
     texts |= {path.name: file(tokenizer, path) for path in o.text}
     results = list(measure(o.model, texts))
-    written = page(results, f"Quality of the formats: {Path(o.model).resolve().name}")
+    place = Path(o.model).resolve()
+    written = page(results, f"Quality of the formats: {place.parent.name}/{place.name}")
     print(written)
     if o.out is not None:
         o.out.with_suffix(".md").write_text(written)
