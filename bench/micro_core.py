@@ -13,12 +13,13 @@ import gc
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bench.figures import Figure, arguments, main
 from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
 from bench.measure import median
 from lineclear.scheduler.core import CoreLimits, Request, Scheduler
+from lineclear.scheduler.recorder import RecordedScheduler
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 DECODES = (1, 32, 256, 1024, 4096)
@@ -32,16 +33,16 @@ _GOAL_MICROSECONDS = 2.0
 class Bench:
     """A core whose plans are answered at once. `now` counts steps."""
 
-    def __init__(self, limits: CoreLimits, num_slots: int) -> None:
-        self.core = Scheduler(limits)
+    def __init__(self, limits: CoreLimits, num_slots: int, make: Callable[[CoreLimits], Scheduler] = Scheduler) -> None:
+        self.core = make(limits)
         self.core.reset(InstantRunner(num_slots).hello(1), 0.0)
         self.flights: deque[StepPlan] = deque()
         self.now = 0.0
 
-    def submit(self, index: int, prompt_len: int = _PROMPT_LEN) -> None:
+    def submit(self, index: int, prompt_len: int = _PROMPT_LEN, deadline: float | None = None) -> None:
         """A request unlike all others."""
         prompt = (index & 0xFFFF, index >> 16, *range(prompt_len - 2))
-        self.core.submit(Request(f"r{index}", prompt, Sampling(), _OUTPUT_LEN), self.now)
+        self.core.submit(Request(f"r{index}", prompt, Sampling(), _OUTPUT_LEN, deadline=deadline), self.now)
 
     def fill(self) -> int:
         """Plan until the pipeline is full; how many rows the new plans have."""
@@ -59,12 +60,13 @@ class Bench:
         self.core.apply(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples, step_seconds=0.01), self.now)
 
 
-def decoding(count: int) -> Iterator[Figure]:
+def decoding(count: int, make: Callable[[CoreLimits], Scheduler] = Scheduler, note: str = "") -> Iterator[Figure]:
     """Plan and apply with `count` sequences running."""
     budget = count + 8192
     bench = Bench(
         CoreLimits(max_batch_size=count, target_batch_tokens=budget, max_queue_size=count, max_queue_tokens=1 << 30),
         count,
+        make,
     )
     for index in range(count):
         bench.submit(index)
@@ -86,7 +88,7 @@ def decoding(count: int) -> Iterator[Figure]:
         plans.append(planning / _STEPS)
         applies.append(applying / _STEPS)
     both = median([p + a for p, a in zip(plans, applies, strict=True)])
-    case = f"{count} decodes"
+    case = f"{count} decodes{note}"
     yield Figure("core: plan", case, median(plans) * 1e6, "us a step")
     yield Figure("core: apply", case, median(applies) * 1e6, "us a step")
     goal = _GOAL_MICROSECONDS if count >= 256 else None
@@ -119,6 +121,12 @@ def queueing(count: int) -> Iterator[Figure]:
         bench.apply()
         bench.fill()
     yield Figure("queue: a step of one decode", case, (time.thread_time() - begin) / (sample // 4) * 1e6, "us")
+    gc.collect()  # else one that is due falls into the next thousand
+    begin = time.thread_time()
+    for index in range(2 * count, 2 * count + sample):
+        bench.submit(index, deadline=bench.now - 1.0)
+    bench.core.expire(bench.now)
+    yield Figure("queue: submit, expire", case, (time.thread_time() - begin) / sample * 1e6, "us")
     running = next(index for index in range(count) if f"r{index}" in bench.core._live)
     begin = time.thread_time()
     for _ in range(sample // 4):  # the running one leaves, the next one joins
@@ -135,6 +143,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """All of them."""
     for count in options.decodes:
         yield from decoding(count)
+    yield from decoding(max(options.decodes), RecordedScheduler, ", recorded")
     yield from queueing(options.waiting)
 
 

@@ -369,10 +369,10 @@ def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> 
 
 @pytest.mark.parametrize("target", ["loop", "engine"])
 def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..., Running], target: str) -> None:
-    """SIGUSR2 makes the event loop, or the engine's next turn, stand still for three seconds."""
+    """SIGALRM makes the event loop, or the engine's next turn, stand still for three seconds."""
     stall = {
-        "loop": "loop.add_signal_handler(signal.SIGUSR2, time.sleep, 3)",
-        "engine": "loop.add_signal_handler(signal.SIGUSR2, lambda: engines[0]._order(lambda now: time.sleep(3)))",
+        "loop": "loop.add_signal_handler(signal.SIGALRM, time.sleep, 3)",
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._order(lambda now: time.sleep(3)))",
     }[target]
     code = WITHOUT_TORCH + (
         "import asyncio, signal, time\n"
@@ -389,7 +389,7 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..
     )
     server = start("--standstill-seconds", "1", code=code)
     live = health_pb2.HealthCheckRequest(service="liveness")
-    server.popen.send_signal(signal.SIGUSR2)
+    server.popen.send_signal(signal.SIGALRM)
     if target == "loop":
         server.wait_for("event_loop_stands_still")
         with pytest.raises(grpc.RpcError) as caught:

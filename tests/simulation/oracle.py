@@ -441,6 +441,10 @@ class Oracle:
             fixed = self.limits.strategy == "fixed_size"
             hold(not fixed or self.batch_places >= 0, "strategy", "a fixed batch has as many places as slots")
             self.turned_away = False
+            for other in self.fresh:
+                late = track.arrival - other.arrival
+                if other.rank > track.rank and suspect is None:
+                    hold(late <= self._longest_wait(other), "I14", "nobody who comes so much later goes first")
             del self.fresh[track]
         else:
             del self.resuming[track]
@@ -471,6 +475,17 @@ class Oracle:
                     break
                 found.append(block)
         return found
+
+    def _longest_wait(self, track: Track) -> float:
+        """By how much later somebody may come and have the better rank: the bound that docs/design.md states."""
+        ageing, request = self.limits.policy.ageing_seconds, track.request
+        if self.limits.order == "priority":
+            return 255 * ageing
+        if self.limits.order == "shortest":
+            return track.limit / 256 * ageing
+        if self.limits.order == "deadline":
+            return 256 * ageing if request.deadline is None else request.deadline - track.arrival
+        return 0.0
 
     def _overtakes(self, track: Track) -> None:
         peers = [*self.resuming, *self.fresh] if track in self.fresh else self.resuming

@@ -53,7 +53,11 @@ _OWNERS: dict[str, Any] = {
             Sequence,
         )
     },
-    **{cls.__name__: cls for cls in (policy.View, *policy.STRATEGIES.values()) if isinstance(cls, type)},
+    **{
+        cls.__name__: cls
+        for cls in (policy.View, *policy.STRATEGIES.values(), *policy.ORDERS.values())
+        if isinstance(cls, type)
+    },
     "core": core,
     "policy": policy,
     "residents": residents,

@@ -88,10 +88,11 @@ class World:
         self,
         *,
         directory: Path | None = None,
-        core: CoreLimits | None = None,
+        core: CoreLimits | Scheduler | None = None,
         engine: EngineLimits | None = None,
         options: ToyOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_anomaly: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.root = short_directory()
         self.directory = directory or self.root / "run"
@@ -104,7 +105,8 @@ class World:
         self.give_ups: list[str] = []
         self.supervisor: Supervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
-        self.core = Scheduler(core or CoreLimits(max_batch_size=self.options.num_slots))
+        limits = core or CoreLimits(max_batch_size=self.options.num_slots)
+        self.core = limits if isinstance(limits, Scheduler) else Scheduler(limits)
         self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
         self._changed = threading.Condition()
 
@@ -119,6 +121,7 @@ class World:
             on_joined=self._joined,
             on_broken=self._broken,
             on_explained=self._explained,
+            on_anomaly=on_anomaly,
             on_fatal=self._died,
         )
 

@@ -60,7 +60,11 @@ class Decoding:
         beat = self.beat + 1
         origin = sequence.planned - beat
         sequence.joined, sequence.origin = beat, origin
-        request = sequence.request
+        self.enter(sequence)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Put a sequence whose `joined` and `origin` are right where beats find it."""
+        origin, request = sequence.origin, sequence.request
         self._rows[sequence] = (
             sequence,
             request.request_id,

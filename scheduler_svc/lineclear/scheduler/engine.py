@@ -37,6 +37,7 @@ _COLD_STEPS = 8
 _STANDSTILL_SECONDS = 1.0
 _TIMES_PREDICTED = 20
 _HUNG_LOOK_SECONDS = 0.5
+_SLOW_STEP_SECONDS = 2.0
 _OBITUARY_SECONDS = 0.1  # from a closed connection to the exit code of its process, where there is a supervisor
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # a process that fails ends by others
 
@@ -106,6 +107,7 @@ class Engine:
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
     `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed.
     `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now.
+    `on_anomaly(what)` is called when a worker is lost, a step took far too long, the thread dies, or somebody asks.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
     All of them run on the engine's thread.
     """
@@ -121,6 +123,7 @@ class Engine:
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
         on_explained: Callable[[], None] = lambda: None,
+        on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.failure: BaseException | None = None
@@ -131,7 +134,7 @@ class Engine:
         self._clock = clock
         self._limits = limits or EngineLimits()
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
-        self._on_explained = on_explained
+        self._on_explained, self._on_anomaly = on_explained, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
         self._refused: deque[Request] = deque()
         self._hello: Hello | None = None
@@ -197,6 +200,13 @@ class Engine:
         """
         self._order(partial(self._worker_exited, pid, exit_code))
 
+    def report(self, what: str) -> None:
+        """Have `on_anomaly(what)` called on the engine's thread: somebody wants to know."""
+        self._order(partial(self._report, what))
+
+    def _report(self, what: str, now: float) -> None:
+        self._on_anomaly(what)
+
     def snapshot(self) -> EngineSnapshot:
         """Counters and gauges of a moment ago. Never waits for the engine."""
         return self._snapshot
@@ -230,6 +240,7 @@ class Engine:
         except BaseException as error:
             self.failure = error
             self._on_fatal(error)  # first: nothing may come between a death and its news
+            self._on_anomaly(f"the engine died: {type(error).__name__}")
             log.error("engine_died", error=type(error).__name__, places=places(error))
 
     def _turn(self) -> None:
@@ -330,6 +341,9 @@ class Engine:
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         sent = self._in_flight.popleft()
+        seconds = now - max(sent.sent_at, self._oldest_since)
+        if seconds > max(_SLOW_STEP_SECONDS, _TIMES_PREDICTED * self._predicted(sent)):
+            self._on_anomaly(f"step {result.step} was slow")
         self._oldest_since = now
         self._step_times.append(
             StepTime(
@@ -374,6 +388,8 @@ class Engine:
             self._on_explained()
         # A server that is leaving tells its worker to leave too.
         say = log.info if self._leaving else log.warning
+        if loss is not Loss.LEFT and not self._leaving:
+            self._on_anomaly(reason)
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
         if kill:
             self._hung = hello.epoch
@@ -401,11 +417,14 @@ class Engine:
         silence = self._link.last_heard + self._limits.heartbeat_timeout_seconds
         return min(silence, self._step_deadline()) if self._in_flight else silence
 
+    def _predicted(self, sent: _Sent) -> float:
+        base, per_token, _ = self._snapshot.core.step_model
+        return base + per_token * sent.num_tokens
+
     def _step_deadline(self) -> float:
         sent = self._in_flight[0]
         limits = self._limits
-        base, per_token, _ = self._snapshot.core.step_model
-        allowed = max(limits.step_timeout_seconds, _TIMES_PREDICTED * (base + per_token * sent.num_tokens))
+        allowed = max(limits.step_timeout_seconds, _TIMES_PREDICTED * self._predicted(sent))
         if sent.plan.step <= _COLD_STEPS:
             allowed = max(allowed, limits.cold_step_timeout_seconds)
         return self._oldest_since + allowed

@@ -25,6 +25,7 @@ import uvloop
 
 from lineclear import logs
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
+from lineclear.scheduler import replay
 from lineclear.scheduler.chat import load_chat_template
 from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import Engine, EngineLimits
@@ -33,6 +34,8 @@ from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
 from lineclear.scheduler.policy import PolicySettings
 from lineclear.scheduler.pulse import Pulse
+from lineclear.scheduler.recorder import RecordedScheduler
+from lineclear.scheduler.recordings import Recordings
 from lineclear.scheduler.server import Server
 from lineclear.scheduler.service import VERSION, InferenceService, drained
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
@@ -66,11 +69,14 @@ _STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scheduler until it is told to leave. Returns the exit code."""
+    """Run a scheduler until it is told to leave, or replay what one has recorded. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["replay"]:
+        return replay.main(arguments[1:])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        settings, worker_flags = load(sys.argv[1:] if argv is None else argv)
+        settings, worker_flags = load(arguments)
     except ConfigurationError as error:
         print(f"lineclear-scheduler: {error}", file=sys.stderr)
         return CONFIGURATION
@@ -105,16 +111,20 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             on_exit=lambda pid, exit_code: engine.worker_exited(pid, exit_code),
             on_give_up=lambda reason: leaving.begin(_WITHOUT_WORKER[supervisor.given_up or GiveUp.BUG], reason),
         )
+        core, recordings = _core(settings)
+        stack.callback(recordings.wait)
         engine = Engine(
-            Scheduler(_core_limits(settings)),
+            core,
             link,
             service.publish,
             limits=_engine_limits(settings),
             on_joined=supervisor.worker_joined,
             on_broken=supervisor.worker_broken,
             on_explained=supervisor.crashes_explained,
+            on_anomaly=recordings.dump,
             on_fatal=leaving.on_fatal,
         )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.report, "SIGUSR2")
         service.attach(engine)
         service.on_worker = server.set_ready
         service.on_fatal = leaving.on_fatal
@@ -319,6 +329,12 @@ def _log_format(settings: SchedulerSettings) -> str:
     if settings.log_format == "auto":
         return "console" if sys.stderr.isatty() else "json"
     return settings.log_format
+
+
+def _core(settings: SchedulerSettings) -> tuple[Scheduler, Recordings]:
+    core = RecordedScheduler(_core_limits(settings), settings.recorded_calls)
+    directory = Path(settings.recording_directory) if settings.recording_directory else None
+    return core, Recordings(core, directory)
 
 
 def _core_limits(settings: SchedulerSettings) -> CoreLimits:

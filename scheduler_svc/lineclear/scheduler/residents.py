@@ -152,9 +152,12 @@ class Residents:
         size, keys = self.pool.block_size, sequence.keys
         tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
         if index == len(keys):
-            parent = keys[-1] if keys else root_key(self._secret, sequence.request.cache_salt)
-            keys.append(chain_key(parent, tokens))
+            keys.append(self.new_key(sequence, keys[-1] if keys else None, tokens))
         return keys[index], tokens
+
+    def new_key(self, sequence: Sequence, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+        """The key of a block whose predecessor has the key `parent`."""
+        return chain_key(parent or root_key(self._secret, sequence.request.cache_salt), tokens)
 
 
 def _strip(sequence: Sequence, state: State, computed: int) -> None:

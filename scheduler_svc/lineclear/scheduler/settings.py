@@ -188,6 +188,14 @@ class SchedulerSettings(BaseSettings):
         600.0, gt=0, le=7 * 86_400, description="How long the answer of a submitted request is kept after its end."
     )
 
+    # --- the flight recorder ---
+    recorded_calls: int = Field(
+        4096, ge=1, le=2**20, description="Calls of the core that a flight recording goes back at least."
+    )
+    recording_directory: str = Field(
+        "", description="Where flight recordings are written on anomalies and SIGUSR2. Empty: one of ours in /tmp."
+    )
+
     # --- the worker ---
     socket_directory: str = Field(
         "",

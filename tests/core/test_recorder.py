@@ -1,0 +1,132 @@
+"""The flight recorder: bounded, without content, as a file of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from core.rig import Rig, make_request
+
+from lineclear.scheduler import replay
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.recorder import RecordedScheduler
+from lineclear.scheduler.recordings import Recordings, write
+
+MARKS = (77001, 77002, 77003)
+"""Tokens that occur nowhere else."""
+
+
+class RecordedRig(Rig):
+    """A rig whose core records."""
+
+    def __init__(self, max_records: int) -> None:
+        super().__init__(worker_vocab_size=80_000)
+        self.core = self.recorded = RecordedScheduler(CoreLimits(pipeline_depth=1, cache_secret=b"hidden"), max_records)
+        self.join()
+
+
+def lived(max_records: int = 4096, requests: int = 12) -> RecordedRig:
+    """A rig in which something has happened."""
+    rig = RecordedRig(max_records)
+    for number in range(requests):
+        rig.submit(f"secret-name-{number}", MARKS * 4, max_tokens=5, eos=MARKS[0], cache_salt=b"tenant")
+        rig.run()
+    rig.submit("last", MARKS * 3, max_tokens=50)
+    rig.step()
+    return rig
+
+
+def test_a_recording_has_no_content(tmp_path: Path) -> None:
+    rig = lived()
+    write(tmp_path / "flight.jsonl", rig.recorded.recording())
+    text = (tmp_path / "flight.jsonl").read_text()
+    assert len(text.splitlines()) > 100
+    for mark in (*map(str, MARKS), "secret-name", "last", b"hidden".hex(), b"tenant".hex(), "hidden", "tenant"):
+        assert mark not in text, mark
+    outputs = {str(token) for number in range(12) for token in rig.outputs(f"secret-name-{number}")}
+    assert not any(f"{token}," in text or f"{token}]" in text for token in outputs if len(token) == 5)
+
+
+@pytest.mark.parametrize("max_records", [10, 50])
+def test_a_recording_is_bounded_and_replays_from_its_middle(max_records: int) -> None:
+    rig = lived(max_records, requests=100)
+    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
+    assert max_records <= len(entries) - 2 <= 2 * max_records
+    assert replay.replay(entries) == len(entries) - 2
+
+
+def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lineclear.scheduler.recordings._SECONDS_BETWEEN", 0.0)
+    rig, directory = lived(), tmp_path / "recordings"
+    recordings = Recordings(rig.recorded, directory)
+    names = []
+    for _ in range(6):
+        path = recordings.dump("a test")
+        assert path is not None
+        recordings.wait()
+        names.append(path.name)
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert names == [f"flight-{i}.jsonl" for i in (0, 1, 2, 3, 0, 1)]
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert len(list(directory.iterdir())) == 4
+    assert replay.main([str(directory / names[0])]) == 0
+    assert "every decision the same" in capsys.readouterr().out
+
+
+def test_two_anomalies_in_a_row_are_one_file(tmp_path: Path) -> None:
+    recordings = Recordings(lived().recorded, tmp_path / "recordings")
+    assert recordings.dump("first") is not None
+    assert recordings.dump("second") is None
+    recordings.wait()
+
+
+def test_a_directory_that_others_may_read_is_not_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    recordings = Recordings(lived().recorded, tmp_path)
+    recordings.dump("a test")
+    recordings.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_core_that_decides_otherwise_is_told_from_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = RecordedRig(4096)
+    for number in range(6):
+        rig.submit(f"r{number}", 9 + number, max_tokens=9)
+    rig.run()
+    path = tmp_path / "flight.jsonl"
+    write(path, rig.recorded.recording())
+    assert replay.main([str(path)]) == 0
+    monkeypatch.setattr("lineclear.scheduler.planning._SMALLEST_CHUNK", 1)
+    monkeypatch.setattr("lineclear.scheduler.planning.Planning._decode", lambda planning: planning._decode_by_age())
+    assert replay.main([str(path)]) == 1
+    assert "recorded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}'])
+def test_a_file_that_is_no_recording_is_refused_with_a_sentence(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    assert replay.main([str(path)]) == 2
+    assert replay.main([]) == 2
+
+
+def test_requests_refused_are_recorded_too() -> None:
+    rig = RecordedRig(4096)
+    rig.core.submit(make_request("a", 5, max_tokens=3), 0.0)
+    with pytest.raises(Exception, match="in progress"):
+        rig.core.submit(make_request("a", 5), 0.0)
+    with pytest.raises(Exception, match="context"):
+        rig.core.submit(make_request("b", 5, max_tokens=10_000), 0.0)
+    rig.run()
+    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
+    assert [entry[4] for entry in entries[2:] if entry[0] == "submit"] == [
+        "Admitted",
+        "DuplicateRequest",
+        "PromptTooLong",
+    ]
+    assert replay.replay(entries) == len(entries) - 2

@@ -1,0 +1,64 @@
+"""Every simulated history can be run again from its flight recording, wherever the recording begins."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import simulation.world
+from simulation.scenario import draw
+from simulation.world import World
+
+from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.recorder import RecordedScheduler
+from lineclear.scheduler.replay import Divergence, NoRecording, replay
+
+
+def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The last lines of a history, or all of them."""
+    calls = random.Random(seed).choice((5, 40, 300, 10_000))
+
+    def make(limits: CoreLimits) -> RecordedScheduler:
+        return RecordedScheduler(limits, calls)
+
+    monkeypatch.setattr(simulation.world, "Scheduler", make)
+    world = World(draw(seed), watch=False)
+    world.run()
+    assert isinstance(world.core, RecordedScheduler)
+    return [json.dumps(entry) for entry in world.core.recording()]
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_a_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    for seed in range(first, first + 50):
+        try:
+            calls += replay(map(json.loads, record(seed, monkeypatch)))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert calls > 1000
+
+
+def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(0)
+    found = 0
+    for seed in range(30):
+        lines = record(seed, monkeypatch)
+        decided = [i for i, line in enumerate(lines[2:], 2) if json.loads(line)[0] == "plan" and json.loads(line)[4][0]]
+        if not decided:
+            continue
+        number = dice.choice(decided)
+        entry = json.loads(lines[number])
+        entry[4][0][1] += 1  # one decode more
+        lines[number] = json.dumps(entry)
+        with pytest.raises(Divergence, match=rf"call {number - 1}, plan"):
+            replay(map(json.loads, lines))
+        found += 1
+    assert found > 20
+
+
+@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 1"}']])
+def test_what_is_no_recording_is_refused(lines: list[str]) -> None:
+    with pytest.raises(NoRecording):
+        replay(map(json.loads, lines))
