@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from support.world import short_directory
 
 
 @pytest.fixture
-def folder() -> Path:
-    return short_directory()
+def folder() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])
