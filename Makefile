@@ -23,7 +23,7 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro fuzz chaos soak lint format stubs clean
+.PHONY: help demo test serve bench bench-micro simulation fuzz chaos soak lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -54,6 +54,9 @@ bench: $(STAMP) ## lineclear and its PEERS in turns on one workload; bench/READM
 bench-micro: $(STAMP) ## What each part of lineclear costs by itself
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
+
+simulation: $(STAMP) ## SEEDS (20,000) simulated histories, half of them under faults to the end, half in peace at last
+	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check
 
 fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link, as many damaged requests against a server
 	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
