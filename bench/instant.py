@@ -1,6 +1,6 @@
 """A worker that computes nothing: every sample is the same token, at once. What remains is what lineclear itself costs.
 
-    python -m bench.instant --directory DIR [--num-slots N]       # flags it does not know are ignored
+    python -m bench.instant --directory DIR [--num-slots N] [--step-seconds S]    # flags it does not know are ignored
 
 Real process, loop, sockets and codec; no torch.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,19 +24,22 @@ MAX_MODEL_LEN = 4096
 class InstantFlight:
     """A step that is done already."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, seconds: float) -> None:
         self._result = result
+        self._seconds = seconds
 
     def result(self) -> StepResult:
-        """The result; never blocks."""
+        """The result, after the time a step is to take."""
+        if self._seconds:
+            time.sleep(self._seconds)
         return self._result
 
 
 class InstantRunner:
     """A Runner (lineclear.worker.protocol) that keeps nothing."""
 
-    def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17) -> None:
-        self._num_slots, self._vocab_size = num_slots, vocab_size
+    def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17, step_seconds: float = 0.0) -> None:
+        self._num_slots, self._vocab_size, self._step_seconds = num_slots, vocab_size, step_seconds
 
     def hello(self, epoch: int) -> Hello:
         """Room for everybody."""
@@ -60,7 +64,7 @@ class InstantRunner:
 
     def launch(self, plan: StepPlan) -> InstantFlight:
         """A token for each row that samples."""
-        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples))
+        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--num-slots", type=int, default=1024)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="what a step takes")
     options, _ = parser.parse_known_args(arguments)
-    return run(InstantRunner(options.num_slots), options.directory, supervised=supervised)
+    return run(
+        InstantRunner(options.num_slots, step_seconds=options.step_seconds), options.directory, supervised=supervised
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,166 @@
+"""More asked than can be answered: what is refused how fast, what is answered still, and what slow readers cost others.
+
+    python -m bench.overload --model demo/model [--seconds 60] [--times 10]
+
+The real scheduler process, behind a worker that takes a fixed time for a step, so that capacity is known. Open loop:
+requests arrive at their own moments, whatever became of earlier ones; nobody retries. First at capacity, then at
+`--times` as much; then streams that are never read beside some that are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import grpc.aio
+
+from bench.figures import Figure, arguments, main
+from bench.lineclear_serve import Service, serving
+from bench.measure import percentile
+from lineclear.client import AsyncClient
+from lineclear.errors import LineclearError
+from lineclear.v1 import inference_pb2 as pb
+
+_SLOTS, _TOKENS, _STEP_SECONDS = 32, 32, 0.01
+_QUEUE = 64
+_CAPACITY = _SLOTS / (_TOKENS * _STEP_SECONDS)  # requests a second, were there nothing but steps
+_REJECT_GOAL_SECONDS = 0.02
+_GOODPUT_GOAL = 0.9
+_SLOW_READERS, _FAST_READERS = 200, 8
+
+
+@dataclass
+class Seen:
+    """What became of the requests of one load."""
+
+    answered: int = 0
+    refused_seconds: list[float] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory of a process that is its own: resident and anonymous, and what was swapped out of it."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return sum(int(fields.get(name, "0 kB").split()[0]) for name in ("RssAnon", "VmSwap")) * 1024
+
+
+async def load(client: AsyncClient, rate: float, seconds: float, seed: int) -> Seen:
+    """Poisson arrivals at `rate` a second."""
+    seen, dice, tasks = Seen(), random.Random(seed), set[asyncio.Task[None]]()
+
+    async def one(number: int) -> None:
+        begin = time.monotonic()
+        try:
+            await client.generate((5 + number % 90, 6), max_tokens=_TOKENS, ignore_eos=True, temperature=0.0)
+            seen.answered += 1
+        except LineclearError as error:
+            if error.reason == "QUEUE_FULL":
+                seen.refused_seconds.append(time.monotonic() - begin)
+            else:
+                seen.other.append(error.reason)
+
+    begin, due, number = time.monotonic(), 0.0, 0
+    while due < seconds:
+        await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
+        task = asyncio.ensure_future(one(number))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        due, number = due + dice.expovariate(rate), number + 1
+    await asyncio.gather(*tasks)
+    return seen
+
+
+async def overload(model: str, seconds: float, times: float) -> list[Figure]:
+    """At capacity, and at `times` that."""
+    async with _service(model) as service:
+        base = await load(service.client, _CAPACITY, seconds, seed=1)
+        before = rss_bytes(service.pid)
+        over = await load(service.client, times * _CAPACITY, seconds, seed=2)
+        grown = rss_bytes(service.pid) - before
+    case = f"{times:g}x for {seconds:g} s"
+    rejects = over.refused_seconds
+    return [
+        Figure("overload: answered at capacity", "1x", base.answered / seconds, "requests/s"),
+        Figure("overload: answered", case, over.answered / seconds, "requests/s"),
+        Figure("overload: goodput against 1x", case, over.answered / max(1, base.answered), "", _GOODPUT_GOAL, True),
+        Figure("overload: refused", case, float(len(rejects)), "requests"),
+        Figure("overload: p50 of a refusal", case, percentile(rejects, 0.50) or 0.0, "s"),
+        Figure("overload: p99 of a refusal", case, percentile(rejects, 0.99) or 0.0, "s", _REJECT_GOAL_SECONDS),
+        Figure("overload: ended otherwise", case, float(len(over.other) + len(base.other)), "requests", 0.0),
+        Figure("overload: memory grown", case, grown / 2**20, "MiB"),
+    ]
+
+
+async def slow_readers(model: str, seconds: float) -> list[Figure]:
+    """Streams that nobody reads beside some that are read."""
+    async with _service(model, "--max-batch-size", str(_SLOW_READERS + _FAST_READERS)) as service:
+        quiet = await _cadence(service, seconds)
+        before = rss_bytes(service.pid)
+        async with grpc.aio.insecure_channel(
+            service.client.target, options=[("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            generate = channel.unary_stream("/lineclear.v1.InferenceService/Generate")
+            message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]))
+            message.sampling.max_tokens, message.sampling.ignore_eos = 4000, True
+            calls = [generate(message.SerializeToString()) for _ in range(_SLOW_READERS)]
+            await asyncio.gather(*(call.read() for call in calls))
+            beside = await _cadence(service, seconds)
+            held = rss_bytes(service.pid) - before
+            for call in calls:
+                call.cancel()
+    case = f"{_SLOW_READERS} unread, {_FAST_READERS} read"
+    return [
+        Figure("slow readers: memory of each", case, held / _SLOW_READERS / 1024, "KiB"),
+        Figure("slow readers: p99 between tokens of those who read, alone", case, quiet, "s"),
+        Figure("slow readers: p99 between tokens of those who read, beside them", case, beside, "s"),
+    ]
+
+
+async def _cadence(service: Service, seconds: float) -> float:
+    """p99 of the seconds between messages of those who read."""
+    gaps: list[float] = []
+
+    async def read() -> None:
+        times = []
+        async with service.client.stream((7, 8), max_tokens=3000, ignore_eos=True) as stream:
+            async for _ in stream:
+                times.append(time.monotonic())
+                if times[-1] - times[0] > seconds:
+                    break
+        gaps.extend(b - a for a, b in pairwise(times))
+
+    await asyncio.gather(*(read() for _ in range(_FAST_READERS)))
+    return percentile(gaps, 0.99) or 0.0
+
+
+def _service(model: str, *flags: str) -> contextlib.AbstractAsyncContextManager[Service]:
+    worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "bench.instant"]
+    common = ["--max-batch-size", str(_SLOTS), "--max-queue-size", str(_QUEUE), "--target-batch-tokens", "4096"]
+    return serving(model, [*worker, *common, *flags], ["--step-seconds", str(_STEP_SECONDS)])
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """Both situations."""
+    yield from asyncio.run(overload(str(options.model), options.seconds, options.times))
+    yield from asyncio.run(slow_readers(str(options.model), min(options.seconds, 10.0)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The sizes are options."""
+    found = arguments(__doc__)
+    found.add_argument("--model", type=Path, required=True, help="whose tokenizer the service loads")
+    found.add_argument("--seconds", type=float, default=60.0)
+    found.add_argument("--times", type=float, default=10.0)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))
