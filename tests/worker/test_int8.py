@@ -137,3 +137,12 @@ def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> Non
     assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
     with pytest.raises(ConfigurationError, match="leave fused_forward on"):
         make_runner(WorkerSettings(weights="int8", fused_forward=False, **flags))
+
+
+def test_keys_and_values_in_bytes_are_a_setting_too(tmp_path: Path) -> None:
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu"}
+    hello = make_runner(WorkerSettings(kv_cache_dtype="int8", **flags)).hello(1)
+    assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
+    with pytest.raises(ModelRefused, match="torch_paged.*own number format"):
+        make_runner(WorkerSettings(kv_cache_dtype="int8", attention_backend="torch_paged", **flags))
