@@ -144,5 +144,5 @@ def test_keys_and_values_in_bytes_are_a_setting_too(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu"}
     hello = make_runner(WorkerSettings(kv_cache_dtype="int8", **flags)).hello(1)
     assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
-    with pytest.raises(ModelRefused, match="torch_paged.*own number format"):
+    with pytest.raises(ModelRefused, match=r"torch_paged.*own number format"):
         make_runner(WorkerSettings(kv_cache_dtype="int8", attention_backend="torch_paged", **flags))
