@@ -222,14 +222,12 @@ class Planning:
         return room
 
     def _longest(self, decodes: int) -> float:
-        """Seconds this step may take: a few times those of its decodes alone, and never more than the target.
-
-        As many times as more requests wait for a first token than for their next one, if that is more: the delay of the
-        few is worth the start of the many.
+        """Seconds this step may take: so much more than its decodes alone for each request that waits for its first
+        token, and never more than the target.
         """
         world, policy = self._world, self._world.limits.policy
         expecting = len(world.fresh) + len(world.resuming) + len(self._residents.running) - decodes
-        stretch = max(policy.decode_stretch, expecting / decodes)
+        stretch = 1 + (policy.decode_stretch - 1) * expecting
         alone = world.model.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
         return min(policy.inter_token_target_seconds, stretch * alone)
 

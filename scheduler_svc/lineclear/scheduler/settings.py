@@ -132,8 +132,8 @@ class SchedulerSettings(BaseSettings):
         2.0,
         ge=1,
         le=1000,
-        description="Prompts make a step at most so many times as long as the tokens of running requests alone would;"
-        " more, while more requests wait for their first token than for their next one.",
+        description="A prompt makes a step at most so many times as long as the tokens of running requests alone would."
+        " The surplus counts once for each request that waits for its first token.",
     )
     victim: Victim = Field("cheapest", description="Which running request yields its blocks when there are too few.")
     max_preemptions: int = Field(4, ge=0, le=1000, description="A request preempted this often is left alone.")
