@@ -26,7 +26,7 @@ from lineclear.errors import LineclearError
 START_SECONDS = 300.0
 REQUEST_SECONDS = 1800.0
 _WARM_UP = (7,) * 32
-_WARM_UP_STREAMS = 2
+_WARM_UP_STREAMS = 8  # enough to fill a fixed batch of the contender that has one
 
 
 @dataclass(frozen=True)
