@@ -20,6 +20,7 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.core import BadResult
 from lineclear.scheduler.events import Failed, Finished, FinishReason, Preempted
+from lineclear.scheduler.stepmodel import StepModel
 from lineclear.wire.types import StepError, StepErrorKind
 
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY
@@ -130,6 +131,25 @@ def test_the_more_wait_for_a_first_token_the_longer_a_step_may_take() -> None:
     for number in range(6):
         rig.submit(f"new{number}", 50, max_tokens=1)
     assert sum(end - start for _, start, end in rig.rows(rig.step())) == pytest.approx(67, abs=4)
+
+
+def test_who_joins_behind_a_cached_prefix_computes_something_however_dear_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # At its beginning the step has time for five tokens more, behind 800 positions for none: it takes one all the same.
+    monkeypatch.setattr(StepModel, "more_within", lambda model, s, t, kv, context: 5.0 if context < 100 else 0.0)
+    rig = Rig(target_batch_tokens=64, worker_num_blocks=1024, worker_max_model_len=1024)
+    prefix = [5 + i % 40 for i in range(800)]
+    rig.submit("first", prefix, max_tokens=1)
+    rig.run()
+    rig.submit("old", 4, max_tokens=100)
+    rig.step()
+    rig.step()
+    rig.submit("short", 16, max_tokens=1)  # the tokens that prompts get in any case
+    rig.submit("behind", [*prefix, 1, 2, 3], max_tokens=1)
+    rig.run()
+    assert isinstance(rig.end("behind"), Finished)
+    assert all(end > start for plan in rig.plans for _, start, end in rig.rows(plan))
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

@@ -291,7 +291,8 @@ class Planning:
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
         )
-        count = min(sequence.todo, self._room_for_prompts(sequence.planned))
+        # At the end of a cached prefix a token may cost more than there is time for; there are tokens left for one.
+        count = max(1, min(sequence.todo, self._room_for_prompts(sequence.planned)))
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
