@@ -323,7 +323,9 @@ class Engine:
             log.error("step_failed", step=arrival.step, kind=arrival.kind.name.lower(), summary=arrival.summary)
             events += self._core.fail_step(arrival, now)
             memory = arrival.kind is StepErrorKind.OUT_OF_MEMORY
-            loss = Loss.LEFT if memory else Loss.BROKE
+            # What went wrong on the way is nobody's fault who was running.
+            astray = arrival.kind is StepErrorKind.PROTOCOL
+            loss = Loss.LEFT if memory or astray else Loss.BROKE
             self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, loss, kill=not memory)
         elif arrival.reason == CLOSED and self._hello is not None:
             self._closed_since = now
@@ -337,7 +339,7 @@ class Engine:
         try:
             events += self._core.apply(result, now)
         except BadResult as error:
-            self._lose(f"it sent a result that cannot be: {error}", events, now, Loss.BROKE, kill=True)
+            self._lose(f"it sent a result that cannot be: {error}", events, now, Loss.LEFT, kill=True)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         sent = self._in_flight.popleft()
