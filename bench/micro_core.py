@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from bench.figures import Figure, arguments, main
 from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
 from bench.measure import median
-from lineclear.scheduler.core import CoreLimits, Request, Scheduler
-from lineclear.scheduler.recorder import RecordedScheduler
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.scheduling.core import CoreLimits, Request, Scheduler
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 DECODES = (1, 32, 256, 1024, 4096)

@@ -25,10 +25,10 @@ from bench.figures import Figure, arguments, main
 from bench.measure import percentile
 from bench.micro_wire import decodes
 from lineclear.logs import configure
-from lineclear.scheduler.core import CoreLimits, Request, Scheduler
 from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.events import Event, Finished
 from lineclear.scheduler.link import Arrival, Link
+from lineclear.scheduler.scheduling.core import CoreLimits, Request, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Finished
 from lineclear.wire.types import Hello, Sampling, StepResult
 
 T = TypeVar("T", bound=Arrival)

@@ -55,7 +55,7 @@ def reach(start: str, package: str) -> tuple[str, ...]:
 
 
 # What the core imports is core, so a clock cannot hide in a helper.
-CORE = reach("lineclear.scheduler.core", "lineclear.scheduler")
+CORE = reach("lineclear.scheduler.scheduling.core", "lineclear.scheduler")
 
 # The most specific entry that names a module is its room.
 ROOMS = {
@@ -74,6 +74,37 @@ ROOMS = {
     ),
     "scheduler link": Room(
         ("lineclear.scheduler.link",), ("zmq", "structlog", "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING)
+    ),
+    "recording": Room(
+        ("lineclear.scheduler.recording",), ("structlog", "lineclear.scheduler.scheduling", *CONTRACT, *HOUSEKEEPING)
+    ),
+    "text": Room(
+        ("lineclear.scheduler.text",),
+        (
+            *("tokenizers", "jinja2", "structlog", *SETTINGS, "lineclear.errors", "lineclear.limits"),
+            *("lineclear.scheduler.settings", "lineclear.scheduler.model_files"),
+        ),
+    ),
+    "access": Room(
+        ("lineclear.scheduler.access",),
+        (
+            "grpc",
+            "grpc_health",
+            PROTOBUF,
+            "structlog",
+            *SETTINGS,
+            "lineclear.scheduler.settings",
+            *CONTRACT,
+            *HOUSEKEEPING,
+        ),
+    ),
+    "rpc": Room(
+        ("lineclear.scheduler.rpc",),
+        (
+            *("grpc", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
+            *(f"lineclear.scheduler.{name}" for name in ("access", "scheduling", "text", "settings", "engine")),
+            *CONTRACT,
+        ),
     ),
     "scheduler shell": Room(
         ("lineclear.scheduler",),
@@ -200,15 +231,15 @@ def test_the_namespace_has_no_init_file() -> None:
         ("lineclear.wire.types", "import google.protobuf.message"),
         ("lineclear.wire.codec", "import grpc"),
         ("lineclear.errors", "import grpc"),
-        ("lineclear.scheduler.core", "import time"),
-        ("lineclear.scheduler.core", "import random"),
-        ("lineclear.scheduler.core", "import structlog"),
-        ("lineclear.scheduler.core", "from lineclear.wire import codec"),
-        ("lineclear.scheduler.policy", "from . import engine"),
+        ("lineclear.scheduler.scheduling.core", "import time"),
+        ("lineclear.scheduler.scheduling.core", "import random"),
+        ("lineclear.scheduler.scheduling.core", "import structlog"),
+        ("lineclear.scheduler.scheduling.core", "from lineclear.wire import codec"),
+        ("lineclear.scheduler.scheduling.policy", "from . import engine"),
         ("lineclear.scheduler.engine", "import zmq"),
         ("lineclear.scheduler.engine", "import grpc"),
-        ("lineclear.scheduler.streams", "import torch"),
-        ("lineclear.scheduler.streams", "import zmq"),
+        ("lineclear.scheduler.rpc.streams", "import torch"),
+        ("lineclear.scheduler.rpc.streams", "import zmq"),
         ("lineclear.scheduler.main", "from lineclear.worker import main"),
         ("lineclear.scheduler.main", "import lineclear.client"),
         ("lineclear.worker.loop", "import torch"),
@@ -216,13 +247,13 @@ def test_the_namespace_has_no_init_file() -> None:
         ("lineclear.worker.loop", "def f():\n    from torch import nn"),
         ("lineclear.worker.runner", "import zmq"),
         ("lineclear.worker.runner", "import grpc.aio"),
-        ("lineclear.worker.main", "import importlib\nimportlib.import_module('lineclear.scheduler.core')"),
+        ("lineclear.worker.main", "import importlib\nimportlib.import_module('lineclear.scheduler.scheduling.core')"),
         ("lineclear.client", "import structlog"),
         ("lineclear.client", "from lineclear.wire.types import Row"),
         ("lineclear.client", "import typer"),
         ("lineclear.client", "from lineclear import logs"),
         ("lineclear.logs", "import grpc"),
-        ("lineclear.sockets", "from lineclear.scheduler import core"),
+        ("lineclear.sockets", "from lineclear.scheduler.scheduling import core"),
         ("lineclear.client", "import google.rpc.status_pb2"),
     ],
 )

@@ -10,11 +10,11 @@ from typing import Any
 from support.events import flat
 from support.toy import ToyRunner, expected
 
-from lineclear.scheduler.core import CoreLimits, Scheduler
-from lineclear.scheduler.events import Event, Failed, Finished, TokensReady
-from lineclear.scheduler.policy import PolicySettings
-from lineclear.scheduler.sequence import Request
-from lineclear.scheduler.suspects import Loss
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.scheduling.policy import PolicySettings
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 VOCABULARY = 97

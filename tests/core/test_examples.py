@@ -18,9 +18,9 @@ from lineclear.errors import (
     PromptTooLong,
     QueueFull,
 )
-from lineclear.scheduler.core import BadResult
-from lineclear.scheduler.events import Failed, Finished, FinishReason, Preempted
-from lineclear.scheduler.stepmodel import StepModel
+from lineclear.scheduler.scheduling.core import BadResult
+from lineclear.scheduler.scheduling.events import Failed, Finished, FinishReason, Preempted
+from lineclear.scheduler.scheduling.stepmodel import StepModel
 from lineclear.wire.types import StepError, StepErrorKind
 
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from lineclear.scheduler.blocks import BlockPool, OutOfBlocks, chain_key, root_key
-from lineclear.scheduler.sequence import Request, Sequence
-from lineclear.scheduler.waiting import WaitingQueue
+from lineclear.scheduler.scheduling.blocks import BlockPool, OutOfBlocks, chain_key, root_key
+from lineclear.scheduler.scheduling.sequence import Request, Sequence
+from lineclear.scheduler.scheduling.waiting import WaitingQueue
 from lineclear.wire.types import Sampling
 
 _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from core.rig import Rig, make_request
 
-from lineclear.scheduler import replay
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.recorder import RecordedScheduler
-from lineclear.scheduler.recordings import Recordings, write
+from lineclear.scheduler.recording import replay
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.recording.recordings import Recordings, write
+from lineclear.scheduler.scheduling.core import CoreLimits
 
 MARKS = (77001, 77002, 77003)
 """Tokens that occur nowhere else."""
@@ -59,7 +59,7 @@ def test_a_recording_is_bounded_and_replays_from_its_middle(max_records: int) ->
 def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lineclear.scheduler.recordings._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("lineclear.scheduler.recording.recordings._SECONDS_BETWEEN", 0.0)
     rig, directory = lived(), tmp_path / "recordings"
     recordings = Recordings(rig.recorded, directory)
     names = []
@@ -101,8 +101,10 @@ def test_a_core_that_decides_otherwise_is_told_from_this_one(
     path = tmp_path / "flight.jsonl"
     write(path, rig.recorded.recording())
     assert replay.main([str(path)]) == 0
-    monkeypatch.setattr("lineclear.scheduler.planning._SMALLEST_CHUNK", 1)
-    monkeypatch.setattr("lineclear.scheduler.planning.Planning._decode", lambda planning: planning._decode_by_age())
+    monkeypatch.setattr("lineclear.scheduler.scheduling.planning._SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(
+        "lineclear.scheduler.scheduling.planning.Planning._decode", lambda planning: planning._decode_by_age()
+    )
     assert replay.main([str(path)]) == 1
     assert "recorded" in capsys.readouterr().out
 

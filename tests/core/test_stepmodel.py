@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lineclear.scheduler.stepmodel import StepModel
+from lineclear.scheduler.scheduling.stepmodel import StepModel
 
 
 def machine(tokens: float, kv_tokens: float) -> float:

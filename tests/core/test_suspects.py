@@ -6,8 +6,8 @@ import pytest
 from core.rig import Rig, answer
 
 from lineclear.errors import DeviceOutOfMemory, PoisonRequest
-from lineclear.scheduler.events import Failed
-from lineclear.scheduler.suspects import Loss
+from lineclear.scheduler.scheduling.events import Failed
+from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import StepError, StepErrorKind
 
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY

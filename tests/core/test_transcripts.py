@@ -9,7 +9,7 @@ import pytest
 from core.rig import Rig
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.events import Event, Failed, Finished, Preempted, Started, TokensReady
+from lineclear.scheduler.scheduling.events import Event, Failed, Finished, Preempted, Started, TokensReady
 from lineclear.wire.types import StepError, StepErrorKind, StepPlan
 
 SCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.sources import REPOSITORY
 
-from lineclear.scheduler.server import WORKER
+from lineclear.scheduler.rpc.server import WORKER
 from lineclear.scheduler.settings import load, parse_address
 
 DEPLOY = REPOSITORY / "deploy"

@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 from support.inprocess import InProcess
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker.loader import LoadedModel, load
 from lineclear.worker.runner import ModelRunner

@@ -11,8 +11,8 @@ import torch
 from support.families import CONFIGS, VOCAB_SIZE, tiny_model
 from support.inprocess import InProcess
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker.families import VERIFIED
 from lineclear.worker.loader import LoadedModel, adopt

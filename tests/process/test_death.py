@@ -11,8 +11,8 @@ import pytest
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request, supervised
 
-from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.engine import EngineLimits
+from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.supervisor import Supervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)

@@ -20,10 +20,10 @@ from lineclear.errors import (
     QueueFull,
     WorkerUnavailable,
 )
-from lineclear.scheduler.core import CoreLimits
 from lineclear.scheduler.engine import EngineLimits
-from lineclear.scheduler.events import Event, Failed, Finished, FinishReason
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.events import Event, Failed, Finished, FinishReason
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.codec import ProtocolMismatch, encode
 from lineclear.wire.types import PROTOCOL, Heartbeat
 

@@ -8,7 +8,7 @@ from support.toy_worker import ToyOptions
 from support.world import World, request, supervised
 
 from lineclear.errors import PoisonRequest
-from lineclear.scheduler.events import Failed
+from lineclear.scheduler.scheduling.events import Failed
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 
 POISON = 96

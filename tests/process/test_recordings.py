@@ -11,9 +11,9 @@ from pathlib import Path
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, World, request, supervised
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.recorder import RecordedScheduler
-from lineclear.scheduler.recordings import Recordings
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.recording.recordings import Recordings
+from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.supervisor import Supervisor
 
 

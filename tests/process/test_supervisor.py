@@ -17,7 +17,7 @@ import uvloop
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler.core import CoreLimits
+from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello
 

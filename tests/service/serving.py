@@ -16,10 +16,11 @@ import uvloop
 from service.small_tokenizers import byte_level, definition
 
 from lineclear.errors import Cancelled, Draining, LineclearError
-from lineclear.scheduler.chat import ChatTemplate
-from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import EngineSnapshot
-from lineclear.scheduler.events import (
+from lineclear.scheduler.rpc.server import Server
+from lineclear.scheduler.rpc.service import InferenceService
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.events import (
     Admitted,
     Event,
     Failed,
@@ -31,11 +32,10 @@ from lineclear.scheduler.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.sequence import Request
-from lineclear.scheduler.server import Server
-from lineclear.scheduler.service import InferenceService
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.tokenizer import Tokenizer
+from lineclear.scheduler.text.chat import ChatTemplate
+from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc

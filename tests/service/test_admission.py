@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, run, serving, text_request
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.waiting_room import RoomLimits, WaitingRoom
+from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from service.small_tokenizers import KINDS, byte_level, definition, save
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.chat import ChatTemplate, Turn, load_chat_template
 from lineclear.scheduler.settings import ConfigurationError
-from lineclear.scheduler.text import decode
-from lineclear.scheduler.tokenizer import Tokenizer, load_tokenizer
+from lineclear.scheduler.text.chat import ChatTemplate, Turn, load_chat_template
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}"

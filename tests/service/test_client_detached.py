@@ -13,7 +13,7 @@ from service.serving import TOKENIZER, Serving, run, serving, until
 from lineclear.client import AsyncClient, Client
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import DuplicateRequest, NonFiniteLogits, QueueFull, UnknownRequest
-from lineclear.scheduler.events import FinishReason
+from lineclear.scheduler.scheduling.events import FinishReason
 
 IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
 TEXT = "Hello, how are you? 😀"

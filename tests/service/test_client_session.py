@@ -17,8 +17,8 @@ from service.serving import TOKENIZER, Serving, run, serving, until
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.routing import names_one_server
 from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, NonFiniteLogits
-from lineclear.scheduler.events import FinishReason
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.scheduling.sequence import Request
 
 IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
 COUNT = 12

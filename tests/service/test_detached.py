@@ -13,8 +13,8 @@ import pytest
 from service.serving import TOKENIZER, Serving, error_of, run, serving, text_request, until
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.events import FinishReason
-from lineclear.scheduler.identity import ANONYMOUS, Identity
+from lineclear.scheduler.access.identity import ANONYMOUS, Identity
+from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.types import Logprobs
 
@@ -245,7 +245,7 @@ def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: P
 
 
 def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lineclear.scheduler import identity
+    from lineclear.scheduler.access import identity
 
     def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
         return Identity(str(dict(context.invocation_metadata() or ()).get("who", "")), "token")

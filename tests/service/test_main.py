@@ -27,8 +27,8 @@ from support.toy import expected
 from support.world import ENVIRONMENT
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.text import decode
-from lineclear.scheduler.tokenizer import Tokenizer
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc

@@ -15,7 +15,7 @@ from service.small_tokenizers import byte_level, save
 from service.test_main import RUN, TOKENIZER, VOCABULARY, Running, endless, until
 from support.toy import expected
 
-from lineclear.scheduler.text import decode
+from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.types import Sampling
 
@@ -136,7 +136,7 @@ def test_the_marker_would_be_found(start: Callable[..., Running]) -> None:
     """A careless line of the kind that this is about."""
     careless = RUN.replace(
         "sys.exit",
-        "import structlog\nfrom lineclear.scheduler import validation\nreal = validation.check\n"
+        "import structlog\nfrom lineclear.scheduler.rpc import validation\nreal = validation.check\n"
         "def check(request, bounds):\n"
         "    structlog.get_logger().info('request', prompt=request.text)\n"
         "    return real(request, bounds)\n"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from service.serving import EOS, TOKENIZER, error_of, read_all, run, serving, text_of, text_request, tokens_of
 
-from lineclear.scheduler.sequence import Request
-from lineclear.scheduler.text import AnswerText, StopStrings
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = TOKENIZER.encode_sealed("Héllo 😀, how are you? STOP here")

@@ -17,11 +17,11 @@ from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
 
 from lineclear.limits import MAX_MESSAGE_BYTES
-from lineclear.scheduler import identity
-from lineclear.scheduler.identity import ANONYMOUS, Identity, cache_salt
-from lineclear.scheduler.server import BOTH, OPERATORS
+from lineclear.scheduler.access import identity
+from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.access.watched import LOOK_SECONDS
+from lineclear.scheduler.rpc.server import BOTH, OPERATORS
 from lineclear.scheduler.settings import SchedulerSettings, is_local
-from lineclear.scheduler.watched import LOOK_SECONDS
 from lineclear.v1 import inference_pb2 as pb
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]

@@ -24,8 +24,8 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.events import FinishReason
-from lineclear.scheduler.server import LIVE, READY
+from lineclear.scheduler.rpc.server import LIVE, READY
+from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 

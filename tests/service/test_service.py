@@ -26,8 +26,8 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.events import FinishReason
-from lineclear.scheduler.text import decode
+from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.types import Logprobs

@@ -27,9 +27,9 @@ from service.serving import (
 )
 
 from lineclear.errors import DeviceOutOfMemory, InternalError
-from lineclear.scheduler.events import FinishReason
-from lineclear.scheduler.identity import ANONYMOUS
-from lineclear.scheduler.session import Session
+from lineclear.scheduler.access.identity import ANONYMOUS
+from lineclear.scheduler.rpc.session import Session
+from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.types import Logprobs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS
+from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, is_local, load, parse_address
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lineclear.scheduler.events import Record
-from lineclear.scheduler.stats import WINDOW_REQUESTS, Durations, Quantiles, Stats, durations, quantiles
+from lineclear.scheduler.rpc.stats import WINDOW_REQUESTS, Durations, Quantiles, Stats, durations, quantiles
+from lineclear.scheduler.scheduling.events import Record
 
 
 def test_quantiles_of_a_hundred_numbers() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from service.serving import TOKENIZER, run
 
 from lineclear.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InternalError, LineclearError
-from lineclear.scheduler.events import (
+from lineclear.scheduler.rpc.streams import Delivery, Mailbox, Streams
+from lineclear.scheduler.scheduling.events import (
     Admitted,
     Event,
     Failed,
@@ -24,8 +25,7 @@ from lineclear.scheduler.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.streams import Delivery, Mailbox, Streams
-from lineclear.scheduler.text import AnswerText, StopStrings
+from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
 from lineclear.wire.types import Logprobs
 
 RECORD = Record(0.0, 3)

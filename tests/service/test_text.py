@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lineclear.scheduler.text import (
+from lineclear.scheduler.text.detokenizer import (
     REPLACE_EACH,
     AnswerText,
     IncrementalDecoder,

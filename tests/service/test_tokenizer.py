@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
 from lineclear.scheduler.settings import ConfigurationError
-from lineclear.scheduler.text import decode
-from lineclear.scheduler.tokenizer import Tokenizer, load_tokenizer
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "The quick brown fox",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from lineclear.scheduler.certificates import read_certificates
+from lineclear.scheduler.access.certificates import read_certificates
+from lineclear.scheduler.access.tokens import read_tokens
+from lineclear.scheduler.access.watched import LOOK_SECONDS, Watched
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
-from lineclear.scheduler.tokens import read_tokens
-from lineclear.scheduler.watched import LOOK_SECONDS, Watched
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 
@@ -50,7 +50,7 @@ def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytes
         return a == b
 
     tokens = read_tokens(token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}"))
-    monkeypatch.setattr("lineclear.scheduler.tokens.hmac.compare_digest", compare)
+    monkeypatch.setattr("lineclear.scheduler.access.tokens.hmac.compare_digest", compare)
     for shown in (ALICE, BOB, "nobody's"):
         tokens.name_of(shown)
     assert compared == [32] * 6

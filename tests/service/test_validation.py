@@ -11,7 +11,7 @@ from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, req
 from service.serving import EOS, error_of, read_all, run, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
-from lineclear.scheduler.validation import (
+from lineclear.scheduler.rpc.validation import (
     RANGES,
     Bounds,
     check,

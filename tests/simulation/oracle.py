@@ -28,8 +28,8 @@ from lineclear.errors import (
     PromptTooLong,
     QueueFull,
 )
-from lineclear.scheduler.core import CoreSnapshot
-from lineclear.scheduler.events import (
+from lineclear.scheduler.scheduling.core import CoreSnapshot
+from lineclear.scheduler.scheduling.events import (
     Admitted,
     Event,
     Failed,
@@ -42,9 +42,9 @@ from lineclear.scheduler.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.ledger import Counters
-from lineclear.scheduler.sequence import Request
-from lineclear.scheduler.suspects import Loss
+from lineclear.scheduler.scheduling.ledger import Counters
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import Hello, Row, SlotInit, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineclear.scheduler import core, policy, residents
-from lineclear.scheduler.blocks import BlockPool
-from lineclear.scheduler.core import Scheduler
-from lineclear.scheduler.decoding import Decoding
-from lineclear.scheduler.flights import Flight, Tokens
-from lineclear.scheduler.planning import Planning
-from lineclear.scheduler.residents import Residents
-from lineclear.scheduler.sequence import Sequence
-from lineclear.scheduler.suspects import Suspects
-from lineclear.scheduler.waiting import WaitingQueue
+from lineclear.scheduler.scheduling import core, policy, residents
+from lineclear.scheduler.scheduling.blocks import BlockPool
+from lineclear.scheduler.scheduling.core import Scheduler
+from lineclear.scheduler.scheduling.decoding import Decoding
+from lineclear.scheduler.scheduling.flights import Flight, Tokens
+from lineclear.scheduler.scheduling.planning import Planning
+from lineclear.scheduler.scheduling.residents import Residents
+from lineclear.scheduler.scheduling.sequence import Sequence
+from lineclear.scheduler.scheduling.suspects import Suspects
+from lineclear.scheduler.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 
 _FAULTS = ("cancel", "stop", "crash", "replace", "oom", "oov", "malformed", "stale", "forget", "drain")

@@ -10,9 +10,9 @@ import simulation.world
 from simulation.scenario import draw
 from simulation.world import World
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.recorder import RecordedScheduler
-from lineclear.scheduler.replay import Divergence, NoRecording, replay
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.recording.replay import Divergence, NoRecording, replay
+from lineclear.scheduler.scheduling.core import CoreLimits
 
 
 def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -17,9 +17,9 @@ from support.events import flat
 from support.toy import ToyFlight, ToyRunner
 
 from lineclear.errors import Cancelled, DeviceOutOfMemory, Drained, LineclearError, PoisonRequest
-from lineclear.scheduler.core import BadResult, Scheduler
-from lineclear.scheduler.events import Admitted, Event, Failed, Finished, Started, TokensReady
-from lineclear.scheduler.suspects import Loss
+from lineclear.scheduler.scheduling.core import BadResult, Scheduler
+from lineclear.scheduler.scheduling.events import Admitted, Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import StepError, StepErrorKind, StepPlan, StepResult
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lineclear.scheduler.events import StepTokens
+from lineclear.scheduler.scheduling.events import StepTokens
 
 
 def flat(events: Iterable[Any]) -> Iterator[Any]:

@@ -10,10 +10,10 @@ from itertools import count
 
 from support.events import flat
 
-from lineclear.scheduler.core import CoreLimits, Scheduler
-from lineclear.scheduler.events import Event, Failed, Finished, TokensReady
-from lineclear.scheduler.ledger import Counters
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.scheduling.ledger import Counters
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import Hello, Logprobs, StepPlan, StepResult
 from lineclear.worker.protocol import Flight, Runner

@@ -17,10 +17,10 @@ from pathlib import Path
 from support.world import request
 
 from lineclear.logs import configure
-from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.events import Event, Finished
 from lineclear.scheduler.link import Link
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Finished
 from lineclear.scheduler.supervisor import Supervisor
 from lineclear.wire.types import Hello
 

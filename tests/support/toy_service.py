@@ -22,8 +22,8 @@ from support.world import ENVIRONMENT
 
 from lineclear.client import Client, HealthStatus
 from lineclear.errors import LineclearError
-from lineclear.scheduler.text import decode
-from lineclear.scheduler.tokenizer import Tokenizer
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.wire.types import Sampling
 
 VOCABULARY, EOS = 512, 0

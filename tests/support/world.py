@@ -20,11 +20,11 @@ from support.events import flat
 from support.toy import expected
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.core import CoreLimits, Scheduler
 from lineclear.scheduler.engine import Engine, EngineLimits
-from lineclear.scheduler.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
 from lineclear.scheduler.link import Link
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello, Sampling
 

@@ -9,8 +9,8 @@ import torch
 from support.families import tiny_model
 from support.inprocess import InProcess
 
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker import loader
 from lineclear.worker.decoder import FAMILIES

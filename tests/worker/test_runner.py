@@ -11,8 +11,8 @@ from support.families import tiny_model
 from support.inprocess import Failure, InProcess
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.core import CoreLimits
-from lineclear.scheduler.sequence import Request
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.loader import LoadedModel, ModelRefused, adopt
 from lineclear.worker.protocol import StepFailed

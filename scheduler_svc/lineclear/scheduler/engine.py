@@ -21,11 +21,11 @@ import structlog
 
 from lineclear.errors import LineclearError, PoisonRequest, QueueFull
 from lineclear.logs import places
-from lineclear.scheduler.core import BadResult, CoreSnapshot, Scheduler
-from lineclear.scheduler.events import Event, Failed, Record
 from lineclear.scheduler.link import CLOSED, Arrival, Link, LinkCounters, WorkerGone
-from lineclear.scheduler.sequence import Request
-from lineclear.scheduler.suspects import Loss
+from lineclear.scheduler.scheduling.core import BadResult, CoreSnapshot, Scheduler
+from lineclear.scheduler.scheduling.events import Event, Failed, Record
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 log = structlog.get_logger()

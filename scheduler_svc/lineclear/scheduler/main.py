@@ -25,22 +25,22 @@ import uvloop
 
 from lineclear import logs
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
-from lineclear.scheduler import replay
-from lineclear.scheduler.chat import load_chat_template
-from lineclear.scheduler.core import CoreLimits, Scheduler
+from lineclear.scheduler.access.interceptor import anatomy, incident
 from lineclear.scheduler.engine import Engine, EngineLimits
-from lineclear.scheduler.interceptor import anatomy, incident
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
-from lineclear.scheduler.policy import PolicySettings
 from lineclear.scheduler.pulse import Pulse
-from lineclear.scheduler.recorder import RecordedScheduler
-from lineclear.scheduler.recordings import Recordings
-from lineclear.scheduler.server import Server
-from lineclear.scheduler.service import VERSION, InferenceService, drained
+from lineclear.scheduler.recording import replay
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.recording.recordings import Recordings
+from lineclear.scheduler.rpc.server import Server
+from lineclear.scheduler.rpc.service import VERSION, InferenceService, drained
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.policy import PolicySettings
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
-from lineclear.scheduler.tokenizer import load_tokenizer
+from lineclear.scheduler.text.chat import load_chat_template
+from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.sockets import SocketError
 from lineclear.wire.codec import ProtocolMismatch
 

@@ -1,0 +1,1 @@
+"""What the core decided, kept and run again: checkpoints, the flight recorder, replay."""

@@ -1,0 +1,241 @@
+"""The door: from a message to a request in the queue, and from its end to the log.
+
+Decides the order of admission (who finds no room is told so before anything is looked at) and that whatever happens to
+a caller, the request ends with it. Whether there is room, is `waiting_room`'s; what a valid request is, `validation`'s;
+how its tokens are made, `prompts`'; what becomes of it, the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+
+from lineclear.errors import Cancelled, InvalidRequest, LineclearError, Violation
+from lineclear.scheduler.access import identity
+from lineclear.scheduler.access.identity import Identity
+from lineclear.scheduler.rpc import validation
+from lineclear.scheduler.rpc.prompts import Prompts
+from lineclear.scheduler.rpc.stats import Durations, Stats, durations
+from lineclear.scheduler.rpc.streams import End, Mailbox, Streams
+from lineclear.scheduler.rpc.validation import Bounds, Checked
+from lineclear.scheduler.rpc.waiting_room import WaitingRoom
+from lineclear.scheduler.scheduling.events import Event, Finished, FinishReason, Record, Started
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.v1 import inference_pb2 as pb
+
+log = structlog.get_logger()
+
+
+class Submitter(Protocol):
+    """The part of the engine that admission calls."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; the outcome is an event."""
+        ...
+
+
+class Ticket:
+    """A request that was let in, from its check to its end."""
+
+    __slots__ = (
+        *("arrival", "bounds", "caller", "checked", "deadline"),
+        *("is_over", "mailbox", "max_tokens", "prompt_tokens", "tenant", "text"),
+    )
+
+    def __init__(
+        self,
+        checked: Checked,
+        mailbox: Mailbox,
+        text: AnswerText | None,
+        bounds: Bounds,
+        caller: Identity,
+        tenant: str,
+        arrival: float,
+        deadline: float,
+    ) -> None:
+        self.checked = checked
+        self.mailbox = mailbox
+        self.text = text
+        self.bounds = bounds
+        self.caller = caller
+        self.tenant = tenant
+        self.arrival = arrival
+        self.deadline = deadline
+        self.prompt_tokens = 0  # these two are known once it is tokenized
+        self.max_tokens = 0
+        self.is_over = False
+
+
+class Admission:
+    """Opens, submits and closes tickets. On one event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        prompts: Prompts,
+        streams: Streams,
+        engine: Submitter,
+        room: WaitingRoom,
+        stats: Stats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._streams = streams
+        self._engine = engine
+        self._stats = stats
+        self._clock = clock
+        self._room = room
+        self._tickets: dict[str, Ticket] = {}  # by the caller's name
+
+    def open(
+        self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, tenant: str, seconds: float | None
+    ) -> Ticket:
+        """Let a request of `caller` in that has `seconds` from now (None: the default). Raises what it is refused for.
+
+        Whoever has the ticket calls `submit` once, and `close` whatever happens.
+        """
+        now = self._clock()
+        self._room.enter(tenant)
+        try:
+            checked = validation.check(message, bounds)
+            text = self._answer_text(checked)
+            mailbox = self._streams.open(
+                checked.label,
+                text,
+                wants_times=checked.token_timings,
+                num_received=len(checked.received),
+                seed=checked.sampling.seed,
+            )
+        except BaseException:
+            self._room.leave(tenant, 0, began=False)
+            raise
+        seconds = self._settings.default_deadline_seconds if seconds is None else seconds
+        ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
+        mailbox.on_left = partial(self._left, ticket)
+        self._tickets[mailbox.label] = ticket
+        return ticket
+
+    def _left(self, ticket: Ticket, began: bool) -> None:
+        self._room.leave(ticket.tenant, ticket.prompt_tokens, began=began)
+
+    async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
+        """Tokenize and hand over to the engine. Raises what the request is refused for."""
+        prompt = await self._prompts.ids(message)
+        if ticket.is_over:  # given up meanwhile
+            return
+        request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
+        request = replace(request, cache_salt=self._salt(ticket, message))
+        self._room.weigh(ticket.tenant, len(request.prompt))
+        ticket.prompt_tokens, ticket.max_tokens = len(request.prompt), request.max_tokens
+        if not request.output:
+            self._engine.submit(request)
+            return
+        if ticket.text is not None:
+            await self._prompts.replay(ticket.text, request.output)
+            if ticket.is_over:
+                return
+        end = _end_of(request, ticket.text)
+        if end is None:
+            self._engine.submit(request)
+        else:  # all that is missing is the end
+            self._finish_at_once(ticket, *end)
+
+    def _finish_at_once(self, ticket: Ticket, reason: FinishReason, matched_token_id: int | None) -> None:
+        now, mailbox = self._clock(), ticket.mailbox
+        record = Record(ticket.arrival, ticket.prompt_tokens, mailbox.num_received, started_at=now, ended_at=now)
+        events: list[Event] = [Started(mailbox.key, 0, 0, 0), Finished(mailbox.key, reason, matched_token_id, record)]
+        self._streams.dispatch(events, now)
+
+    def retry_after_seconds(self) -> float:
+        """When it may be worth asking again."""
+        return self._room.retry_after_seconds()
+
+    def spent(self, ticket: Ticket, end: End) -> Durations:
+        """The times of a complete answer, which count in the statistics from now on."""
+        made_here = end.completion_tokens - len(ticket.checked.received)
+        spent = durations(end.record, ticket.arrival, made_here, self._clock())
+        self._stats.add_finished(spent)
+        return spent
+
+    def cancel(self, caller: Identity, request_id: str) -> bool:
+        """End a request of `caller` that is in progress; whether there was one. Its reader gets Cancelled."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.caller != caller:
+            return False
+        ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
+        return True
+
+    def close(self, ticket: Ticket, outcome: str) -> None:
+        """The caller has all it will get. A request that still goes on is cancelled."""
+        ticket.is_over = True
+        del self._tickets[ticket.mailbox.label]
+        self._streams.close(ticket.mailbox)
+        _log_end(ticket, outcome, self._clock())
+
+    def _salt(self, ticket: Ticket, message: pb.GenerateRequest) -> bytes:
+        """Which cached prefixes the request may share: its caller's, or those with the request's salt among them."""
+        owner = identity.ANONYMOUS if self._settings.share_prefixes else ticket.caller
+        return identity.cache_salt(owner, message.cache_salt)
+
+    def _answer_text(self, checked: Checked) -> AnswerText | None:
+        if not checked.wants_text and checked.stops is None:
+            return None
+        return AnswerText(
+            self._prompts.tokenizer,
+            stops=checked.stops,
+            include_stop_string=checked.include_stop_string,
+            min_tokens=checked.sampling.min_tokens,
+            silent_ids=checked.stop_ids,
+            keep_special=checked.keep_special,
+        )
+
+
+def _end_of(request: Request, text: AnswerText | None) -> tuple[FinishReason, int | None] | None:
+    """Why an answer that begins with all of `request.output` is complete, and the token that ended it; None if not.
+
+    Raises InvalidRequest if it was complete before.
+    """
+    count, last = len(request.output), request.output[-1]
+    if text is not None and text.match is not None:
+        if text.match.num_tokens < count:
+            description = "goes on after a stop string"
+            raise InvalidRequest(
+                f"resume.token_ids {description}", violations=[Violation("resume.token_ids", description)]
+            )
+        return FinishReason.STOP_STRING, None
+    if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
+        return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last
+    return (FinishReason.LENGTH, None) if count == request.max_tokens else None
+
+
+def outcome_of(error: BaseException) -> str:
+    """The word the log has for a request that ended with this."""
+    if isinstance(error, LineclearError):
+        return error.reason.lower()
+    return "internal" if isinstance(error, Exception) else "cancelled"
+
+
+def _log_end(ticket: Ticket, outcome: str, now: float) -> None:
+    mailbox, arrival = ticket.mailbox, ticket.arrival
+    record = mailbox.record
+    fields: dict[str, Any] = {"request_id": mailbox.label, "outcome": outcome, "tokens": mailbox.num_received}
+    if record is not None:
+        spent = durations(record, arrival, mailbox.num_received, now)
+        fields |= {f"{name}_seconds": round(value, 6) for name, value in spent._asdict().items() if value is not None}
+        fields |= {
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "recomputed_tokens": record.recomputed_tokens,
+            "preemptions": record.preemptions,
+            "recoveries": record.recoveries,
+        }
+    else:
+        fields["total_seconds"] = round(now - arrival, 6)
+    log.info("request_ended", **fields)

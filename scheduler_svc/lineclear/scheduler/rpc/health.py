@@ -1,0 +1,88 @@
+"""grpc.health.v1: whether the process lives and whether it takes requests.
+
+The servicer of grpcio-health-checking loses a watcher when another one leaves, and lets a watcher that does not read
+hold up a change of status; hence this one. Decides nothing: it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+SERVICE = health.SERVICE_NAME
+_MAX_WATCHERS = 1024
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Names and whether each is serving. On one event loop."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._serving = dict.fromkeys(names, False)
+        self._changed = asyncio.Event()  # replaced at every change: whoever waits holds the old one
+        self._num_watchers = 0
+        self._closed: set[str] = set()
+        self._is_closed = False
+
+    def set(self, names: Iterable[str], serving: bool) -> None:
+        """Tell everybody who watches. Raises KeyError for a name that was not given at the start.
+
+        For what was closed this changes nothing: a worker that joins does not bring a leaving server back.
+        """
+        for name in names:
+            if self._serving[name] != serving and name not in self._closed:
+                self._serving[name] = serving
+                self._wake()
+
+    def close(self, names: Iterable[str] | None = None) -> None:
+        """These names, or all, are not serving any more; everybody who watches one is told so and let go."""
+        closing = set(self._serving if names is None else names)
+        self._closed |= closing
+        self._serving |= dict.fromkeys(closing, False)
+        self._is_closed = self._closed >= self._serving.keys()
+        self._wake()
+
+    def is_serving(self, name: str) -> bool:
+        """What a check of this name would say."""
+        return self._serving[name]
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, name: str) -> Any:
+        if name not in self._serving:
+            return Status.SERVICE_UNKNOWN
+        return Status.SERVING if self._serving[name] else Status.NOT_SERVING
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """The status of a name; NOT_FOUND for one that we do not have."""
+        if request.service not in self._serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name")
+        return Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The status now and after every change, until the caller or the server leaves."""
+        if self._num_watchers >= _MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers")
+        self._num_watchers += 1
+        try:
+            last = None
+            while True:
+                changed = self._changed
+                status = self._status(request.service)
+                if status != last:
+                    await context.write(Status(status=status))
+                    last = status
+                if self._is_closed or request.service in self._closed:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+                if changed is self._changed:
+                    await changed.wait()
+        finally:
+            self._num_watchers -= 1

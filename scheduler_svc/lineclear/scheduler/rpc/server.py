@@ -1,0 +1,178 @@
+"""The gRPC listeners: which services are offered where, behind which doors, and what health says.
+
+Decides nothing about requests; those are the service's. Three listeners at most: data; admin, for operators; and one
+with health alone, for probes that come over the pod's network and can show neither token nor certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from lineclear.errors import Unsupported
+from lineclear.scheduler.access.authentication import AuthenticationInterceptor
+from lineclear.scheduler.access.certificates import server_credentials
+from lineclear.scheduler.access.interceptor import ErrorInterceptor, abort
+from lineclear.scheduler.access.listening import bind, data_options, probe_options
+from lineclear.scheduler.access.tokens import read_tokens
+from lineclear.scheduler.access.watched import Watched
+from lineclear.scheduler.rpc import health as health_module
+from lineclear.scheduler.rpc import service as service_module
+from lineclear.scheduler.rpc.health import Health
+from lineclear.scheduler.rpc.service import InferenceService
+from lineclear.scheduler.settings import SchedulerSettings, is_local
+from lineclear.v1 import inference_pb2_grpc
+
+log = structlog.get_logger()
+
+READY = ("", "readiness", service_module.NAME)
+"""Serving while a worker is joined and the server is not leaving."""
+LIVE = "liveness"
+"""Serving while the process is able to answer and its engine turns, also while it is leaving."""
+WORKER = "worker"
+"""Serving unless a worker hangs: it was put out of its epoch, and its process is still there. For the liveness probe of
+a worker in a container of its own, in which nobody could tell."""
+
+_REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
+"""Answered on the admin address alone, where there is one."""
+BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
+"""Answered on both."""
+
+
+class Server:
+    """Listens from `start` to `stop`. On one event loop, which must be running when it is made."""
+
+    def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
+        """Binds the addresses. Raises ConfigurationError where that is not possible."""
+        self.health = Health((*READY, LIVE, WORKER))
+        self._errors = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
+        self._servers: list[grpc.aio.Server] = []
+        if not is_local(settings.listen) and (lack := settings.lacks()):
+            log.warning("listening_insecurely", address=settings.listen, there_is=lack)
+        # All of the service is offered where one may listen; where operators have a door of their own, it is divided.
+        withheld, offered = (OPERATORS, OPERATORS | BOTH) if settings.admin_listen else (frozenset(), frozenset())
+        credentials = server_credentials(settings)
+        data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
+        self.address = bind(data, settings.listen, credentials)
+        self.admin_address = self.health_address = ""
+        if settings.admin_listen:
+            admin = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
+            self.admin_address = bind(admin, settings.admin_listen, credentials)
+        if settings.reflection:
+            _add_reflection(admin if settings.admin_listen else data)
+        if settings.health_listen:
+            probes = grpc.aio.server(interceptors=(self._errors,), options=probe_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, probes)
+            self.health_address = bind(probes, settings.health_listen)
+            self._servers.append(probes)
+
+    def _offer(
+        self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
+    ) -> grpc.aio.Server:
+        """A server with health and those methods of the service that it `has`, behind tokens where there is a file."""
+        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has), self._errors]
+        if token_file:
+            path = Path(token_file)
+            # First of all: what a caller without a token may not do, it may not ask about.
+            interceptors.insert(0, AuthenticationInterceptor(Watched([path], lambda: read_tokens(path))))
+        server = grpc.aio.server(interceptors=interceptors, options=data_options(settings))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self._servers.append(server)
+        return server
+
+    async def start(self) -> None:
+        """Take calls."""
+        for server in self._servers:
+            await server.start()
+        self.set_live(True)
+        self.set_worker_hung(False)
+
+    def set_ready(self, ready: bool) -> None:
+        """Say whether requests are welcome."""
+        self.health.set(READY, ready)
+
+    def set_live(self, live: bool) -> None:
+        """Say whether the process does its work."""
+        self.health.set((LIVE,), live)
+
+    def set_worker_hung(self, hung: bool) -> None:
+        """Say whether a worker hangs."""
+        self.health.set((WORKER,), not hung)
+
+    def leave(self) -> None:
+        """Requests are not welcome any more. They are still answered, so that each caller is told why."""
+        self.health.close(READY)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the service in progress, refused ones included."""
+        return self._errors.num_calls
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no more calls, and after `grace_seconds` cut those that are left.
+
+        Streams of Generate are the service's to end before; all they may need is to send their status. Watchers of
+        health are let go here.
+        """
+        self.health.close()
+        self._errors.is_stopping = True
+        await asyncio.gather(*(server.stop(grace_seconds) for server in self._servers))
+
+
+# --- what is offered where -------------------------------------------------------------------------------------------
+
+
+class _Division(grpc.aio.ServerInterceptor):
+    """Answers UNIMPLEMENTED to methods of the service that this listener does not have."""
+
+    def __init__(self, has: Callable[[str], bool]) -> None:
+        self._has = has
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of the call's method, or the one that says it is elsewhere."""
+        method = str(handler_call_details.method)
+        if method.startswith(f"/{service_module.NAME}/") and not self._has(method):
+            return _ELSEWHERE
+        return await continuation(handler_call_details)
+
+
+async def _elsewhere(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await abort(context, Unsupported("this server answers the method on another of its addresses"))
+
+
+_ELSEWHERE: Any = grpc.stream_stream_rpc_method_handler(_elsewhere)
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    servicer = reflection.aio.ReflectionServicer((service_module.NAME, health_module.SERVICE, *_REFLECTION))
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=_reflection_request,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    # The library mounts v1alpha only; v1 is the same on the wire, and the one newer clients ask for first.
+    handlers = (grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in _REFLECTION)
+    server.add_generic_rpc_handlers(tuple(handlers))
+
+
+def _reflection_request(data: bytes) -> reflection_pb2.ServerReflectionRequest:
+    """A request, or an empty one (answered with an error) where gRPC would send the text of an exception."""
+    try:
+        return reflection_pb2.ServerReflectionRequest.FromString(data)
+    except DecodeError:
+        return reflection_pb2.ServerReflectionRequest()

@@ -1,0 +1,374 @@
+"""lineclear.v1.InferenceService: from a call to a request, and from what the engine says to responses.
+
+Decides whose clock a deadline is on, and what happens to calls when the server leaves. Who is let in, `admission`
+decides; what may be sent when, `streams` and `session`; what it looks like, `responses`; what an exception becomes,
+`interceptor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Protocol, TypeAlias
+
+import grpc.aio
+import structlog
+from google.protobuf.message import Message
+
+from lineclear.errors import Drained, Draining, LineclearError, SlowConsumer, Starting, UnknownRequest
+from lineclear.scheduler.access import identity
+from lineclear.scheduler.access.interceptor import incident
+from lineclear.scheduler.engine import EngineSnapshot
+from lineclear.scheduler.rpc import overview, responses, validation
+from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
+from lineclear.scheduler.rpc.detached import DetachedAnswers
+from lineclear.scheduler.rpc.prompts import Prompts
+from lineclear.scheduler.rpc.session import Session
+from lineclear.scheduler.rpc.stats import Stats
+from lineclear.scheduler.rpc.streams import Mailbox, Streams
+from lineclear.scheduler.rpc.validation import Bounds
+from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
+from lineclear.scheduler.scheduling.events import Event, StepTokens, TokensReady
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.text.chat import ChatTemplate
+from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.types import Hello
+
+log = structlog.get_logger()
+
+NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+VERSION = version("lineclear")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class EngineApi(Protocol):
+    """What the service needs of the engine."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; the outcome is an event."""
+        ...
+
+    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
+        """End a request without an answer."""
+        ...
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        """Complete a request after its first `num_tokens` output tokens."""
+        ...
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Counters and gauges."""
+        ...
+
+    @property
+    def worker(self) -> Hello | None:
+        """The Hello of the joined worker."""
+        ...
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """The handlers. On one event loop, which must be running when it is made.
+
+    `publish` is for the engine's thread. `on_worker` is called on the loop when a worker has joined (True) or is lost,
+    `on_fatal` when an event could not be delivered: the streams cannot be trusted any more.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_worker: Callable[[bool], None] = lambda joined: None
+        self.on_fatal: Callable[[BaseException], None] = lambda error: None
+        self._settings = settings
+        self._prompts = Prompts(tokenizer, chat, threads=settings.tokenizer_threads, max_busy=settings.max_tokenizing)
+        self._defaults = validation.sampling_defaults(generation_config or {})
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._stats = Stats(clock())
+        self._room = WaitingRoom(_room_limits(settings), clock)
+        self._sessions: set[Session] = set()
+        self._hello: Hello | None = None  # of the last worker: its successor will be the same
+        self._bounds: Bounds | None = None
+        self._refusal: Callable[[], LineclearError] | None = None
+        self._is_closed = False
+
+    def attach(self, engine: EngineApi) -> None:
+        """Begin to use the engine. Once, before the first call."""
+        self._engine = engine
+        self.streams = Streams(engine, self._settings.max_unread_tokens, self._worker_changed)
+        self._admission = Admission(
+            self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._clock
+        )
+        self._detached = DetachedAnswers(
+            self._admission,
+            partial(incident, f"/{NAME}/Submit"),
+            max_answers=self._settings.max_detached,
+            max_tokens=self._settings.max_detached_tokens,
+            ttl_seconds=self._settings.detached_ttl_seconds,
+        )
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Take events from the engine. Any thread; does not wait."""
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, list(events), self._clock())
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            if not self._is_closed:
+                raise
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    def refuse(self, error: Callable[[], LineclearError]) -> None:
+        """Answer every further request with an error: the server is leaving, or has no worker and will get none."""
+        self._refusal = error
+        for session in self._sessions:
+            session.leave(error())
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Take no new requests, wait for those in progress, and end what is left with Drained."""
+        self.refuse(lambda: Draining("the server is shutting down", retry_after_seconds=1.0))
+        self._engine.drain()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.streams.wait_until_idle()
+        except TimeoutError:
+            self.fail_all(drained)
+
+    def fail_all(self, error: Callable[[Mailbox], LineclearError]) -> None:
+        """End every stream. The errors are sent as soon as their readers take them."""
+        for mailbox in self.streams:
+            mailbox.fail(error(mailbox))
+
+    def close(self) -> None:
+        """Let go of the threads. No call may be in progress."""
+        self._is_closed = True
+        self._prompts.close()
+
+    def _dispatch(self, events: Sequence[Event], at: float) -> None:
+        try:
+            count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens | TokensReady))
+            if count:
+                self._stats.add_tokens(count, at)
+            self.streams.dispatch(events, at)
+        except Exception as error:  # or the loop would log it and go on, and streams would wait for ever
+            self.on_fatal(error)
+
+    def _worker_changed(self, joined: bool) -> None:
+        if joined:
+            self._know_worker()
+        self.on_worker(joined)
+
+    def _know_worker(self) -> Bounds | None:
+        """The figures that requests are held to; those of the last worker while there is none."""
+        hello = self._engine.worker
+        if hello is not None and hello is not self._hello:
+            self._hello = hello
+            self._bounds = Bounds(
+                context_length=hello.max_model_len,
+                vocab_size=hello.vocab_size,
+                max_prompt_bytes=self._settings.max_prompt_bytes,
+                default_max_tokens=self._settings.default_max_tokens,
+                eos_ids=frozenset(hello.eos_token_ids),
+                defaults=self._defaults if self._settings.generation_config else {},
+            )
+            tokens = self._prompts.tokenizer.vocab_size
+            if tokens > hello.vocab_size:
+                log.warning("tokenizer_larger_than_model", tokens=tokens, vocabulary=hello.vocab_size)
+        return self._bounds
+
+    def _require_worker(self) -> Bounds:
+        if self._refusal is not None:
+            raise self._refusal()
+        bounds = self._know_worker()
+        if bounds is None:
+            raise Starting("no worker has joined yet; the model may still be loading", retry_after_seconds=1.0)
+        return bounds
+
+    # --- Generate and Session ----------------------------------------------------------------------------------------
+
+    async def Generate(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        """Admit, relay what comes, and cancel what is left when the caller is gone."""
+        # Read once: gRPC computes it from the wall clock, which may jump.
+        remaining = context.time_remaining()
+        caller = identity.caller(context)
+        tenant = identity.tenant(caller, context)
+        ticket = self._admission.open(request, self._require_worker(), caller, tenant, remaining)
+        outcome = "cancelled"
+        try:
+            await self._admission.submit(ticket, request)
+            outcome = await self._relay(ticket, context)
+        except Exception as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self._admission.close(ticket, outcome)
+
+    async def _relay(self, ticket: Ticket, context: Context) -> str:
+        while True:
+            delivery = await ticket.mailbox.take()
+            spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
+            await self._write(responses.response(delivery, ticket, spent), context)
+            if delivery.end is not None:
+                return delivery.end.reason.name.lower()
+
+    async def Session(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, orders: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
+        """Obey one caller's orders and send what is new for any of its requests, until it ends its side."""
+        remaining = context.time_remaining()
+        caller = identity.caller(context)
+        session = Session(
+            self._admission,
+            caller,
+            identity.tenant(caller, context),
+            self._require_worker,
+            partial(incident, f"/{NAME}/Session"),
+            self._clock,
+            deadline=None if remaining is None else self._clock() + remaining,
+            max_requests=self._settings.max_streams_per_connection,
+        )
+        await context.send_initial_metadata(())  # callers wait for this sign that there is a Session here
+        if self._refusal is not None:
+            session.leave(self._refusal())
+        self._sessions.add(session)
+        listening = asyncio.ensure_future(session.listen(orders))
+        try:
+            while (message := await session.news()) is not None:
+                await self._write(message, context)
+        finally:
+            self._sessions.discard(session)
+            listening.cancel()
+            session.close()
+
+    # --- answers left alone ------------------------------------------------------------------------------------------
+
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitResponse:
+        """Admit, and let go: what comes is kept."""
+        caller = identity.caller(context)
+        self._detached.refuse_duplicate(caller, request.request.request_id)
+        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        tenant = identity.tenant(caller, context)
+        ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
+        try:
+            await self._admission.submit(ticket, request.request)
+            self._detached.keep(ticket, ticket.max_tokens)
+        except BaseException as error:
+            self._admission.close(ticket, outcome_of(error))
+            raise
+        return pb.SubmitResponse(request_id=ticket.mailbox.label)
+
+    async def Attach(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, request: pb.AttachRequest, context: Context
+    ) -> None:
+        """All there is from an index on, and then what comes."""
+        answer = self._detached.find(identity.caller(context), request.request_id)
+        async for message in answer.read(request.from_index):
+            await self._write(pb.AttachResponse(response=message), context)
+
+    async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
+        """All there is, at once."""
+        answer = self._detached.find(identity.caller(context), request.request_id)
+        failure = None if answer.error is None else responses.failure(answer.error)
+        return pb.GetResultResponse(state=answer.state, response=answer.whole(), failure=failure)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """End, or forget, a request of this caller. One that is not there is no error: it may just have ended."""
+        caller = identity.caller(context)
+        with contextlib.suppress(UnknownRequest):
+            answer = self._detached.find(caller, request.request_id)
+            if answer.is_over:
+                self._detached.forget(answer)
+                return pb.CancelResponse(found=True)
+        return pb.CancelResponse(found=self._admission.cancel(caller, request.request_id))
+
+    async def _write(self, message: Message, context: Context) -> None:
+        limit = self._settings.stall_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(message)
+        except TimeoutError:
+            raise SlowConsumer(
+                f"the stream took no message for {limit:g} s", metadata={"stall_timeout_seconds": f"{limit:g}"}
+            ) from None
+
+    # --- text and tokens ---------------------------------------------------------------------------------------------
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """The ids that Generate would make of the same text or conversation."""
+        validation.check_tokenize(request, self._settings.max_prompt_bytes)
+        if request.WhichOneof("input") == "chat":
+            ids = await self._prompts.encode_chat(request.chat)
+        else:
+            ids = await self._prompts.encode(request.text)
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """The text that Generate would send with the same tokens."""
+        bounds = self._know_worker()
+        vocab_size = self._prompts.tokenizer.vocab_size if bounds is None else bounds.vocab_size
+        # A token has at least one byte, so a longer list could be no prompt and no answer of ours.
+        validation.check_detokenize(request, vocab_size, self._settings.max_prompt_bytes)
+        text = await self._prompts.decode(request.token_ids, keep_special=request.keep_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    # --- GetModel and GetStats ---------------------------------------------------------------------------------------
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """What is served, once a worker has said so."""
+        if self._know_worker() is None:
+            self._require_worker()
+        assert self._hello is not None
+        return overview.model(
+            self._settings, self._hello, has_chat_template=self._prompts.has_chat_template, version=VERSION
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """The engine's figures and ours."""
+        return overview.stats(
+            self._settings,
+            self._engine.snapshot(),
+            self._stats,
+            self._clock(),
+            num_refused=self._room.num_refused,
+            streams_open=len(self.streams),
+            tasks=len(asyncio.all_tasks()),
+            version=VERSION,
+        )
+
+
+# --- errors and logs -------------------------------------------------------------------------------------------------
+
+
+def _room_limits(settings: SchedulerSettings) -> RoomLimits:
+    return RoomLimits(
+        requests=settings.max_queue_size,
+        tokens=settings.max_queue_tokens,
+        requests_per_tenant=settings.max_queue_size_per_tenant,
+        tokens_per_tenant=settings.max_queue_tokens_per_tenant,
+    )
+
+
+def drained(mailbox: Mailbox) -> Drained:
+    """The error for a request that the server leaves behind; with it, any other server can go on."""
+    return Drained(
+        "the server shut down before the answer was complete; send the request again, elsewhere",
+        retry_after_seconds=1.0,
+        metadata={"next_index": str(mailbox.num_received), "seed": str(mailbox.seed)},
+    )

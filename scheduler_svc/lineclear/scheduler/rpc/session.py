@@ -1,0 +1,226 @@
+"""Many requests of one caller over one call: what is new for any of them leaves in one message.
+
+Decides which rows travel together and when a session is over. A caller that reads slowly gets more in one message, and
+holds up nobody: what waits for it is bounded by its mailboxes and by the number of its requests. Knows nothing of
+gRPC; how a request is let in is `admission`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull, Violation
+from lineclear.scheduler.access.identity import Identity
+from lineclear.scheduler.rpc import responses
+from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
+from lineclear.scheduler.rpc.validation import Bounds
+from lineclear.v1 import inference_pb2 as pb
+
+_MAX_UNSENT_FAILURES = 256
+
+
+class Session:
+    """One caller's requests. `listen` takes the orders, `news` has the answers; on one event loop.
+
+    `require` returns what requests are held to, or raises what all are refused with. `incident` makes an error of a
+    bug. `deadline` is the call's own, on `clock`; None where it has none.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        caller: Identity,
+        tenant: str,
+        require: Callable[[], Bounds],
+        incident: Callable[[BaseException], LineclearError],
+        clock: Callable[[], float],
+        *,
+        deadline: float | None,
+        max_requests: int,
+    ) -> None:
+        self._admission = admission
+        self._caller = caller
+        self._tenant = tenant
+        self._require = require
+        self._incident = incident
+        self._clock = clock
+        self._deadline = deadline
+        self._max_requests = max_requests
+        self._live: dict[int, Ticket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: list[tuple[int, Ticket]] = []
+        self._failures: list[tuple[int, LineclearError]] = []
+        self._room = asyncio.Event()
+        self._room.set()
+        self._bell = asyncio.Event()
+        self._is_deaf = False  # there will be no more orders
+        self._leaving: LineclearError | None = None  # what the session ends with once it is idle
+        self._broken: LineclearError | None = None  # what it ends with at once
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # --- the caller's orders -----------------------------------------------------------------------------------------
+
+    async def listen(self, orders: AsyncIterator[pb.SessionRequest]) -> None:
+        """Obey until the caller ends its side. What is wrong with the stream itself ends the session."""
+        try:
+            async for order in orders:
+                self._obey(order)
+                await self._room.wait()
+        except LineclearError as error:
+            self._broken = error
+        except Exception as error:
+            self._broken = self._incident(error)
+        self._is_deaf = True
+        self._bell.set()
+
+    def leave(self, error: LineclearError) -> None:
+        """Take no more requests; when those in progress are over, the session ends with `error`."""
+        self._leaving = self._leaving or error
+        self._bell.set()
+
+    def close(self) -> None:
+        """The caller is gone: so are its requests."""
+        for task in self._tasks:
+            task.cancel()
+        for ticket in self._live.values():
+            self._admission.close(ticket, "cancelled")
+        self._live.clear()
+
+    def _obey(self, order: pb.SessionRequest) -> None:
+        kind = order.WhichOneof("order")
+        if kind == "submit":
+            handle = order.submit.handle
+            if handle in self._live:
+                # Not a Failure of the handle: that would end the request that has it.
+                violation = Violation("submit.handle", "is that of another live request")
+                raise InvalidRequest("submit.handle is that of another live request", violations=[violation])
+            try:
+                self._begin(handle, order.submit)
+            except LineclearError as error:
+                self._refuse(handle, error)
+            except Exception as error:
+                self._refuse(handle, self._incident(error))
+        elif kind == "cancel":
+            ticket = self._live.get(order.cancel.handle)
+            if ticket is not None:
+                ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
+        else:
+            raise InvalidRequest("order: is missing: set submit or cancel", violations=[Violation("order", "missing")])
+
+    def _begin(self, handle: int, order: pb.SessionSubmit) -> None:
+        if self._leaving is not None:
+            raise self._leaving
+        bounds = self._require()
+        if len(self._live) >= self._max_requests:
+            raise QueueFull(
+                f"the session has {len(self._live)} requests in progress, the limit is {self._max_requests}",
+                retry_after_seconds=1.0,
+                metadata={"limit": str(self._max_requests)},
+            )
+        seconds = order.timeout.ToNanoseconds() / 1e9 if order.HasField("timeout") else None
+        ticket = self._admission.open(order.request, bounds, self._caller, self._tenant, seconds)
+        if self._deadline is not None:
+            ticket.deadline = min(ticket.deadline, self._deadline)
+        self._live[handle] = ticket
+        ticket.mailbox.listen(partial(self._heard, handle, ticket))
+        task = asyncio.ensure_future(self._submit(ticket, order.request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
+        try:
+            await self._admission.submit(ticket, message)
+        except LineclearError as error:
+            ticket.mailbox.fail(error)
+        except Exception as error:
+            ticket.mailbox.fail(self._incident(error))
+
+    def _refuse(self, handle: int, error: LineclearError) -> None:
+        self._failures.append((handle, error))
+        if len(self._failures) >= _MAX_UNSENT_FAILURES:  # one who does not read his refusals is not listened to
+            self._room.clear()
+        self._bell.set()
+
+    # --- the answers -------------------------------------------------------------------------------------------------
+
+    async def news(self) -> pb.SessionResponse | None:
+        """All that is new for any request, as soon as there is something; None when the session is over.
+
+        Raises what the session itself ended with.
+        """
+        while not (self._news or self._failures):
+            if self._broken is not None:
+                raise self._broken
+            if not self._live and self._leaving is not None:
+                raise self._leaving
+            if not self._live and self._is_deaf:
+                return None
+            self._bell.clear()
+            await self._bell.wait()
+        return self._collect()
+
+    def _heard(self, handle: int, ticket: Ticket) -> None:
+        self._news.append((handle, ticket))
+        self._bell.set()
+
+    def _collect(self) -> pb.SessionResponse:
+        news, self._news = self._news, []
+        handles: list[int] = []
+        indexes: list[int] = []
+        token_ids: list[int] = []
+        texts: list[str] = []
+        pieces: list[pb.SessionPiece] = []
+        for handle, ticket in news:
+            plain = ticket.mailbox.take_plain()
+            if plain is None:
+                pieces += self._pieces(handle, ticket)
+                continue
+            first_index, tokens, parts = plain
+            wants_text = ticket.checked.wants_text
+            if len(tokens) == 1:
+                handles.append(handle)
+                indexes.append(first_index)
+                token_ids.append(tokens[0])
+                texts.append(parts[0] if wants_text else "")
+            else:
+                count = len(tokens)
+                handles += [handle] * count
+                indexes += range(first_index, first_index + count)
+                token_ids += tokens
+                texts += parts if wants_text else [""] * count
+        for handle, error in self._failures:
+            pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
+        self._failures.clear()
+        self._room.set()
+        return pb.SessionResponse(
+            handles=handles,
+            indexes=indexes,
+            token_ids=token_ids,
+            texts=texts if any(texts) else (),
+            pieces=pieces,
+        )
+
+    def _pieces(self, handle: int, ticket: Ticket) -> list[pb.SessionPiece]:
+        """What has no place in the columns: mostly a beginning or an end."""
+        pieces: list[pb.SessionPiece] = []
+        while ticket.mailbox.has_news:
+            try:
+                delivery = ticket.mailbox.take_now()
+            except LineclearError as error:
+                self._let_go(handle, outcome_of(error))
+                pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
+                break
+            spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
+            response = responses.response(delivery, ticket, spent)
+            pieces.append(pb.SessionPiece(handle=handle, response=response))
+            if delivery.end is not None:
+                self._let_go(handle, delivery.end.reason.name.lower())
+                break
+        return pieces
+
+    def _let_go(self, handle: int, outcome: str) -> None:
+        self._admission.close(self._live.pop(handle), outcome)

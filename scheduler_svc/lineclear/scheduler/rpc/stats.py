@@ -1,0 +1,112 @@
+"""How the server has been doing: quantiles over the last requests, tokens per second.
+
+Counts on the event loop, from the accounts of requests that ended. What the core counts itself (totals, queue, blocks)
+comes from its snapshot and is not kept here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lineclear.scheduler.scheduling.events import Record
+
+WINDOW_REQUESTS = 1024
+RATE_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of a window of numbers; all zero when it is empty."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+    count: int = 0
+
+
+def quantiles(values: Iterable[float]) -> Quantiles:
+    """The p-quantile is the smallest value that at least that share of the values does not exceed."""
+    ordered = sorted(values)
+    if not ordered:
+        return Quantiles()
+    return Quantiles(
+        sum(ordered) / len(ordered),
+        _rank(ordered, 50),
+        _rank(ordered, 90),
+        _rank(ordered, 99),
+        ordered[-1],
+        len(ordered),
+    )
+
+
+def _rank(ordered: Sequence[float], percent: int) -> float:
+    return ordered[-(-len(ordered) * percent // 100) - 1]
+
+
+class Durations(NamedTuple):
+    """Where the time of one request went, in seconds from its arrival; None where it never came to that."""
+
+    queue: float | None
+    first_token: float | None
+    decode: float | None
+    total: float
+    inter_token: float | None
+
+
+def durations(record: Record, arrival: float, completion_tokens: int, now: float) -> Durations:
+    """From a request's account. `arrival` is the call's own, before tokenizing."""
+    first, last, started = record.first_token_at, record.last_token_at, record.started_at
+    decode = None if first is None or last is None else last - first
+    return Durations(
+        queue=None if started is None else started - arrival,
+        first_token=None if first is None else first - arrival,
+        decode=decode,
+        total=now - arrival,
+        inter_token=decode / (completion_tokens - 1) if decode is not None and completion_tokens > 1 else None,
+    )
+
+
+class Stats:
+    """The last requests that finished, and the last seconds of output."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._window: deque[Durations] = deque(maxlen=WINDOW_REQUESTS)
+        self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
+
+    def add_finished(self, spent: Durations) -> None:
+        """A request finished."""
+        self._window.append(spent)
+
+    def add_tokens(self, count: int, now: float) -> None:
+        """So many output tokens came from the worker."""
+        second = int(now)
+        if self._output and self._output[-1][0] == second:
+            self._output[-1] = (second, self._output[-1][1] + count)
+        else:
+            self._output.append((second, count))
+        self._forget(now)
+
+    def tokens_per_second(self, now: float) -> float:
+        """Over the last ten seconds, or since the start where that is shorter (but at least one second)."""
+        self._forget(now)
+        covered = min(max(now - self._since, 1.0), float(RATE_SECONDS))
+        return sum(count for _, count in self._output) / covered
+
+    def uptime_seconds(self, now: float) -> float:
+        """Since the start."""
+        return now - self._since
+
+    def window(self, name: str) -> Quantiles:
+        """Quantiles of one field of Durations over the last requests that finished."""
+        values = (getattr(spent, name) for spent in self._window)
+        return quantiles(value for value in values if value is not None)
+
+    def _forget(self, now: float) -> None:
+        while self._output and self._output[0][0] <= now - RATE_SECONDS - 1:
+            self._output.popleft()

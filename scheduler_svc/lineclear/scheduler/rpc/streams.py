@@ -1,0 +1,384 @@
+"""One mailbox for each request in progress: what the engine said and the caller has not read yet.
+
+Lives on the event loop: the engine's events enter through `Streams.dispatch`, the handlers take them out. Decides how
+much may wait (a bounded number of tokens, in one message however many steps made them), where an answer ends when a
+stop string appears, and that every mailbox ends exactly once. Knows nothing of gRPC; what a token says is `text`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple, Protocol
+
+from lineclear.errors import DuplicateRequest, LineclearError, SlowConsumer
+from lineclear.scheduler.scheduling.events import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Preempted,
+    Record,
+    Started,
+    StepTokens,
+    TokensReady,
+    WorkerJoined,
+    WorkerLost,
+)
+from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.wire.types import Logprobs
+
+
+class Canceller(Protocol):
+    """The part of the engine that streams call."""
+
+    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
+        """End a request without an answer."""
+        ...
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        """Complete a request after its first `num_tokens` output tokens."""
+        ...
+
+
+class End(NamedTuple):
+    """A complete answer. `record` is the core's account; `completion_tokens` are those of the answer itself."""
+
+    reason: FinishReason
+    matched_stop_string: str | None
+    matched_token_id: int | None
+    completion_tokens: int
+    record: Record
+
+
+class Delivery(NamedTuple):
+    """Everything not yet delivered, in one. `logprobs` is empty or one for each token, as `times` is.
+
+    `pieces` is empty or has the text that each token released, and after them, at the end, that of no token.
+    `times` are seconds of the monotonic clock at which the worker's result was seen.
+    """
+
+    first_index: int
+    token_ids: Sequence[int]
+    pieces: Sequence[str]
+    logprobs: Sequence[Logprobs]
+    times: Sequence[float]
+    started: Started | None
+    end: End | None
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.pieces)
+
+
+class Mailbox:
+    """One request's unread answer. One reader, which waits in `take` or is told by `listen`; written to by Streams
+    only.
+
+    `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any. Tokens before
+    `num_received` reached the caller in another way. `seed` is what another server needs to go on with the answer.
+    """
+
+    __slots__ = (
+        "_end",
+        "_engine",
+        "_error",
+        "_first_unread",
+        "_is_announced",
+        "_listener",
+        "_logprobs",
+        "_max_unread_tokens",
+        "_pieces",
+        "_text",
+        "_times",
+        "_tokens",
+        "_unsent_start",
+        "_waiter",
+        "_wants_times",
+        "is_over",
+        "key",
+        "label",
+        "num_received",
+        "on_left",
+        "record",
+        "seed",
+        "started",
+    )
+
+    def __init__(
+        self,
+        key: str,
+        label: str,
+        text: AnswerText | None,
+        engine: Canceller,
+        max_unread_tokens: int,
+        *,
+        wants_times: bool,
+        num_received: int,
+        seed: int,
+    ) -> None:
+        self.key = key
+        self.label = label
+        self.started: Started | None = None
+        self.record: Record | None = None
+        self.on_left: Callable[[bool], None] = lambda began: None
+        """Called once, when the request waits no longer: it began (True), or its reader is done."""
+        self.num_received = num_received
+        self.seed = seed
+        self.is_over = False
+        """The engine has said its last word."""
+        self._text = text
+        self._engine = engine
+        self._max_unread_tokens = max_unread_tokens
+        self._wants_times = wants_times
+        self._first_unread = num_received
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._times: list[float] = []
+        self._unsent_start: Started | None = None
+        self._end: End | None = None
+        self._error: LineclearError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._is_announced = False  # the listener knows
+
+    # --- the reader --------------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when there is something to take, and not again until it was taken."""
+        self._listener = listener
+        if self.has_news:
+            self._wake()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_now` has something to give, or to raise."""
+        return bool(self._tokens or self._unsent_start or self._end or self._error)
+
+    async def take(self) -> Delivery:
+        """All that is unread, as soon as there is something. The one with an `end` is the last.
+
+        Raises the error the request failed with, once everything before it is delivered.
+        """
+        while not self.has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.take_now()
+
+    def take_now(self) -> Delivery:
+        """The same where there are news already."""
+        self._is_announced = False
+        if self._error is not None and not self._tokens:
+            raise self._error
+        delivery = Delivery(
+            self._first_unread,
+            self._tokens,
+            self._pieces,
+            self._logprobs,
+            self._times,
+            self._unsent_start,
+            self._end,
+        )
+        self._first_unread += len(self._tokens)
+        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self._unsent_start = None
+        return delivery
+
+    def take_plain(self) -> tuple[int, list[int], list[str]] | None:
+        """First index, tokens and the text of each, where that is all there is to take: the usual case, made cheap.
+
+        None where `take_now` is needed.
+        """
+        tokens = self._tokens
+        if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
+            return None
+        self._is_announced = False
+        first_index, pieces = self._first_unread, self._pieces
+        self._first_unread = first_index + len(tokens)
+        self._tokens, self._pieces = [], []
+        return first_index, tokens, pieces
+
+    def fail(self, error: LineclearError) -> None:
+        """End the stream with `error` unless it ended already."""
+        if self._end is None and self._error is None:
+            self._error = error
+            self._wake()
+
+    # --- the engine's events -----------------------------------------------------------------------------------------
+
+    def on_started(self, event: Started) -> None:
+        self.started = self._unsent_start = event
+        self._wake()
+
+    def on_token(self, index: int, token_id: int, logprobs: Logprobs | None, at: float) -> None:
+        text = self._text
+        if self._error is not None or (text is not None and text.match is not None):
+            return  # made before the engine heard that the answer is over
+        assert index == self.num_received, "a gap in the tokens of a request"
+        self.num_received = index + 1
+        self._tokens.append(token_id)
+        if text is not None:
+            self._pieces.append(text.push(token_id))
+            if text.match is not None:
+                self._engine.finish(self.key, self.num_received)
+        if self._wants_times:
+            self._times.append(at)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if len(self._tokens) > self._max_unread_tokens:
+            self._give_up()
+        if not self._is_announced:
+            self._wake()
+
+    def on_finished(self, event: Finished) -> None:
+        self.is_over, self.record = True, event.record
+        self._complete(event.reason, event.matched_token_id, event.record)
+
+    def on_failed(self, event: Failed) -> None:
+        self.is_over, self.record = True, event.record
+        if self._stopped():  # the answer was complete before this; the engine just did not know
+            self._complete(FinishReason.STOP_STRING, None, event.record)
+        else:
+            self.fail(event.error)
+
+    def _stopped(self) -> bool:
+        return self._text is not None and self._text.match is not None
+
+    def _complete(self, reason: FinishReason, matched_token_id: int | None, record: Record) -> None:
+        if self._error is not None:
+            return
+        if self._text is not None and self._text.match is None:
+            self._pieces.append(self._text.finish())
+        match = self._text.match if self._text is not None else None
+        if match is not None:
+            # Also when the engine ended it otherwise meanwhile: the stop string came first.
+            self._end = End(FinishReason.STOP_STRING, match.string, None, self.num_received, record)
+        else:
+            self._end = End(reason, None, matched_token_id, self.num_received, record)
+        self._wake()
+
+    def _give_up(self) -> None:
+        unread = len(self._tokens)
+        error = SlowConsumer(
+            f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or raise "
+            "max_unread_tokens",
+            metadata={"unread_tokens": str(unread), "limit": str(self._max_unread_tokens)},
+        )
+        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self.fail(error)
+        self._engine.cancel(self.key, error)
+
+    def _wake(self) -> None:
+        if self._listener is not None:
+            if not self._is_announced:
+                self._is_announced = True
+                self._listener()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Streams:
+    """Every mailbox by the key the engine knows. `on_worker` is told of each worker that joins (True) or is lost.
+
+    `num_waiting` mailboxes are of requests that have not left the queue.
+    """
+
+    def __init__(self, engine: Canceller, max_unread_tokens: int, on_worker: Callable[[bool], None]) -> None:
+        self._engine = engine
+        self._max_unread_tokens = max_unread_tokens
+        self._on_worker = on_worker
+        self._by_key: dict[str, Mailbox] = {}
+        self._labels: set[str] = set()
+        self._numbers = itertools.count(1)
+        self.num_waiting = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Mailbox]:
+        return iter(list(self._by_key.values()))
+
+    def open(
+        self,
+        label: str,
+        text: AnswerText | None,
+        *,
+        wants_times: bool = False,
+        num_received: int = 0,
+        seed: int = 0,
+    ) -> Mailbox:
+        """A mailbox for a request about to be submitted. Raises DuplicateRequest while another has its label."""
+        if label in self._labels:
+            raise DuplicateRequest("a request with this request_id is in progress")
+        # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
+        key = f"{label}~{next(self._numbers)}"
+        mailbox = Mailbox(
+            *(key, label, text, self._engine, self._max_unread_tokens),
+            wants_times=wants_times,
+            num_received=num_received,
+            seed=seed,
+        )
+        self._by_key[mailbox.key] = mailbox
+        self._labels.add(label)
+        self._idle.clear()
+        self.num_waiting += 1
+        return mailbox
+
+    def close(self, mailbox: Mailbox) -> None:
+        """The reader is done. A request still going on is cancelled."""
+        del self._by_key[mailbox.key]
+        self._labels.discard(mailbox.label)
+        if mailbox.started is None:
+            self.num_waiting -= 1
+            mailbox.on_left(False)
+        if not mailbox.is_over:
+            self._engine.cancel(mailbox.key)
+        if not self._by_key:
+            self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no mailbox is open."""
+        await self._idle.wait()
+
+    def dispatch(self, events: Sequence[Event | TokensReady], at: float) -> None:
+        """Put the engine's events where they belong. `at` is when the engine made them."""
+        mailboxes = self._by_key
+        for event in events:
+            if isinstance(event, StepTokens):  # the bulk of all there is to do here: a row costs one call
+                columns = (event.request_ids, event.indices, event.tokens, event.logprobs or repeat(None))
+                for request_id, index, token_id, logprobs in zip(*columns, strict=False):
+                    mailbox = mailboxes.get(request_id)
+                    if mailbox is not None:
+                        mailbox.on_token(index, token_id, logprobs, at)
+            elif isinstance(event, TokensReady):
+                mailbox = mailboxes.get(event.request_id)
+                if mailbox is not None:
+                    for place, token_id in enumerate(event.tokens):
+                        logprobs = event.logprobs[place] if event.logprobs else None
+                        mailbox.on_token(event.first_index + place, token_id, logprobs, at)
+            elif isinstance(event, WorkerJoined | WorkerLost):
+                self._on_worker(isinstance(event, WorkerJoined))
+            else:
+                mailbox = mailboxes.get(event.request_id)
+                if mailbox is not None:  # or its reader left
+                    self._tell(mailbox, event)
+
+    def _tell(self, mailbox: Mailbox, event: Admitted | Preempted | Started | Finished | Failed) -> None:
+        if isinstance(event, Started):
+            if mailbox.started is None:
+                self.num_waiting -= 1
+                mailbox.on_left(True)
+            mailbox.on_started(event)
+        elif isinstance(event, Finished):
+            mailbox.on_finished(event)
+        elif isinstance(event, Failed):
+            mailbox.on_failed(event)
+        else:
+            assert isinstance(event, Admitted | Preempted)

@@ -1,0 +1,320 @@
+"""One step's plan: which positions of which sequences. Decodes, prompts and admissions compete for tokens and blocks.
+
+Running sequences come first, oldest first, so that nobody who has begun is starved by who has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lineclear.scheduler.scheduling.decoding import Crew
+from lineclear.scheduler.scheduling.events import Event, Preempted, Started
+from lineclear.scheduler.scheduling.ledger import CoreLimits, Counters
+from lineclear.scheduler.scheduling.policy import Order, Strategy, Victim, View
+from lineclear.scheduler.scheduling.residents import Residents
+from lineclear.scheduler.scheduling.sequence import Sequence, State
+from lineclear.scheduler.scheduling.stepmodel import StepModel
+from lineclear.scheduler.scheduling.suspects import Suspects
+from lineclear.scheduler.scheduling.waiting import WaitingQueue
+from lineclear.wire.types import Decodes, Row, SlotInit
+
+_LOOKAHEAD = 8  # how many that do not fit are passed over in a step before admission gives up
+_SMALLEST_CHUNK = 16  # prompt tokens a step may take whatever the inter-token target says
+
+
+@dataclass(slots=True)
+class World:
+    """What planning reads and moves; the core's own state, under names."""
+
+    limits: CoreLimits
+    strategy: Strategy
+    order: Order
+    victim: Victim
+    fresh: WaitingQueue
+    """Never ran."""
+    resuming: WaitingQueue
+    """Ran, and will run again."""
+    residents: Residents
+    suspects: Suspects
+    model: StepModel
+    counters: Counters
+    draining: bool = False
+    refusing: bool = False
+    """The queue was full for a request, and nobody has left it for a slot since."""
+
+    def view(self, now: float) -> View:
+        """What the strategy sees."""
+        oldest = self.fresh.oldest()
+        return View(
+            now=now,
+            num_waiting=len(self.fresh),
+            num_active=len(self.residents.running) + len(self.resuming),
+            num_slots=max(1, self.residents.num_slots),
+            oldest_arrival=None if oldest is None else oldest.arrival,
+            draining=self.draining,
+            refusing=self.refusing,
+            kv_tokens=self.residents.positions if self.strategy.reads_kv_tokens else 0,
+            model=self.model,
+        )
+
+
+class Planning:
+    """The making of one plan. After `run`, `decodes`, `chunks` and the rest hold it; no rows: nothing can run now."""
+
+    def __init__(self, world: World, step: int, budget: int, now: float) -> None:
+        self._world = world
+        self._residents = world.residents
+        self._step = step
+        self._budget = budget
+        self._now = now
+        self._short_of_blocks = False  # somebody running had to wait or to yield: nobody joins in this step
+        self._prompt_tokens = 0
+        self._prompt_kv_tokens = 0
+        self.decodes = Decodes()
+        self.crew = Crew()  # whose rows the decodes are
+        self.filling: list[Sequence] = []  # those of them whose row fills a block
+        self.chunks: list[Row] = []
+        self.owners: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, its residence, end position
+        self.samples: list[Sequence] = []  # of the chunks
+        self.inits: list[SlotInit] = []
+        self.events: list[Event] = []
+        self.num_tokens = 0
+        self.kv_tokens = 0
+
+    def run(self) -> None:
+        """Fill the step."""
+        if self._world.order.prefill_first:
+            self._prefill()
+            self._admit()
+            self._decode()
+        else:
+            self._decode()
+            self._prefill()
+            self._admit()
+
+    def run_alone(self, sequence: Sequence) -> None:
+        """Fill the step with what `sequence` can do, at the cost of anybody; nobody else has a row."""
+        residents = self._residents
+        residents.disband()
+        if sequence.state is State.WAITING:
+            if sequence.in_flight == 0 and self._make_room(sequence):
+                self._begin(sequence)
+        elif sequence.todo > 0:
+            grown = sequence.planned == len(sequence.blocks) * residents.pool.block_size
+            if grown:
+                if not self._make_room(sequence):
+                    return
+                sequence.blocks += residents.pool.take(1)
+            count = min(sequence.todo, self._room_for_prompts(sequence.planned))
+            self._add(sequence, count, tuple(sequence.blocks[-1:]) if grown else ())
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt others, the youngest first, until a slot and blocks are free for what `sequence` does next."""
+        residents = self._residents
+        for other in (*reversed([s for s in residents.by_age() if s is not sequence]), None):
+            begins = sequence.state is State.WAITING
+            if residents.free_slots and self._fits(sequence, headroom=0) if begins else residents.pool.num_free > 0:
+                return True
+            if other is not None:
+                self._preempt(other)
+        return False
+
+    def _decode(self) -> None:
+        """Running sequences that lack one position: in one beat while tokens and blocks suffice for all of them."""
+        residents, room = self._residents, self._budget - self.num_tokens
+        ready = [s for s in residents.loose_by_age() if s.todo == 1 and s.planned_step != self._step]
+        if room <= 0 or not (ready or residents.decoding):
+            return
+        beginners = []  # first tokens, and positions computed again, are put to account as chunks
+        for sequence in ready:
+            first = sequence.first_token_at is None and not sequence.in_flight
+            if first or sequence.planned < sequence.high_water:
+                beginners.append(sequence)
+            else:
+                residents.tie(sequence)
+        growing = residents.decoding.short_of_block()
+        if len(residents.decoding) + len(beginners) > room or len(growing) > residents.pool.num_free:
+            self._decode_by_age()
+            return
+        if residents.decoding:
+            self._beat(growing)
+        for sequence in beginners:
+            self._add(sequence, 1, ())
+
+    def _beat(self, growing: list[Sequence]) -> None:
+        """A row for everybody who takes part; a further block for those who need one."""
+        residents, decoding = self._residents, self._residents.decoding
+        grown = []
+        for sequence, block in zip(growing, residents.pool.take(len(growing)), strict=True):
+            sequence.blocks.append(block)
+            grown.append((sequence.slot, block))
+        self.crew = crew = decoding.advance(self._step)
+        beat = decoding.beat
+        self.decodes = Decodes(crew.slots, tuple([origin + beat for origin in crew.origins]), tuple(grown))
+        self.filling = decoding.filling()
+        self.num_tokens += len(crew.slots)
+        self.kv_tokens += decoding.positions
+        for sequence in decoding.ending():
+            residents.loosen(sequence)
+
+    def _decode_by_age(self) -> None:
+        """One by one, the oldest first: tokens or blocks do not suffice for all of them."""
+        residents = self._residents
+        residents.disband()
+        size = residents.pool.block_size
+        for sequence in residents.by_age():
+            if self.num_tokens >= self._budget:
+                break
+            # Preempted by an older one in this very pass, in this step already, or not one position short:
+            if sequence.state is not State.RUNNING or sequence.planned_step == self._step or sequence.todo != 1:
+                continue
+            if sequence.planned < len(sequence.blocks) * size:
+                self._add(sequence, 1, ())
+            elif (block := self._block_for(sequence)) is not None:
+                sequence.blocks.append(block)
+                self._add(sequence, 1, (block,))
+
+    def _block_for(self, sequence: Sequence) -> int | None:
+        """A block, at the cost of a younger sequence if need be; None when nobody who could yield is left.
+
+        Waiting then is safe: either somebody older progresses, or the younger ones are pinned, hold all they can ever
+        need, and will end.
+        """
+        pool = self._residents.pool
+        while pool.num_free == 0:
+            self._short_of_blocks = True
+            younger = [
+                other
+                for other in self._residents.running
+                if other.rank > sequence.rank and not other.pinned and other.planned_step != self._step
+            ]
+            if not younger:
+                return None
+            self._preempt(self._world.victim(younger))
+        return pool.take(1)[0]
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._residents.leave(victim, State.WAITING)
+        victim.preemptions += 1
+        victim.pinned = victim.preemptions >= self._world.limits.max_preemptions
+        self._world.resuming.push(victim)
+        self._world.counters.preemptions += 1
+        self.events.append(Preempted(victim.request.request_id))
+
+    def _prefill(self) -> None:
+        """Prompts begun in earlier steps. Their blocks are theirs since admission."""
+        for sequence in self._residents.loose_by_age():
+            if sequence.todo > 1 and sequence.planned_step != self._step:
+                count = min(sequence.todo, self._room_for_prompts(sequence.planned))
+                if count <= 0:
+                    break
+                self._add_prompt(sequence, count, ())
+
+    def _room_for_prompts(self, position: int) -> int:
+        """Tokens of a prompt, from `position` on, that this step can still take without keeping its decodes."""
+        room = self._budget - self.num_tokens
+        decodes = self.num_tokens - self._prompt_tokens
+        if decodes and self._world.limits.policy.inter_token_target_seconds > 0:
+            seconds = self._longest(decodes)
+            fitting = self._world.model.more_within(seconds, self.num_tokens, self.kv_tokens, position)
+            if fitting is not None:
+                room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting)))
+        return room
+
+    def _longest(self, decodes: int) -> float:
+        """Seconds this step may take: so much more than its decodes alone for each request that waits for its first
+        token, and never more than the target.
+        """
+        world, policy = self._world, self._world.limits.policy
+        expecting = len(world.fresh) + len(world.resuming) + len(self._residents.running) - decodes
+        stretch = 1 + (policy.decode_stretch - 1) * expecting
+        alone = world.model.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
+        return min(policy.inter_token_target_seconds, stretch * alone)
+
+    def _admit(self) -> None:
+        """Who waits joins, by rank. One that does not fit is passed over a bounded number of times, then waited for."""
+        world = self._world
+        if self._short_of_blocks or not (world.fresh or world.resuming):
+            return
+        room = world.strategy.room(world.view(self._now)) if world.fresh and self._residents.free_slots else 0
+        passed_over: list[Sequence] = []
+        while self._residents.free_slots and self._room_for_prompts(0) > 0 and len(passed_over) < _LOOKAHEAD:
+            sequence = self._next(room > 0, passed_over)
+            # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
+            if sequence is None or sequence.in_flight > 0:
+                return
+            # Those who run each need a block every `block_size` steps.
+            if self._fits(sequence, headroom=-(-len(self._residents.running) // 4)):
+                if any(other.bypasses >= world.limits.max_bypasses for other in passed_over):
+                    return
+                for other in passed_over:
+                    other.bypasses += 1
+                if sequence in world.fresh:
+                    room -= 1
+                    world.strategy.joined()
+                    world.refusing = False
+                self._begin(sequence)
+            else:
+                passed_over.append(sequence)
+
+    def _next(self, with_fresh: bool, passed_over: list[Sequence]) -> Sequence | None:
+        queues = (self._world.resuming, self._world.fresh) if with_fresh else (self._world.resuming,)
+        heads = [s for queue in queues for s in queue.first(len(passed_over) + 1) if s not in passed_over]
+        return min(heads, key=lambda s: s.rank, default=None)
+
+    def _fits(self, sequence: Sequence, headroom: int) -> bool:
+        """Whether there are blocks for all that is known of it and one position more (for all it can ever need, if it
+        is pinned), and `headroom` are left."""
+        pool = self._residents.pool
+        positions = sequence.limit - 1 if sequence.pinned else min(sequence.known + 1, sequence.limit - 1)
+        needed = -(-max(positions, 1) // pool.block_size)
+        available = pool.num_free - headroom
+        if available >= needed:
+            return True
+        hit = self._residents.cached_prefix(sequence)
+        return available - sum(map(pool.is_free, hit)) >= needed - len(hit)
+
+    def _begin(self, sequence: Sequence) -> None:
+        world = self._world
+        (world.fresh if sequence in world.fresh else world.resuming).remove(sequence)
+        positions = sequence.limit - 1 if sequence.pinned else sequence.known
+        shared, taken = self._residents.enter(sequence, positions)
+        start = sequence.planned
+        world.counters.looked_up_tokens += len(sequence.tokens)
+        world.counters.cached_tokens += start
+        if sequence.started_at is None:
+            sequence.started_at = self._now
+            sequence.cached_tokens = start
+            world.counters.prompt_tokens += sequence.prompt_len
+            self.events.append(Started(sequence.request.request_id, sequence.slot, self._step, start))
+        request = sequence.request
+        self.inits.append(
+            SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
+        )
+        # At the end of a cached prefix a token may cost more than there is time for; there are tokens left for one.
+        count = max(1, min(sequence.todo, self._room_for_prompts(sequence.planned)))
+        self._add_prompt(sequence, count, tuple(taken))
+
+    def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        before = self.kv_tokens
+        self._add(sequence, count, new_blocks)
+        self._prompt_tokens += count
+        self._prompt_kv_tokens += self.kv_tokens - before
+
+    def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        start = sequence.planned
+        end = start + count
+        sample = end == sequence.known
+        self.chunks.append(Row(sequence.slot, start, count, sample, new_blocks))
+        self.owners.append((sequence, sequence.residence, end))
+        if start < sequence.high_water:
+            again = min(end, sequence.high_water) - start
+            sequence.recomputed_tokens += again
+            self._world.counters.recomputed_tokens += again
+        sequence.planned = end
+        sequence.planned_step = self._step
+        if sample:
+            self.samples.append(sequence)
+            sequence.known += 1
+        self.num_tokens += count
+        self.kv_tokens += count * (start + end + 1) // 2

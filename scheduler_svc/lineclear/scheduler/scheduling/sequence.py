@@ -1,0 +1,157 @@
+"""One request and what the scheduler keeps of it while it lives. Decides nothing; `core` moves it through its states.
+
+A sequence's *known* tokens are the confirmed ones plus the samples in flight, whose values only the worker has. One
+rule drives everything: `planned` positions catch up with `known`. Prefill, chunked prefill, decode, a prefix hit and
+resuming after a preemption or the worker's death are all the distance between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lineclear.scheduler.scheduling.events import Record
+from lineclear.wire.types import Sampling
+
+NEVER = 1 << 62
+"""The beat at which somebody joined who is no member of the decoding ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, validated. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
+
+    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
+    `output` is the beginning of the answer where another server made that, of fewer than `max_tokens` tokens.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 128
+    deadline: float | None = None
+    cache_salt: bytes = b""
+    output: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """Lengths, never content."""
+        return f"Request({self.request_id!r}, prompt_len={len(self.prompt)}, max_tokens={self.max_tokens})"
+
+
+class State(Enum):
+    """WAITING -> RUNNING -> FINISHED, and RUNNING -> WAITING when preempted or when the worker is lost."""
+
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Sequence:
+    """A live request. Owned by the core; nobody else writes to it."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "bypasses",
+        "cached_tokens",
+        "computed",
+        "first_token_at",
+        "high_water",
+        "joined",
+        "keys",
+        "known",
+        "last_step",
+        "last_token_at",
+        "limit",
+        "lone_crashes",
+        "lone_kills",
+        "mark",
+        "origin",
+        "pinned",
+        "planned",
+        "planned_step",
+        "preemptions",
+        "prompt_len",
+        "rank",
+        "recomputed_tokens",
+        "recoveries",
+        "request",
+        "residence",
+        "saved",
+        "slot",
+        "started_at",
+        "state",
+        "stops",
+        "strikes",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, rank: tuple[float, int], now: float) -> None:
+        self.request = request
+        self.rank = rank  # the lower, the older: who is served first and who never yields to whom
+        self.arrival = now
+        self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
+        self.prompt_len = len(request.prompt)
+        self.limit = self.prompt_len + request.max_tokens  # `known` never exceeds it
+        self.stops = frozenset(request.sampling.stop_ids)
+        self.state = State.WAITING
+        # `decoding` owns these two. While it takes part in beats, fields marked * are as old as its last settle.
+        self.joined = NEVER  # the first beat of its part
+        self.origin = 0
+        # While running:
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.planned = 0  # * positions in plans, sent or applied
+        self.computed = 0  # * positions in applied plans
+        self.planned_step = 0  # * the last step it has a row in
+        self.residence = 0  # grows when it takes a slot: tells rows of an earlier stay from those of this one
+        # Always:
+        self.known = len(self.tokens)  # * tokens and the samples in flight
+        self.keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
+        self.saved = 0  # leading positions in blocks that the prefix cache knows
+        self.high_water = 0  # most positions computed in earlier stays: what a new one computes again
+        self.preemptions = self.recoveries = self.bypasses = 0
+        self.strikes = self.lone_crashes = self.lone_kills = self.mark = (
+            0  # owned by `suspects`; the mark is a position
+        )
+        self.pinned = False  # preempted too often: holds all the blocks it can ever need and is no victim any more
+        self.cached_tokens = self.recomputed_tokens = 0
+        self.last_step = 0  # *
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None  # *
+
+    @property
+    def num_outputs(self) -> int:
+        """Confirmed output tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def in_flight(self) -> int:
+        """Samples planned, not yet applied."""
+        return self.known - len(self.tokens)
+
+    @property
+    def todo(self) -> int:
+        """Positions that can be planned now. The last output is sampled but never computed."""
+        return min(self.known, self.limit - 1) - self.planned
+
+    def record(self, now: float, completion_tokens: int | None = None) -> Record:
+        """The account so far, closed at `now`."""
+        return Record(
+            arrival=self.arrival,
+            prompt_tokens=self.prompt_len,
+            completion_tokens=self.num_outputs if completion_tokens is None else completion_tokens,
+            cached_tokens=self.cached_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            preemptions=self.preemptions,
+            recoveries=self.recoveries,
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            ended_at=now,
+            last_step=self.last_step,
+        )

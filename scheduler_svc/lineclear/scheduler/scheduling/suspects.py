@@ -1,0 +1,81 @@
+"""Who may have brought a worker down. Strikes only select suspects; a verdict needs a crash while running alone.
+
+When a worker is lost with plans in flight, everybody who had a row in them is struck. Who is struck twice without
+having got past the place of the first time is run alone, one suspect at a time, until it has got past it or the worker
+is lost again. So a request that kills workers costs three of them and fails, and the others lose nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+from lineclear.scheduler.scheduling.flights import Flight
+from lineclear.scheduler.scheduling.sequence import Sequence, State
+
+_FATAL_STRIKES = 2  # from so many on, a suspect runs alone
+_PROBATION = 2  # positions past those in flight at the loss: the last of them is surely a decode of its own
+
+
+class Loss(Enum):
+    """How a worker was lost."""
+
+    LEFT = 0
+    """It said goodbye, or has to join again: nobody is struck."""
+    KILLED = 1
+    """Somebody killed it, or nobody knows. It takes many in a row to say something against who was running."""
+    BROKE = 2
+    """It died by itself, hung, or a step of it failed."""
+
+
+class Suspects:
+    """The struck among the live sequences."""
+
+    def __init__(self, max_lone_crashes: int, max_lone_kills: int) -> None:
+        self._max_crashes, self._max_kills = max_lone_crashes, max_lone_kills
+        self._struck: dict[Sequence, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._struck)
+
+    def strike(self, flights: Iterable[Flight]) -> Sequence | None:
+        """Everybody who has a row in `flights` gets a strike. Returns the one that ran alone, if it was one.
+
+        To be called before anything else is done about the loss, and with nobody decoding in beats.
+        """
+        everybody = {sequence: None for flight in flights for sequence in flight.sequences()}
+        for sequence in everybody:
+            if sequence.state is not State.FINISHED:
+                sequence.strikes += 1
+                reached = sequence.planned or sequence.known - 1  # nothing is planned of who was preempted meanwhile
+                sequence.mark = min(max(sequence.mark, reached + _PROBATION), sequence.limit - 1)
+                self._struck[sequence] = None
+        (*others, last) = everybody or (None,)
+        return None if others or last is None or last.state is State.FINISHED else last
+
+    def is_convicted(self, sequence: Sequence, loss: Loss) -> bool:
+        """A worker was lost while `sequence`, just struck, ran alone. The first time of all proves nothing."""
+        if sequence.strikes > 1:
+            sequence.lone_crashes += loss is Loss.BROKE
+            sequence.lone_kills += loss is Loss.KILLED
+        return sequence.lone_crashes / self._max_crashes + sequence.lone_kills / self._max_kills >= 1.0
+
+    def alone(self) -> Sequence | None:
+        """Who has to run with nobody beside it: the oldest of those struck too often."""
+        if not self._struck:
+            return None
+        return min((s for s in self._struck if s.strikes >= _FATAL_STRIKES), key=lambda s: s.rank, default=None)
+
+    def acquit(self) -> None:
+        """Forget the strikes of those who have got past the place where they were struck."""
+        for sequence in [s for s in self._struck if s.computed >= s.mark]:
+            self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is innocent, or has ended."""
+        if self._struck:
+            self._struck.pop(sequence, None)
+            sequence.strikes = sequence.lone_crashes = sequence.lone_kills = sequence.mark = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._struck)
