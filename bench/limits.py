@@ -107,16 +107,17 @@ def _between(costs: dict[int, float], rows: int) -> float:
     return costs[low] + (costs[high] - costs[low]) * (rows - low) / (high - low)
 
 
-def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: int = 0) -> float:
+def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: int = 0, fixed: bool = False) -> float:
     """Seconds with perfect packing: decodes first, then prompts in order, at most `budget` tokens a step.
 
-    `prefix`: so many leading tokens are the same in all prompts and computed once.
+    `prefix`: so many leading tokens are the same in all prompts and computed once. `fixed`: nobody joins before all who
+    began together have ended, as in static batching, but nothing is padded.
     """
     waiting = deque(workload.jobs)
     running: list[list[int]] = []  # [prompt tokens left, positions held, output tokens left]
     seconds, shared = 0.0, False
     while waiting or running:
-        while waiting and len(running) < slots:
+        for _ in range(0 if fixed and running else min(slots - len(running), len(waiting))):
             job = waiting.popleft()
             known = prefix if shared else 0
             shared = shared or prefix > 0
@@ -246,10 +247,11 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
         for kind in options.work:
             workload = make(kind, options.count)
             prefix = 512 if kind == "w2" else 0
-            best = min(makespan(workload, costs, options.slots, budget, prefix) for budget in BUDGETS)
-            case = f"{name}, {kind}, {len(workload.jobs)} requests"
-            yield Figure("limit: ideal makespan", case, best, "s")
-            yield Figure("limit: ideal rate", case, workload.wanted_tokens / best, "tokens/s")
+            for fixed in (False, True) if options.fixed else (False,):
+                best = min(makespan(workload, costs, options.slots, budget, prefix, fixed) for budget in BUDGETS)
+                case = f"{name}, {kind}, {len(workload.jobs)} requests, {options.slots} slots" + ", fixed" * fixed
+                yield Figure("limit: ideal makespan", case, best, "s")
+                yield Figure("limit: ideal rate", case, workload.wanted_tokens / best, "tokens/s")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -259,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--work", nargs="+", choices=("w1", "w2", "w4"), default=["w1", "w4"])
     found.add_argument("--count", type=int, default=64)
     found.add_argument("--slots", type=int, default=SLOTS)
+    found.add_argument("--fixed", action="store_true", help="besides, with batches of a fixed size that end together")
     found.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), default="bfloat16")
     found.add_argument("--products", nargs="+", choices=("onednn", "ours"), default=["onednn", "ours"])
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
