@@ -110,11 +110,15 @@ def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "part", ["text.AnswerText.push", "tokenizer.Tokenizer.encode", "core.Scheduler.submit", "core.Scheduler.apply"]
+    "part",
+    [
+        *("text.detokenizer.AnswerText.push", "text.tokenizer.Tokenizer.encode"),
+        *("scheduling.core.Scheduler.submit", "scheduling.core.Scheduler.apply"),
+    ],
 )
 def test_whatever_bug_quotes_it(start: Callable[..., Running], part: str) -> None:
     """A part of ours raises an exception whose text, cause and arguments are the request's."""
-    module, cls, method = part.split(".")
+    module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
         "sys.exit",
         f"from lineclear.scheduler.{module} import {cls}\n"
