@@ -5,6 +5,8 @@
 // laid out in panels of 16 outputs, read once from memory for all rows; sums are fp32, taken in the order of the inputs
 // by one register for each row and output: what a row gives does not depend on the rows beside it.
 
+#include <atomic>
+
 #include "scratch.h"
 #include "vectors.h"
 
@@ -32,12 +34,23 @@ constexpr int panels_for(int rows) {
 }
 
 constexpr int64_t TASK_PANELS = 4;    // one thread's piece of work; whoever is free takes the next
-constexpr int64_t BLOCK_GROUPS = 9;  // groups of rows whose inputs stay in the cache while the weights pass by
+constexpr int64_t MOST_GROUPS = 9;  // of rows whose inputs stay in the cache while the weights pass by
 
 struct Product {
   int64_t inputs, outputs;
   const bf16* weights;  // [panel, inputs / 2, 16, 2]
   const float* bias;    // a whole number of panels, or null
+};
+
+// What a thread multiplies with next: one panel of it is fetched into the outer cache during each tile of what it does
+// now. Otherwise the first group of rows of every piece of work would wait for memory, and the others leave it idle.
+struct Ahead {
+  const char *at, *end;
+  const char* take(int64_t bytes) {
+    if (at == end) return nullptr;
+    at += bytes;
+    return at - bytes;
+  }
 };
 
 // Sums of one row, with the bias and rounded. The last panel may be wider than the matrix.
@@ -55,17 +68,19 @@ inline void finish(const Product& p, const float* sums, int64_t column, int64_t 
   }
 }
 
-// [ROWS x PANELS * 16] outputs from `column` on. inputs: fp32 [inputs, ROWS].
+// [ROWS x PANELS * 16] outputs from `column` on. inputs: fp32 [inputs, ROWS]. ahead: a panel to fetch, or null.
 template <int ROWS, int PANELS>
-void tile(const Product& p, const float* inputs, int64_t column, bf16* out) {
+void tile(const Product& p, const float* inputs, int64_t column, const char* ahead, bf16* out) {
   constexpr int N = PANELS * VECTORS;
   const bf16* weights = p.weights + column * p.inputs;
+  if (!ahead) ahead = (const char*)weights;  // is there already
   vfloat sums[ROWS][N];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) sums[r][n] = vfloat{};
   for (int64_t i = 0; i < p.inputs; i += 2) {
+    if (ROWS > 1) __builtin_prefetch(ahead + i * PANEL * sizeof(bf16), 0, 1);
     vuint pairs[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
@@ -91,13 +106,15 @@ void tile(const Product& p, const float* inputs, int64_t column, bf16* out) {
 }
 
 template <int ROWS>
-void tiles(const Product& p, const float* inputs, int64_t panel, int64_t end, bf16* out) {
+void tiles(const Product& p, const float* inputs, int64_t panel, int64_t end, Ahead ahead, bf16* out) {
   constexpr int PANELS = panels_for(ROWS);
-  for (; panel + PANELS <= end; panel += PANELS) tile<ROWS, PANELS>(p, inputs, panel * PANEL, out);
-  for (; panel < end; panel++) tile<ROWS, 1>(p, inputs, panel * PANEL, out);
+  const int64_t size = p.inputs * PANEL * sizeof(bf16);
+  for (; panel + PANELS <= end; panel += PANELS)
+    tile<ROWS, PANELS>(p, inputs, panel * PANEL, ahead.take(size), out);
+  for (; panel < end; panel++) tile<ROWS, 1>(p, inputs, panel * PANEL, ahead.take(size), out);
 }
 
-typedef void (*Tiles)(const Product&, const float*, int64_t, int64_t, bf16*);
+typedef void (*Tiles)(const Product&, const float*, int64_t, int64_t, Ahead, bf16*);
 constexpr Tiles TILES[] = {nullptr,   tiles<1>,  tiles<2>,  tiles<3>,  tiles<4>,
 #if defined(__AVX512F__)
                            tiles<5>,  tiles<6>,  tiles<7>,  tiles<8>,  tiles<9>,
@@ -187,19 +204,32 @@ void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const
   const Product product{inputs, outputs, (const bf16*)panels, (const float*)bias};
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, all = (outputs + PANEL - 1) / PANEL;
   const auto row = [&](int64_t group) { return group * rows / groups; };  // groups of nearly the same size
-  float* turned = scratch((groups < BLOCK_GROUPS ? groups : BLOCK_GROUPS) * MOST_ROWS * inputs);
+  const int64_t blocks = (groups + MOST_GROUPS - 1) / MOST_GROUPS, most = (groups + blocks - 1) / blocks;
+  float* turned = scratch(most * MOST_ROWS * inputs);
+  std::atomic<int64_t> claimed;
 #pragma omp parallel
-  for (int64_t begin = 0; begin < groups; begin += BLOCK_GROUPS) {
-    const int64_t end = begin + BLOCK_GROUPS < groups ? begin + BLOCK_GROUPS : groups;
+  for (int64_t begin = 0; begin < groups; begin += most) {
+    const int64_t end = begin + most < groups ? begin + most : groups, size = inputs * PANEL * sizeof(bf16);
     const auto place = [&](int64_t group) { return turned + (row(group) - row(begin)) * inputs; };
+#pragma omp single nowait
+    claimed = 0;
 #pragma omp for schedule(static)
     for (int64_t g = begin; g < end; g++)
       turn((const bf16*)x + row(g) * inputs, row(g + 1) - row(g), inputs, place(g));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t panel = 0; panel < all; panel += TASK_PANELS)
-      for (int64_t g = begin; g < end; g++)
-        TILES[row(g + 1) - row(g)](product, place(g), panel, panel + TASK_PANELS < all ? panel + TASK_PANELS : all,
-                                   (bf16*)out + row(g) * outputs);
+    // A piece of work is claimed while the one before it is done, so that its weights can come meanwhile.
+    int64_t now = claimed.fetch_add(TASK_PANELS);
+    while (now < all) {
+      const int64_t next = claimed.fetch_add(TASK_PANELS), stop = now + TASK_PANELS < all ? now + TASK_PANELS : all;
+      const int64_t coming = next + TASK_PANELS <= all ? TASK_PANELS : next < all ? all - next : 0;
+      for (int64_t g = begin; g < end; g++) {
+        // Its panels, shared out among the groups; with one group alone memory never rests.
+        const auto panel = [&](int64_t n) { return (const char*)panels + (next + coming * n / (end - begin)) * size; };
+        const Ahead ahead{panel(g - begin), end - begin > 1 ? panel(g - begin + 1) : panel(g - begin)};
+        TILES[row(g + 1) - row(g)](product, place(g), now, stop, ahead, (bf16*)out + row(g) * outputs);
+      }
+      now = next;
+    }
+#pragma omp barrier
   }
 }
 }
