@@ -27,7 +27,7 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = ("lineclear/v1/inference.proto", "lineclear/v1/sampling.proto")
+PUBLIC = ("lineclear/v1/inference.proto", "lineclear/v1/sampling.proto", "lineclear/v1/admin.proto")
 SCALARS = {
     pb.FieldDescriptorProto.TYPE_BOOL: "bool",
     pb.FieldDescriptorProto.TYPE_DOUBLE: "double",

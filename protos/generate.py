@@ -22,7 +22,7 @@ def generate(out: Path) -> None:
     protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
     mypy = [f"--plugin=protoc-gen-mypy={plugin}", f"--mypy_out=quiet:{out}"]
     subprocess.run([*protoc, f"--python_out={out}", *mypy, *PROTOS], check=True)
-    services = [p for p in public if p.endswith("inference.proto")]
+    services = [p for p in public if p.endswith(("admin.proto", "inference.proto"))]
     mypy_grpc = [f"--plugin=protoc-gen-mypy_grpc={grpc_plugin}", f"--mypy_grpc_out=quiet:{out}"]
     subprocess.run([*protoc, f"--grpc_python_out={out}", *mypy_grpc, *services], check=True)
 

@@ -101,7 +101,7 @@ ROOMS = {
     "rpc": Room(
         ("lineclear.scheduler.rpc",),
         (
-            *("grpc", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
+            *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
             *(f"lineclear.scheduler.{name}" for name in ("access", "scheduling", "text", "settings", "engine")),
             *CONTRACT,
         ),
@@ -109,7 +109,17 @@ ROOMS = {
     "scheduler shell": Room(
         ("lineclear.scheduler",),
         (
-            *("grpc", "grpc_health", "grpc_reflection", PROTOBUF, "uvloop", "structlog", "tokenizers", "jinja2"),
+            *(
+                "grpc",
+                "grpc_channelz",
+                "grpc_health",
+                "grpc_reflection",
+                PROTOBUF,
+                "uvloop",
+                "structlog",
+                "tokenizers",
+                "jinja2",
+            ),
             *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", *CONTRACT, *HOUSEKEEPING),
         ),
     ),

@@ -108,6 +108,13 @@ class NoChatTemplate(LineclearError):
     reason = "NO_CHAT_TEMPLATE"
 
 
+class RecordingFailed(LineclearError):
+    """The flight recording could not be written; the message says why."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "RECORDING_FAILED"
+
+
 class QueueFull(LineclearError):
     """The queue is at its limit in requests or in tokens."""
 

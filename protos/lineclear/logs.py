@@ -20,7 +20,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_level = logging.INFO
+_level = "info"
 
 
 class LineWriter:
@@ -89,12 +89,13 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
     return writer
 
 
-def set_level(level: str) -> None:
-    """Log from `level` upwards from now on. Any thread, any time."""
+def set_level(level: str) -> str:
+    """Log from `level` upwards from now on, and return the level before. Any thread, any time."""
     global _level
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
-    _level = LEVELS[level]
+    before, _level = _level, level
+    return before
 
 
 def places(error: BaseException) -> list[str]:
@@ -107,7 +108,7 @@ _JSON = structlog.processors.JSONRenderer()
 
 
 def _drop_below_level(logger: Any, method: str, event: EventDict) -> EventDict:
-    if LEVELS.get(method, logging.ERROR) < _level:
+    if LEVELS.get(method, logging.ERROR) < LEVELS[_level]:
         raise structlog.DropEvent
     return event
 

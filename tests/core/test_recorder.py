@@ -57,16 +57,13 @@ def test_a_recording_is_bounded_and_replays_from_its_middle(max_records: int) ->
 
 
 def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lineclear.scheduler.recording.recordings._SECONDS_BETWEEN", 0.0)
     rig, directory = lived(), tmp_path / "recordings"
     recordings = Recordings(rig.recorded, directory)
     names = []
     for _ in range(6):
-        path = recordings.dump("a test")
-        assert path is not None
-        recordings.wait()
+        path = recordings.write("a test").result(60)
         names.append(path.name)
         assert path.stat().st_mode & 0o777 == 0o600
     assert names == [f"flight-{i}.jsonl" for i in (0, 1, 2, 3, 0, 1)]
@@ -78,16 +75,24 @@ def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
 
 def test_two_anomalies_in_a_row_are_one_file(tmp_path: Path) -> None:
     recordings = Recordings(lived().recorded, tmp_path / "recordings")
-    assert recordings.dump("first") is not None
-    assert recordings.dump("second") is None
+    for reason in ("first", "second"):
+        recordings.dump(reason)
+        recordings.wait()
+    assert len(list((tmp_path / "recordings").iterdir())) == 1
+
+
+def test_whoever_asks_gets_a_file_of_his_own_also_right_after_an_anomaly(tmp_path: Path) -> None:
+    recordings = Recordings(lived().recorded, tmp_path / "recordings")
+    recordings.dump("an anomaly")
     recordings.wait()
+    assert recordings.write("somebody asks").result(60).name == "flight-1.jsonl"
 
 
 def test_a_directory_that_others_may_read_is_not_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     recordings = Recordings(lived().recorded, tmp_path)
-    recordings.dump("a test")
-    recordings.wait()
+    with pytest.raises(OSError, match="0700"):
+        recordings.write("a test").result(60)
     assert list(tmp_path.iterdir()) == []
 
 

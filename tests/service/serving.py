@@ -17,6 +17,7 @@ from service.small_tokenizers import byte_level, definition
 
 from lineclear.errors import Cancelled, Draining, LineclearError
 from lineclear.scheduler.engine import EngineSnapshot
+from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.server import Server
 from lineclear.scheduler.rpc.service import InferenceService
 from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
@@ -191,11 +192,38 @@ def _end(request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | N
     return FinishReason.LENGTH, None
 
 
+class FakeOperations:
+    """Keeps what it was told to do."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+        self.failure: LineclearError | None = None
+
+    def leave(self) -> None:
+        self.orders.append("leave")
+
+    async def dump_recording(self) -> Path:
+        self.orders.append("dump")
+        if self.failure is not None:
+            raise self.failure
+        return Path("recordings/flight-0.jsonl")
+
+    def flush_prefix_cache(self) -> None:
+        self.orders.append("flush")
+
+    def set_log_level(self, level: str) -> str:
+        self.orders.append(level)
+        return "info"
+
+
 class Serving:
     """A server that listens, its engine, and a client."""
 
-    def __init__(self, service: InferenceService, server: Server, engine: FakeEngine, channel: Any) -> None:
+    def __init__(
+        self, service: InferenceService, server: Server, engine: FakeEngine, operations: FakeOperations, channel: Any
+    ) -> None:
         self.service, self.server, self.engine, self.channel = service, server, engine, channel
+        self.operations = operations
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
     def stub_of(self, channel: Any) -> Any:
@@ -233,7 +261,10 @@ async def serving(
     service = InferenceService(chosen, tokenizer, chat, model_defaults)
     engine = FakeEngine(service.publish)
     service.attach(engine)
-    server = Server(chosen, service)
+    admin = AdminService(chosen, service)
+    operations = FakeOperations()
+    admin.attach(operations)
+    server = Server(chosen, service, admin)
     service.on_worker = server.set_ready
     await server.start()
     if joined:
@@ -241,7 +272,7 @@ async def serving(
         await until(lambda: server.health.is_serving(""))
     channel = grpc.aio.insecure_channel(server.address if plaintext else f"unix:{path}/nobody")
     try:
-        yield Serving(service, server, engine, channel)
+        yield Serving(service, server, engine, operations, channel)
     finally:
         await channel.close()
         await server.stop(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import pkgutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,32 @@ import grpc
 import grpc.aio
 import pytest
 import trustme
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.serving import Serving, error_of, read_all, run, serving, text_request
 from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
 
+from lineclear import v1
 from lineclear.limits import MAX_MESSAGE_BYTES
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
 from lineclear.scheduler.access.watched import LOOK_SECONDS
 from lineclear.scheduler.rpc.server import BOTH, OPERATORS
+from lineclear.scheduler.rpc.server import CHANNELZ as CHANNELZ_NAME
 from lineclear.scheduler.settings import SchedulerSettings, is_local
-from lineclear.v1 import inference_pb2 as pb
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
-METHODS = [f"/{s.full_name}/{m.name}" for s in pb.DESCRIPTOR.services_by_name.values() for m in s.methods]
+FILES = [importlib.import_module(f"lineclear.v1.{module.name}") for module in pkgutil.iter_modules(v1.__path__)]
+METHODS = [
+    f"/{service.full_name}/{method.name}"
+    for file in FILES
+    if file.__name__.endswith("_pb2")
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+ADMIN = [method for method in METHODS if "/lineclear.v1.AdminService/" in method]
+CHANNELZ = [f"/{CHANNELZ_NAME}/{m.name}" for m in channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].methods]
 HEALTH = [f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch")]
 
 
@@ -84,12 +97,13 @@ def test_by_default_only_this_machine_can_reach_us() -> None:
 
 def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
     """Methods come from the descriptors, so one that is added tomorrow is asked too; unknown ones look the same."""
-    assert "/lineclear.v1.InferenceService/Generate" in METHODS
+    assert {"/lineclear.v1.InferenceService/Generate", "/lineclear.v1.AdminService/Drain"} <= {*METHODS}
 
     async def scenario() -> None:
         file = token_file(tmp_path, f"alice {ALICE}")
         async with serving(tmp_path, token_file=str(file)) as s:
-            for method in (*METHODS, *REFLECTION, "/lineclear.v1.InferenceService/None", "/any.Thing/AtAll"):
+            unknown = ("/lineclear.v1.InferenceService/None", "/any.Thing/AtAll")
+            for method in (*METHODS, *REFLECTION, *CHANNELZ, *unknown):
                 assert await ask(s.channel, method) == "UNAUTHENTICATED", method
                 assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
                 assert await ask(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
@@ -132,7 +146,7 @@ def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
         file = token_file(tmp_path, f"alice {ALICE}")
         async with serving(tmp_path, token_file=str(file)) as s:
             s.engine.answer = lambda request: [5]
-            stats = METHODS[-1]
+            stats = "/lineclear.v1.InferenceService/GetStats"
             assert await ask(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
             open_call = s.generate(metadata=bearer(ALICE))
             await open_call.read()
@@ -286,15 +300,51 @@ def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
                     await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
                     await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
                 )
-                assert there == (method not in OPERATORS, method in OPERATORS | BOTH), method
+                operators = method in ADMIN or method in OPERATORS
+                assert there == (not operators, operators or method in BOTH), method
                 # Neither's token opens the other's door.
                 assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
                 assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
             for method in REFLECTION:
                 assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
                 assert await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
+            for method in CHANNELZ:
+                assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+                assert await ask(admin, method, *bearer(BOB)) == "UNIMPLEMENTED"
             answer = await health_pb2_grpc.HealthStub(admin).Check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    run(scenario())
+
+
+def test_nobody_gives_orders_where_requests_are_taken(tmp_path: Path) -> None:
+    """Not even where there is no other address."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            for method in ADMIN:
+                assert await ask(s.channel, method) == "UNIMPLEMENTED"
+            assert s.operations.orders == []
+
+    run(scenario())
+
+
+def test_channelz_is_the_operators_and_only_where_they_want_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as s,
+            grpc.aio.insecure_channel(s.server.admin_address) as admin,
+        ):
+            answer = await channelz_pb2_grpc.ChannelzStub(admin).GetServers(channelz_pb2.GetServersRequest())
+            sockets = [socket.name for server in answer.server for socket in server.listen_socket]
+            assert any(s.server.admin_address.removeprefix("unix:") in name for name in sockets), sockets
+            for method in CHANNELZ:
+                assert await ask(s.channel, method) == "UNIMPLEMENTED"
+            # Bytes that are no message are our sentence, not the text of an exception.
+            call = admin.unary_unary(CHANNELZ[0])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"\xff")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(scenario())
 
@@ -309,8 +359,11 @@ def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None
         ):
             answer = await health_pb2_grpc.HealthStub(probe).Check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            for method in (*METHODS, *REFLECTION):
-                assert await ask(probe, method) == "UNIMPLEMENTED"
+            async with secure(s, credentials()) as channel:
+                for method in (*METHODS, *REFLECTION, *CHANNELZ):
+                    # Called where it is answered first: what one listener knows is not known to the other.
+                    await ask(channel, method, *bearer(ALICE))
+                    assert await ask(probe, method) == "UNIMPLEMENTED", method
 
     run(scenario())
 

@@ -13,6 +13,7 @@ Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a se
 
 from .aio import AsyncClient, AsyncStream, AsyncSubmitted
 from .kept import Snapshot
+from .operator import Operator
 from .requests import ChatMessage, Request, Sampling
 from .results import (
     Delta,
@@ -44,6 +45,7 @@ __all__ = [
     "HealthStatus",
     "Limits",
     "Model",
+    "Operator",
     "Quantiles",
     "Request",
     "RetryPolicy",

@@ -12,6 +12,7 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import DecodeError
 
 from lineclear.errors import InvalidRequest, Violation
+from lineclear.v1 import admin_pb2
 from lineclear.v1 import inference_pb2 as pb
 
 from .results import HealthStatus
@@ -20,6 +21,7 @@ Req = TypeVar("Req")
 Res = TypeVar("Res")
 
 SERVICE: Final = "lineclear.v1.InferenceService"
+ADMIN: Final = "lineclear.v1.AdminService"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +85,22 @@ GET_STATS: Final[Method[pb.GetStatsRequest, pb.GetStatsResponse]] = Method(
 )
 HEALTH: Final[Method[str, HealthStatus]] = Method(
     "/grpc.health.v1.Health/Check", encode_health_request, decode_health_response
+)
+DRAIN: Final[Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse]] = Method(
+    f"/{ADMIN}/Drain", admin_pb2.DrainRequest.SerializeToString, admin_pb2.DrainResponse.FromString
+)
+DUMP_RECORDING: Final[Method[admin_pb2.DumpRecordingRequest, admin_pb2.DumpRecordingResponse]] = Method(
+    f"/{ADMIN}/DumpRecording",
+    admin_pb2.DumpRecordingRequest.SerializeToString,
+    admin_pb2.DumpRecordingResponse.FromString,
+)
+FLUSH_PREFIX_CACHE: Final[Method[admin_pb2.FlushPrefixCacheRequest, admin_pb2.FlushPrefixCacheResponse]] = Method(
+    f"/{ADMIN}/FlushPrefixCache",
+    admin_pb2.FlushPrefixCacheRequest.SerializeToString,
+    admin_pb2.FlushPrefixCacheResponse.FromString,
+)
+SET_LOG_LEVEL: Final[Method[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse]] = Method(
+    f"/{ADMIN}/SetLogLevel",
+    admin_pb2.SetLogLevelRequest.SerializeToString,
+    admin_pb2.SetLogLevelResponse.FromString,
 )

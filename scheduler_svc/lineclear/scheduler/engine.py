@@ -107,7 +107,7 @@ class Engine:
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
     `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed.
     `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now.
-    `on_anomaly(what)` is called when a worker is lost, a step took far too long, the thread dies, or somebody asks.
+    `on_anomaly(what)` is called when a worker is lost, a step took far too long or the thread dies.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
     All of them run on the engine's thread.
     """
@@ -200,12 +200,12 @@ class Engine:
         """
         self._order(partial(self._worker_exited, pid, exit_code))
 
-    def report(self, what: str) -> None:
-        """Have `on_anomaly(what)` called on the engine's thread: somebody wants to know."""
-        self._order(partial(self._report, what))
+    def between_turns(self, look: Callable[[], object]) -> None:
+        """Have `look()` called on the engine's thread, when the core stands still. It must not raise, nor wait."""
+        self._order(partial(self._look, look))
 
-    def _report(self, what: str, now: float) -> None:
-        self._on_anomaly(what)
+    def _look(self, look: Callable[[], object], now: float) -> None:
+        look()
 
     def snapshot(self) -> EngineSnapshot:
         """Counters and gauges of a moment ago. Never waits for the engine."""

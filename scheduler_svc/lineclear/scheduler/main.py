@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,23 @@ from lineclear import logs
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.scheduler.access.interceptor import anatomy, incident
 from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.leaving import (
+    CLEAN,
+    CONFIGURATION,
+    INTERNAL,
+    NO_WORKER,
+    WORKER_CONFIGURATION,
+    WORKER_STUCK,
+    Leaving,
+)
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, read_json
+from lineclear.scheduler.operations import Operations
 from lineclear.scheduler.pulse import Pulse
 from lineclear.scheduler.recording import replay
 from lineclear.scheduler.recording.recorder import RecordedScheduler
 from lineclear.scheduler.recording.recordings import Recordings
+from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.server import Server
 from lineclear.scheduler.rpc.service import VERSION, InferenceService, drained
 from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
@@ -42,21 +53,8 @@ from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.scheduler.text.chat import load_chat_template
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.sockets import SocketError
-from lineclear.wire.codec import ProtocolMismatch
 
 log = structlog.get_logger()
-
-CLEAN = 0
-NO_WORKER = 1
-"""Workers died too often."""
-INTERNAL = 70
-"""A part of this process died: a bug of ours."""
-WORKER_STUCK = 75
-"""A worker could not be killed, and holds its device: another one would find it taken."""
-CONFIGURATION = 78
-"""The process cannot run as configured; the same command will fail again."""
-WORKER_CONFIGURATION = 79
-"""The same of the worker: its model or its flags. Its last log line says why."""
 
 _WITHOUT_WORKER = {
     GiveUp.CRASHES: NO_WORKER,
@@ -94,13 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
     log.info("settings", version=VERSION, pid=os.getpid(), **settings.model_dump())
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    leaving = _Leaving()
+    leaving = Leaving()
     leaving.listen_to_signals()
     model = _model(settings)
     tokenizer = load_tokenizer(model)
     chat = load_chat_template(model, tokenizer)
     service = InferenceService(settings, tokenizer, chat, read_json(model / "generation_config.json"))
-    server = Server(settings, service)
+    admin = AdminService(settings, service)
+    server = Server(settings, service, admin)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         stack.callback(service.close)
         link = Link(directory, max_plans_in_flight=settings.pipeline_depth)
@@ -124,8 +123,10 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             on_anomaly=recordings.dump,
             on_fatal=leaving.on_fatal,
         )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.report, "SIGUSR2")
+        operations = Operations(leaving, engine, recordings)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.begin_recording, "SIGUSR2")
         service.attach(engine)
+        admin.attach(operations)
         service.on_worker = server.set_ready
         service.on_fatal = leaving.on_fatal
         engine.start()
@@ -145,7 +146,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
 
 async def _run(
     settings: SchedulerSettings,
-    leaving: _Leaving,
+    leaving: Leaving,
     service: InferenceService,
     server: Server,
     supervisor: Supervisor,
@@ -174,7 +175,7 @@ async def _run(
             await leaving.unless_hurried(supervisor.stop())
 
 
-async def _leave(leaving: _Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
+async def _leave(leaving: Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
     """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
 
     Until then whoever comes is told why not here: a call that meets a closing listener gets a status without a reason.
@@ -219,62 +220,6 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     """In place of asyncio's own, which prints the text of exceptions."""
     error = context.get("exception")
     log.error("loop_error", problem=context["message"], **(anatomy(error) if error is not None else {}))
-
-
-class _Leaving:
-    """Whether and why the process is to end, and whether that is urgent."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.exit_code = CLEAN
-        self.failure: BaseException = RuntimeError()
-        """What a part of this process died of, if one did."""
-        self._hurry = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def listen_to_signals(self) -> None:
-        """SIGTERM and SIGINT: leave; a second one: at once. SIGHUP, which has nothing to reload: go on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled, number)
-        self._loop.add_signal_handler(signal.SIGHUP, log.info, "signal_ignored")
-
-    def begin(self, exit_code: int, reason: str) -> None:
-        """Leave; at once if that was going on already and can now not be finished."""
-        if not self.begun.is_set():
-            self.exit_code = exit_code
-            log.info("leaving", reason=reason, exit_code=exit_code)
-            self.begun.set()
-        elif self.exit_code == CLEAN:
-            self.exit_code = exit_code
-            log.error("leaving_at_once", reason=reason, exit_code=exit_code)
-            self._hurry.set()
-
-    def on_fatal(self, error: BaseException) -> None:
-        """The engine, or what delivers its events, died. Any thread."""
-        self.failure = error
-        if isinstance(error, ProtocolMismatch):
-            self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
-        else:
-            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "a part of this process died")
-
-    def _signalled(self, number: signal.Signals) -> None:
-        if self.begun.is_set():
-            log.info("leaving_at_once", reason=number.name)
-            self._hurry.set()
-        else:
-            self.begin(CLEAN, number.name)
-
-    async def unless_hurried(self, step: Coroutine[Any, Any, object]) -> bool:
-        """Do a step of leaving; False if it was given up because of the hurry. What it raises is raised here."""
-        task = asyncio.ensure_future(step)
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait((task, hurry), return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
-        if not task.done():
-            task.cancel()
-            return False
-        task.result()
-        return True
 
 
 # --- from settings ---------------------------------------------------------------------------------------------------

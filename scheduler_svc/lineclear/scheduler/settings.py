@@ -68,8 +68,8 @@ class SchedulerSettings(BaseSettings):
     )
     admin_listen: str = Field(
         "",
-        description="A further address for operators, with GetStats and reflection, which `listen` then no longer"
-        " answers. On an interface of the network it needs TLS and tokens.",
+        description="A further address for operators, with AdminService, and with GetStats and reflection, which"
+        " `listen` then no longer answers. On an interface of the network it needs TLS and tokens.",
     )
     insecure_allow_remote: bool = Field(
         False,
@@ -78,6 +78,9 @@ class SchedulerSettings(BaseSettings):
     )
     reflection: bool = Field(
         True, description="Offer gRPC server reflection (v1 and v1alpha): what the API is, which is public."
+    )
+    channelz: bool = Field(
+        False, description="Offer channelz on admin_listen: connections, their state, and from where they come."
     )
     tls_cert_file: str = Field(
         "", description="PEM file of our certificate and what links it to an authority: TLS on every host:port address."
@@ -193,7 +196,8 @@ class SchedulerSettings(BaseSettings):
         4096, ge=1, le=2**20, description="Calls of the core that a flight recording goes back at least."
     )
     recording_directory: str = Field(
-        "", description="Where flight recordings are written on anomalies and SIGUSR2. Empty: one of ours in /tmp."
+        "",
+        description="Where flight recordings are written: on anomalies, SIGUSR2, an order. Empty: ours in /tmp.",
     )
 
     # --- the worker ---
@@ -285,6 +289,8 @@ class SchedulerSettings(BaseSettings):
             raise ValueError("tls_cert_file is set, but no address is host:port; a unix socket is not encrypted")
         if self.admin_token_file and not self.admin_listen:
             raise ValueError("admin_token_file is set without admin_listen")
+        if self.channelz and not self.admin_listen:
+            raise ValueError("channelz is set without admin_listen")
         if not is_local(self.listen) and not self.insecure_allow_remote and (lack := self.lacks()):
             raise ValueError(
                 f"listen {self.listen} can be reached from other machines and there is {lack}; use 127.0.0.1 or "

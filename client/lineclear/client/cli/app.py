@@ -6,8 +6,9 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Collection
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from typer.core import TyperCommand
 from lineclear.errors import LineclearError
 
 from .. import methods
+from ..operator import LogLevel, Operator
 from ..requests import Request
 from ..results import HealthStatus
 from . import batch, chat, exits, screen, serve
@@ -339,6 +341,54 @@ def model(connection: Connection, json_lines: Json = False) -> None:
         screen.show_json(screen.plain(found))
     else:
         Console().print(screen.model_view(found))
+
+
+class Order(StrEnum):
+    """What an operator can ask."""
+
+    DRAIN = "drain"
+    DUMP = "dump"
+    FLUSH = "flush"
+    LOG_LEVEL = "log-level"
+
+
+@command(name="admin", epilog="Example: lineclear admin drain --target unix:/run/lineclear/admin.sock")
+def operate(
+    connection: Connection,
+    order: Annotated[
+        Order,
+        typer.Argument(
+            help="drain: leave as after SIGTERM. dump: write the flight recorder. flush: forget cached prefixes. "
+            "log-level: log from LEVEL upwards.",
+        ),
+    ],
+    level: Annotated[
+        str | None, typer.Argument(help="debug, info, warning or error.", show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Give the server an order, at its admin address."""
+    if (level is not None) != (order is Order.LOG_LEVEL) or level not in (None, *get_args(LogLevel)):
+        raise typer.BadParameter("log-level takes debug, info, warning or error; the others take nothing")
+    with connection.client() as client:
+        operator = Operator(client)
+        if order is Order.DRAIN:
+            left = operator.drain()
+            sentence = f"{left.requests_in_progress} requests in progress, ended in {left.seconds:.1f} s at the latest"
+            values = left._asdict()
+        elif order is Order.DUMP:
+            sentence = operator.dump_recording()
+            values = {"path": sentence}
+        elif order is Order.FLUSH:
+            operator.flush_prefix_cache()
+            sentence, values = "", {}
+        else:
+            previous = operator.set_log_level(cast("LogLevel", level))
+            sentence, values = f"{level}, before {previous}", {"level": level, "previous": previous}
+    if json_lines:
+        screen.show_json(values)
+    elif sentence:
+        screen.show(f"{sentence}\n")
 
 
 @command()

@@ -31,7 +31,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Guards the methods of `services`; those of others pass untouched.
+    """Guards the methods of `services` on one listener; those of others pass untouched.
 
     The methods are coroutine functions of (request, context); one that takes a stream of requests answers with one.
     """

@@ -9,11 +9,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from lineclear.logs import places
 from lineclear.scheduler.recording.recorder import RecordedScheduler
 
 log = structlog.get_logger()
@@ -29,28 +31,32 @@ class Recordings:
         self._core, self._directory = core, directory or default_directory()
         self._count = 0
         self._last = float("-inf")
-        self._writer: threading.Thread | None = None
+        self._writing: Future[Path] | None = None
 
-    def dump(self, reason: str) -> Path | None:
+    def dump(self, reason: str) -> None:
+        """Write what is recorded now, unless that was done a moment ago. On the thread that owns the core."""
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN:
+            self.write(reason)
+
+    def write(self, reason: str) -> Future[Path]:
         """Begin to write what is recorded now. On the thread that owns the core.
 
-        Returns the file's path, or None when one was written a moment ago or is being written.
+        The future has the file, or the OSError. While a file is being written, that one is all there is.
         """
-        now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN or (self._writer is not None and self._writer.is_alive()):
-            return None
-        self._last = now
+        if self._writing is not None and not self._writing.done():
+            return self._writing
+        self._last = time.monotonic()
         path = self._directory / f"flight-{self._count % _KEPT_FILES}.jsonl"
         self._count += 1
-        entries = self._core.recording()
-        self._writer = threading.Thread(target=_write, args=(path, entries, reason), name="recording", daemon=True)
-        self._writer.start()
-        return path
+        written = self._writing = Future()
+        arguments = (path, self._core.recording(), reason, written)
+        threading.Thread(target=_write, args=arguments, name="recording", daemon=True).start()
+        return written
 
     def wait(self) -> None:
         """Return when no file is being written."""
-        if self._writer is not None:
-            self._writer.join()
+        if self._writing is not None:
+            wait((self._writing,))
 
 
 def private_directory(path: Path) -> Path:
@@ -67,14 +73,16 @@ def default_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
 
 
-def _write(path: Path, entries: Iterable[Any], reason: str) -> None:
+def _write(path: Path, entries: Iterable[Any], reason: str, written: Future[Path]) -> None:
     try:
         private_directory(path.parent)
         write(path, entries)
-    except OSError as error:
-        log.warning("recording_failed", path=str(path), problem=str(error))
+    except BaseException as error:
+        log.warning("recording_failed", path=str(path), problem=type(error).__name__, places=places(error))
+        written.set_exception(error)
     else:
         log.info("recording_written", path=str(path), reason=reason, hint="lineclear-scheduler replay FILE")
+        written.set_result(path)
 
 
 def write(path: Path, entries: Iterable[Any]) -> None:

@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
+from grpc_channelz.v1 import channelz_pb2
+from grpc_channelz.v1.channelz import add_channelz_servicer
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -25,12 +27,14 @@ from lineclear.scheduler.access.interceptor import ErrorInterceptor, abort
 from lineclear.scheduler.access.listening import bind, data_options, probe_options
 from lineclear.scheduler.access.tokens import read_tokens
 from lineclear.scheduler.access.watched import Watched
+from lineclear.scheduler.rpc import admin as admin_module
 from lineclear.scheduler.rpc import health as health_module
 from lineclear.scheduler.rpc import service as service_module
+from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.health import Health
 from lineclear.scheduler.rpc.service import InferenceService
 from lineclear.scheduler.settings import SchedulerSettings, is_local
-from lineclear.v1 import inference_pb2_grpc
+from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -42,9 +46,12 @@ WORKER = "worker"
 """Serving unless a worker hangs: it was put out of its epoch, and its process is still there. For the liveness probe of
 a worker in a container of its own, in which nobody could tell."""
 
+CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 _REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+NAMES = (service_module.NAME, admin_module.NAME)
+"""Our services."""
 OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
-"""Answered on the admin address alone, where there is one."""
+"""Answered on the admin address where there is one. Those of the admin service are answered nowhere else."""
 BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
 """Answered on both."""
 
@@ -52,26 +59,33 @@ BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
 class Server:
     """Listens from `start` to `stop`. On one event loop, which must be running when it is made."""
 
-    def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
+    def __init__(self, settings: SchedulerSettings, service: InferenceService, admin: AdminService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
         self.health = Health((*READY, LIVE, WORKER))
-        self._errors = ErrorInterceptor(service_module.NAME, health_module.SERVICE)
+        self._errors: list[ErrorInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
             log.warning("listening_insecurely", address=settings.listen, there_is=lack)
-        # All of the service is offered where one may listen; where operators have a door of their own, it is divided.
-        withheld, offered = (OPERATORS, OPERATORS | BOTH) if settings.admin_listen else (frozenset(), frozenset())
+        # All of the inference service is offered where one may listen; where operators have a door of their own, it is
+        # divided.
+        withheld = admin_module.METHODS | OPERATORS if settings.admin_listen else admin_module.METHODS
+        offered = admin_module.METHODS | OPERATORS | BOTH
         credentials = server_credentials(settings)
         data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
         self.address = bind(data, settings.listen, credentials)
         self.admin_address = self.health_address = ""
         if settings.admin_listen:
-            admin = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
-            self.admin_address = bind(admin, settings.admin_listen, credentials)
-        if settings.reflection:
-            _add_reflection(admin if settings.admin_listen else data)
+            door = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, door)
+            if settings.channelz:
+                add_channelz_servicer(door)
+            self.admin_address = bind(door, settings.admin_listen, credentials)
+        if settings.reflection and settings.admin_listen:
+            _add_reflection(door, *NAMES, *(CHANNELZ,) * settings.channelz)
+        elif settings.reflection:
+            _add_reflection(data, service_module.NAME)
         if settings.health_listen:
-            probes = grpc.aio.server(interceptors=(self._errors,), options=probe_options())
+            probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options())
             health_pb2_grpc.add_HealthServicer_to_server(self.health, probes)
             self.health_address = bind(probes, settings.health_listen)
             self._servers.append(probes)
@@ -80,7 +94,7 @@ class Server:
         self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
     ) -> grpc.aio.Server:
         """A server with health and those methods of the service that it `has`, behind tokens where there is a file."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has), self._errors]
+        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has), self._guard()]
         if token_file:
             path = Path(token_file)
             # First of all: what a caller without a token may not do, it may not ask about.
@@ -90,6 +104,12 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         self._servers.append(server)
         return server
+
+    def _guard(self) -> ErrorInterceptor:
+        """One for each listener: it remembers handlers, and those of one listener are not offered at another."""
+        guard = ErrorInterceptor(*NAMES, health_module.SERVICE, CHANNELZ)
+        self._errors.append(guard)
+        return guard
 
     async def start(self) -> None:
         """Take calls."""
@@ -117,7 +137,7 @@ class Server:
     @property
     def num_calls(self) -> int:
         """Calls of the service in progress, refused ones included."""
-        return self._errors.num_calls
+        return sum(guard.num_calls for guard in self._errors)
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more calls, and after `grace_seconds` cut those that are left.
@@ -126,15 +146,19 @@ class Server:
         health are let go here.
         """
         self.health.close()
-        self._errors.is_stopping = True
+        for guard in self._errors:
+            guard.is_stopping = True
         await asyncio.gather(*(server.stop(grace_seconds) for server in self._servers))
 
 
 # --- what is offered where -------------------------------------------------------------------------------------------
 
 
+_OURS = tuple(f"/{name}/" for name in NAMES)
+
+
 class _Division(grpc.aio.ServerInterceptor):
-    """Answers UNIMPLEMENTED to methods of the service that this listener does not have."""
+    """Answers UNIMPLEMENTED to methods of our services that this listener does not have."""
 
     def __init__(self, has: Callable[[str], bool]) -> None:
         self._has = has
@@ -146,20 +170,22 @@ class _Division(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The handler of the call's method, or the one that says it is elsewhere."""
         method = str(handler_call_details.method)
-        if method.startswith(f"/{service_module.NAME}/") and not self._has(method):
+        if method.startswith(_OURS) and not self._has(method):
             return _ELSEWHERE
         return await continuation(handler_call_details)
 
 
 async def _elsewhere(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    await abort(context, Unsupported("this server answers the method on another of its addresses"))
+    await abort(
+        context, Unsupported("not at this address: operators' methods are at admin_listen, the others at listen")
+    )
 
 
 _ELSEWHERE: Any = grpc.stream_stream_rpc_method_handler(_elsewhere)
 
 
-def _add_reflection(server: grpc.aio.Server) -> None:
-    servicer = reflection.aio.ReflectionServicer((service_module.NAME, health_module.SERVICE, *_REFLECTION))
+def _add_reflection(server: grpc.aio.Server, *services: str) -> None:
+    servicer = reflection.aio.ReflectionServicer((*services, health_module.SERVICE, *_REFLECTION))
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=_reflection_request,

@@ -107,6 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._bounds: Bounds | None = None
         self._refusal: Callable[[], LineclearError] | None = None
         self._is_closed = False
+        self._drain_ends_at: float | None = None
 
     def attach(self, engine: EngineApi) -> None:
         """Begin to use the engine. Once, before the first call."""
@@ -143,11 +144,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Take no new requests, wait for those in progress, and end what is left with Drained."""
         self.refuse(lambda: Draining("the server is shutting down", retry_after_seconds=1.0))
         self._engine.drain()
+        self._drain_ends_at = self._clock() + timeout_seconds
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.streams.wait_until_idle()
         except TimeoutError:
             self.fail_all(drained)
+
+    @property
+    def drain_remaining_seconds(self) -> float | None:
+        """Until what a drain has not finished is ended; None where none has begun."""
+        return None if self._drain_ends_at is None else max(0.0, self._drain_ends_at - self._clock())
 
     def fail_all(self, error: Callable[[Mailbox], LineclearError]) -> None:
         """End every stream. The errors are sent as soon as their readers take them."""

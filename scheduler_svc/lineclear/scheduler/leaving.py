@@ -1,0 +1,87 @@
+"""Whether the process is to end, why, how fast, and with which exit code. What is done then is `main`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from lineclear.wire.codec import ProtocolMismatch
+
+log = structlog.get_logger()
+
+CLEAN = 0
+NO_WORKER = 1
+"""Workers died too often."""
+INTERNAL = 70
+"""A part of this process died: a bug of ours."""
+WORKER_STUCK = 75
+"""A worker could not be killed, and holds its device: another one would find it taken."""
+CONFIGURATION = 78
+"""The process cannot run as configured; the same command will fail again."""
+WORKER_CONFIGURATION = 79
+"""The same of the worker: its model or its flags. Its last log line says why."""
+
+
+class Leaving:
+    """Whether and why the process is to end, and whether that is urgent."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.exit_code = CLEAN
+        self.failure: BaseException = RuntimeError()
+        """What a part of this process died of, if one did."""
+        self._hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def listen_to_signals(self) -> None:
+        """SIGTERM and SIGINT: leave; a second one: at once. SIGHUP, which has nothing to reload: go on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled, number)
+        self._loop.add_signal_handler(signal.SIGHUP, log.info, "signal_ignored")
+
+    def begin(self, exit_code: int, reason: str) -> None:
+        """Leave; at once if that was going on already and can now not be finished."""
+        if not self.begun.is_set():
+            self.exit_code = exit_code
+            log.info("leaving", reason=reason, exit_code=exit_code)
+            self.begun.set()
+        elif self.exit_code == CLEAN:
+            self.exit_code = exit_code
+            log.error("leaving_at_once", reason=reason, exit_code=exit_code)
+            self._hurry.set()
+
+    def ask(self, reason: str) -> None:
+        """Leave in peace, if that is not going on already. Asking twice is no hurry."""
+        if not self.begun.is_set():
+            self.begin(CLEAN, reason)
+
+    def on_fatal(self, error: BaseException) -> None:
+        """The engine, or what delivers its events, died. Any thread."""
+        self.failure = error
+        if isinstance(error, ProtocolMismatch):
+            self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
+        else:
+            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "a part of this process died")
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self.begun.is_set():
+            log.info("leaving_at_once", reason=number.name)
+            self._hurry.set()
+        else:
+            self.begin(CLEAN, number.name)
+
+    async def unless_hurried(self, step: Coroutine[Any, Any, object]) -> bool:
+        """Do a step of leaving; False if it was given up because of the hurry. What it raises is raised here."""
+        task = asyncio.ensure_future(step)
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait((task, hurry), return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not task.done():
+            task.cancel()
+            return False
+        task.result()
+        return True

@@ -1,0 +1,55 @@
+"""What this process can be told to do by whoever operates it, through the admin service or a signal.
+
+Decides on which thread each is done, and how long one waits for it. Who may ask is the listeners' concern.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+from lineclear import logs
+from lineclear.errors import RecordingFailed
+from lineclear.scheduler.engine import Engine
+from lineclear.scheduler.leaving import Leaving
+from lineclear.scheduler.recording.recordings import Recordings
+
+_RECORDING_SECONDS = 10.0
+
+
+class Operations:
+    """The doors to leaving, engine and recordings. On the event loop."""
+
+    def __init__(self, leaving: Leaving, engine: Engine, recordings: Recordings) -> None:
+        self._leaving, self._engine, self._recordings = leaving, engine, recordings
+
+    def leave(self) -> None:
+        """Begin to leave in peace; nothing if that has begun."""
+        self._leaving.ask("an operator asked")
+
+    def begin_recording(self, reason: str) -> Future[Future[Path]]:
+        """Have the flight recorder written between two turns of the engine, the only moment when it stands still."""
+        begun: Future[Future[Path]] = Future()
+        self._engine.between_turns(lambda: begun.set_result(self._recordings.write(reason)))
+        return begun
+
+    async def dump_recording(self) -> Path:
+        """The file, once it is written. Raises RecordingFailed."""
+        try:
+            async with asyncio.timeout(_RECORDING_SECONDS):
+                # Shielded: a caller who hangs up must not cancel what the engine is about to set.
+                writing = await asyncio.shield(asyncio.wrap_future(self.begin_recording("an operator asked")))
+                return await asyncio.shield(asyncio.wrap_future(writing))
+        except TimeoutError:
+            raise RecordingFailed(f"the recording is not written after {_RECORDING_SECONDS:g} s") from None
+        except OSError as error:
+            raise RecordingFailed(f"the recording cannot be written: {error.strerror or error}") from None
+
+    def flush_prefix_cache(self) -> None:
+        """Empty the prefix cache before anything that is submitted from now on."""
+        self._engine.forget_prefixes()
+
+    def set_log_level(self, level: str) -> str:
+        """Log from `level` upwards; the level before."""
+        return logs.set_level(level)

@@ -1,0 +1,197 @@
+"""What operators ask of a server, what comes of it, and what they are told: on a fake process, then on a real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from service.serving import Serving, error_of, run, serving, text_request, until
+from service.small_tokenizers import byte_level, save
+from service.test_main import Running, endless
+from service.test_main import error_of as failure_of
+from support.toy import expected
+from support.world import ENVIRONMENT
+from typer.testing import CliRunner, Result
+
+from lineclear.client.cli.app import app
+from lineclear.errors import RecordingFailed
+from lineclear.v1 import admin_pb2 as pb
+from lineclear.v1 import admin_pb2_grpc
+from lineclear.wire.types import Sampling
+
+
+async def orders_of(s: Serving) -> Any:
+    return admin_pb2_grpc.AdminServiceStub(grpc.aio.insecure_channel(s.server.admin_address))
+
+
+# --- the answers -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_ordered_is_done(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+            stub = await orders_of(s)
+            assert (await stub.DumpRecording(pb.DumpRecordingRequest())).path == "recordings/flight-0.jsonl"
+            await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
+            answer = await stub.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR))
+            assert answer.previous == pb.LOG_LEVEL_INFO
+            await stub.Drain(pb.DrainRequest())
+            assert s.operations.orders == ["dump", "flush", "error", "leave"]
+
+    run(scenario())
+
+
+def test_an_order_that_cannot_be_followed_says_why(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+            stub = await orders_of(s)
+            for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
+                error = await error_of(stub.SetLogLevel(pb.SetLogLevelRequest(level=level)))
+                assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["level"])
+            s.operations.failure = RecordingFailed("the disk is full")
+            error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
+            assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
+            assert s.operations.orders == ["dump"]
+
+    run(scenario())
+
+
+def test_a_drain_says_what_remains(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", drain_timeout_seconds=77) as s:
+            stub = await orders_of(s)
+            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
+            await s.engine.next_request(3)
+            answer = await stub.Drain(pb.DrainRequest())
+            assert (answer.requests_in_progress, answer.remaining.ToSeconds()) == (3, 77)
+            calls[0].cancel()
+            await until(lambda: len(s.service.streams) == 2)
+            s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
+            s.service._drain_ends_at = s.service._clock() + 20
+            answer = await stub.Drain(pb.DrainRequest())
+            assert answer.requests_in_progress == 2
+            assert 10 < answer.remaining.ToMilliseconds() / 1000 <= 20
+
+    run(scenario())
+
+
+# --- a real process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), byte_level())
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def begin(*flags: str, **options: Any) -> Running:
+        started.append(Running(model, "--admin-listen", f"unix:{tmp_path}/a", *flags, **options))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Callable[..., Result]:
+    def give(*words: str) -> Result:
+        return CliRunner().invoke(app, ["admin", *words, "--target", f"unix:{tmp_path}/a"], env={"COLUMNS": "120"})
+
+    return give
+
+
+def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+    """The short answer ends exact, the endless one is cut with what it takes to go on; asking twice hurries nothing."""
+    server = start("--drain-timeout-seconds", "2", min_step_seconds=0.02, max_step_seconds=0.02)
+    request = endless(3)
+    request.sampling.max_tokens = 20
+    short, long = server.stub.Generate(request), server.stub.Generate(endless())
+    tokens, begun = list(next(short).token_ids), list(next(long).token_ids)
+    for _ in range(2):
+        result = order("drain", "--json")
+        assert result.exit_code == 0, result.stderr
+        left = json.loads(result.stdout)
+        assert left["requests_in_progress"] == 2
+        assert 0 < left["seconds"] <= 2
+    assert failure_of(server.stub.Generate(endless())).reason == "DRAINING"
+    tokens += [token for response in short for token in response.token_ids]
+    assert tokens == expected([5], Sampling(seed=3), 20, 512)
+    error = failure_of(begun.extend(response.token_ids) for response in long)
+    assert (error.reason, int(error.metadata["next_index"])) == ("DRAINED", len(begun))
+    assert server.exit_code() == 0
+    assert server.wait_for("leaving")["reason"] == "an operator asked"
+
+
+def test_a_recording_is_written_and_replays(
+    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
+) -> None:
+    server = start("--recording-directory", str(tmp_path / "recordings"))
+    assert len(list(server.stub.Generate(endless()))) > 1
+    paths = []
+    for _ in range(2):  # the second is not refused for coming soon
+        result = order("dump")
+        assert result.exit_code == 0, result.stderr
+        paths.append(Path(result.stdout.strip()))
+    assert [path.name for path in paths] == ["flight-0.jsonl", "flight-1.jsonl"]
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == 0o600
+        command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(path)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_a_recording_that_cannot_be_written_says_so(
+    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    server = start("--recording-directory", str(tmp_path / "open"))
+    result = order("dump")
+    assert result.exit_code != 0
+    assert "0700" in result.stderr
+    assert len(list(server.stub.Generate(endless()))) > 1
+
+
+def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+    server = start()
+    list(server.stub.Generate(endless()))
+    server.wait_for("request_ended")
+    assert order("log-level", "warning").stdout == "warning, before info\n"
+    list(server.stub.Generate(endless()))
+    assert order("log-level", "info").stdout == "info, before warning\n"
+    list(server.stub.Generate(endless()))
+    server.wait_for("request_ended", count=2)
+    assert order("drain").exit_code == 0
+    assert server.exit_code() == 0
+    assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2
+
+
+def test_flushed_prefixes_are_not_shared_any_more(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+    server = start()
+    request = endless()
+    request.token_ids.ids[:] = range(5, 105)
+    request.sampling.max_tokens = 2
+
+    def cached() -> int:
+        return int(list(server.stub.Generate(request))[-1].finished.usage.cached_tokens)
+
+    assert cached() == 0
+    assert cached() > 0
+    assert order("flush").exit_code == 0
+    assert cached() == 0
+
+
+@pytest.mark.parametrize("words", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
+def test_an_order_that_is_none(order: Callable[..., Result], words: list[str]) -> None:
+    assert order(*words).exit_code == 2
