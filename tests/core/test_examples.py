@@ -133,10 +133,10 @@ def test_the_more_wait_for_a_first_token_the_longer_a_step_may_take() -> None:
     assert sum(end - start for _, start, end in rig.rows(rig.step())) == pytest.approx(67, abs=4)
 
 
-def test_who_joins_behind_a_cached_prefix_computes_something_however_dear_it_is_there(
+def test_who_would_begin_where_a_token_is_too_dear_for_this_step_joins_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # At its beginning the step has time for five tokens more, behind 800 positions for none: it takes one all the same.
+    # At its beginning the step has time for five tokens more, behind 800 positions for none.
     monkeypatch.setattr(StepModel, "more_within", lambda model, s, t, kv, context: 5.0 if context < 100 else 0.0)
     rig = Rig(target_batch_tokens=64, worker_num_blocks=1024, worker_max_model_len=1024)
     prefix = [5 + i % 40 for i in range(800)]
@@ -147,9 +147,9 @@ def test_who_joins_behind_a_cached_prefix_computes_something_however_dear_it_is_
     rig.step()
     rig.submit("short", 16, max_tokens=1)  # the tokens that prompts get in any case
     rig.submit("behind", [*prefix, 1, 2, 3], max_tokens=1)
-    rig.run()
-    assert isinstance(rig.end("behind"), Finished)
-    assert all(end > start for plan in rig.plans for _, start, end in rig.rows(plan))
+    rig.submit("later", 1, max_tokens=1)
+    assert [(start, end) for _, start, end in rig.rows(rig.step())] == [(5, 6), (0, 16)]
+    assert [(start, end) for _, start, end in rig.rows(rig.step())] == [(6, 7), (800, 803), (0, 1)]
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

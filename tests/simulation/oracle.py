@@ -77,7 +77,7 @@ class Track:
     def __init__(self, request: Request, number: int, rank: tuple[float, int], now: float) -> None:
         self.request, self.number, self.rank, self.arrival = request, number, rank, now
         self.answer: list[int] = []  # what it gets alone
-        self.received = 0
+        self.received = len(request.output)
         self.limit = len(request.prompt) + request.max_tokens
         self.alive = True
         self.running = False
@@ -159,6 +159,7 @@ class Oracle:
         self.turned_away = False
         self.batch_places, self.batch_begun_at = 0, float("-inf")
         self.halvings = self.small_steps = 0
+        self.grown: set[Track] = set()  # who took a block in the plan
         self.yielded: set[Track] = set()  # who gave his blocks back while the plan was made: nobody can say when
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -306,15 +307,20 @@ class Oracle:
         hold(len(inits) == len(plan.inits), "I6", "each slot begun once")
         zeroed = set(plan.zero_blocks)
         hold(len(zeroed) == len(plan.zero_blocks), "I18", "each block zeroed once")
+        self.grown.clear()
         total = decoded = 0
         # In the order in which they were planned, in which blocks were handed out.
         prompts_first = self.limits.order == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
-            if row.slot in inits:
+            joins, crowd = row.slot in inits, len(self.running)
+            if joins:
                 self._began(inits.pop(row.slot), plan.step, started, fresh_may, now, suspect)
             hold(row.slot in self.running, "I16", "every row belongs to a live request")
             track = self.running[row.slot]
             self._row(track, row, flight, zeroed)
+            if joins and suspect is None:
+                free = sum(not holders for holders in self.holders)
+                hold(free >= -(-crowd // 4), "I5", "who joins leaves a quarter of a block for each that runs")
             total += row.num_tokens
             decoded += track in ready
         place = {row.slot: index for index, row in enumerate(plan.rows)}
@@ -504,6 +510,7 @@ class Oracle:
         for block in row.new_blocks:
             self._taken(block, track, zeroed)
         track.table.extend(row.new_blocks)
+        self.grown |= {track} if row.new_blocks else set()
         if row.new_blocks and not begins:
             hold(len(row.new_blocks) == 1 and row.start == (len(track.table) - 1) * size, "I5", "one block when needed")
         most = track.limit - 1 if track.pinned else max(end, track.known)
@@ -545,12 +552,10 @@ class Oracle:
                 if track.running and track.slot not in slots:
                     if track.planned < len(track.table) * self._size:
                         hold(decoded == budget, "I6", "a decode waits only for decodes")
-                    hold(
-                        all(t.rank < track.rank or t.slot not in slots or t.planned % self._size for t in ready)
-                        or track.planned == len(track.table) * self._size,
-                        "I14",
-                        "the oldest decode first",
-                    )
+                    younger = [t for t in ready if t.rank > track.rank and t.slot in slots]
+                    if track.planned == len(track.table) * self._size:
+                        younger = [t for t in younger if t in self.grown]
+                    hold(not younger, "I14", "a decode that waits has no younger one go before it, or take a block")
             room = decoded < budget
         else:
             room = True
@@ -705,14 +710,14 @@ class Oracle:
         return 0.0
 
     def _refusal(self, request: Request) -> type[LineclearError] | None:
-        waiting = sum(len(t.request.prompt) for t in self.fresh)
+        waiting = sum(len(t.tokens) for t in self.fresh)
         if self.draining:
             return Draining
         if request.request_id in self.live:
             return DuplicateRequest
         if len(self.fresh) >= self.limits.max_queue_size:
             return QueueFull
-        if self.fresh and waiting + len(request.prompt) > self.limits.max_queue_tokens:
+        if self.fresh and waiting + len(request.prompt) + len(request.output) > self.limits.max_queue_tokens:
             return QueueFull
         return self._misfit(request)
 

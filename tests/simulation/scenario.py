@@ -9,6 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from support.toy import expected
+
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
 from lineclear.scheduler.scheduling.sequence import Request
@@ -57,6 +59,7 @@ class Scenario:
     poison_per_mille: int
     """Share of requests that bring down whatever computes them, sooner or later in their answer."""
     step_seconds: tuple[float, float, float]
+    """Of a step, of a token more, and of a cached position more that a token attends to."""
     codec: bool
     """Messages cross the wire codec in the second run."""
     templates: tuple[tuple[int, ...], ...]
@@ -64,6 +67,10 @@ class Scenario:
     deadlines: float
     """Share of requests with one."""
     num_ids: int
+    resumed: float = 0.0
+    """Share of requests that bring the beginning of their answer."""
+    behind: float = 0.0
+    """Share of prompts that are the first template and a few tokens more."""
 
 
 def draw(seed: int) -> Scenario:
@@ -71,7 +78,12 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(seed)
     scenario = _mixed(rng, seed)
     theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
-    return theme(rng, scenario)
+    scenario = theme(rng, scenario)
+    # Last, so that a seed keeps its meaning when another twist comes.
+    for twist, share in ((_resumed, 0.2), (_deep, 0.15)):
+        if rng.random() < share:
+            scenario = twist(rng, scenario)
+    return scenario
 
 
 def _mixed(rng: random.Random, seed: int) -> Scenario:
@@ -173,6 +185,39 @@ def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
+def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Another server went down, and its callers come here for the rest of their answers."""
+    return replace(scenario, resumed=rng.choice((0.2, 0.8)))
+
+
+def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A token costs the more the deeper it stands, and many prompts begin alike: who joins begins where it is dear."""
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(100))
+    target, stretch = rng.choice((0.1, 0.3)), rng.choice((2.0, 4.0, 50.0))
+    policy = replace(scenario.limits.policy, inter_token_target_seconds=target, decode_stretch=stretch)
+    return replace(
+        scenario,
+        limits=replace(
+            scenario.limits,
+            strategy="continuous",
+            max_batch_size=24,
+            target_batch_tokens=512,
+            max_queue_size=40,
+            max_queue_tokens=10_000,
+            prefix_cache=True,
+            policy=policy,
+        ),
+        capacity=Capacity(200, 4, 24, 200, 4096),
+        weights=scenario.weights | {"burst": 0.8},
+        longest_prompt=24,
+        behind=0.3,
+        pace=2,
+        step_seconds=(0.01, 0.001, rng.choice((2e-4, 5e-4))),
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
 def poison(number: int, per_mille: int) -> str:
     """What the request with that number does to its worker: "crash", "memory" for a step that runs out of it, or ""."""
     if number * 2654435761 % 1000 >= per_mille:
@@ -234,6 +279,9 @@ def draw_request(
     elif scenario.templates and rng.random() < 0.6:
         template = rng.choice(scenario.templates)
         prompt += template[: rng.randint(1, len(template))]
+    if scenario.behind and rng.random() < scenario.behind:
+        prompt = list(scenario.templates[0])
+        length = len(prompt) + rng.randint(1, 8)
     prompt = prompt[:length]
     prompt += [rng.randrange(vocab_size) for _ in range(length - len(prompt))]
     max_tokens = 1 if rng.random() < 0.15 else rng.choice((rng.randint(1, 8), rng.randint(4, 40)))
@@ -246,7 +294,7 @@ def draw_request(
     deadline = None
     if rng.random() < scenario.deadlines:
         deadline = now + rng.choice((-0.1, 0.0, rng.random() * 0.1, rng.random() * 3))
-    return Request(
+    request = Request(
         request_id=f"r{rng.randrange(scenario.num_ids) if scenario.num_ids < 1000 else number}",
         prompt=tuple(prompt),
         sampling=Sampling(
@@ -262,3 +310,7 @@ def draw_request(
         deadline=deadline,
         cache_salt=rng.choice(scenario.salts),
     )
+    if scenario.resumed and rng.random() < scenario.resumed:
+        whole = expected(request.prompt, request.sampling, max_tokens, vocab_size)
+        request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
+    return request

@@ -217,12 +217,14 @@ class World:
     def _submit(self) -> None:
         request = draw_request(self.rng, self.scenario, self.numbers, self.now, self.ended)
         self.numbers += 1
-        self.transcript.append((self.now, "submit", request.request_id, request.prompt, request.max_tokens))
+        self.transcript.append(
+            (self.now, "submit", request.request_id, request.prompt, request.max_tokens, request.output)
+        )
         outcome: list[Event] | LineclearError
         try:
             outcome = self.core.submit(request, self.now)
             assert outcome == [Admitted(request.request_id)]
-            self.live[request.request_id] = request.prompt
+            self.live[request.request_id] = request.prompt + request.output
             effect = poison(request.sampling.seed, self.scenario.poison_per_mille)
             self.poisonous[request.request_id] = effect
             self.happened["poison"] += effect != ""
@@ -272,8 +274,8 @@ class World:
             worker.results.append(memory if effect == "memory" else None)
             return
         base, per_token, per_kv = self.scenario.step_seconds
-        tokens = plan.num_tokens
-        seconds = base + per_token * tokens + per_kv * sum(row.start for row in plan.rows)
+        tokens, kv_tokens = plan.num_tokens, sum(sum(range(row.start, row.start + row.num_tokens)) for row in plan.rows)
+        seconds = base + per_token * tokens + per_kv * kv_tokens
         result = worker.runner.launch(plan).result()
         result = replace(result, step_seconds=seconds * self.rng.uniform(1.0, 1.2))
         worker.results.append(self._through_the_wire(result) if self.codec else result)

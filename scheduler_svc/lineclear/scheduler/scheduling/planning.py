@@ -98,7 +98,7 @@ class Planning:
         residents.disband()
         if sequence.state is State.WAITING:
             if sequence.in_flight == 0 and self._make_room(sequence):
-                self._begin(sequence)
+                self._begin(sequence, residents.cached_prefix(sequence))
         elif sequence.todo > 0:
             grown = sequence.planned == len(sequence.blocks) * residents.pool.block_size
             if grown:
@@ -112,8 +112,12 @@ class Planning:
         """Preempt others, the youngest first, until a slot and blocks are free for what `sequence` does next."""
         residents = self._residents
         for other in (*reversed([s for s in residents.by_age() if s is not sequence]), None):
-            begins = sequence.state is State.WAITING
-            if residents.free_slots and self._fits(sequence, headroom=0) if begins else residents.pool.num_free > 0:
+            if sequence.state is State.RUNNING:
+                enough = residents.pool.num_free > 0
+            else:
+                shared = residents.cached_prefix(sequence)
+                enough = bool(residents.free_slots) and self._fits(sequence, shared, headroom=0)
+            if enough:
                 return True
             if other is not None:
                 self._preempt(other)
@@ -233,52 +237,53 @@ class Planning:
 
     def _admit(self) -> None:
         """Who waits joins, by rank. One that does not fit is passed over a bounded number of times, then waited for."""
-        world = self._world
+        world, residents = self._world, self._residents
         if self._short_of_blocks or not (world.fresh or world.resuming):
             return
-        room = world.strategy.room(world.view(self._now)) if world.fresh and self._residents.free_slots else 0
+        room = world.strategy.room(world.view(self._now)) if world.fresh and residents.free_slots else 0
         passed_over: list[Sequence] = []
-        while self._residents.free_slots and self._room_for_prompts(0) > 0 and len(passed_over) < _LOOKAHEAD:
+        while residents.free_slots and self._room_for_prompts(0) > 0 and len(passed_over) < _LOOKAHEAD:
             sequence = self._next(room > 0, passed_over)
             # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
             if sequence is None or sequence.in_flight > 0:
                 return
+            shared = residents.cached_prefix(sequence)
             # Those who run each need a block every `block_size` steps.
-            if self._fits(sequence, headroom=-(-len(self._residents.running) // 4)):
-                if any(other.bypasses >= world.limits.max_bypasses for other in passed_over):
-                    return
-                for other in passed_over:
-                    other.bypasses += 1
-                if sequence in world.fresh:
-                    room -= 1
-                    world.strategy.joined()
-                    world.refusing = False
-                self._begin(sequence)
-            else:
+            if not self._fits(sequence, shared, headroom=-(-len(residents.running) // 4)):
                 passed_over.append(sequence)
+                continue
+            # A token deep in a context may cost more than this step has time for: then its prompt begins the next one.
+            if self._room_for_prompts(len(shared) * residents.pool.block_size) <= 0:
+                return
+            if any(other.bypasses >= world.limits.max_bypasses for other in passed_over):
+                return
+            for other in passed_over:
+                other.bypasses += 1
+            if sequence in world.fresh:
+                room -= 1
+                world.strategy.joined()
+                world.refusing = False
+            self._begin(sequence, shared)
 
     def _next(self, with_fresh: bool, passed_over: list[Sequence]) -> Sequence | None:
         queues = (self._world.resuming, self._world.fresh) if with_fresh else (self._world.resuming,)
         heads = [s for queue in queues for s in queue.first(len(passed_over) + 1) if s not in passed_over]
         return min(heads, key=lambda s: s.rank, default=None)
 
-    def _fits(self, sequence: Sequence, headroom: int) -> bool:
+    def _fits(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
         """Whether there are blocks for all that is known of it and one position more (for all it can ever need, if it
-        is pinned), and `headroom` are left."""
+        is pinned) beside the `shared` ones of its cached prefix, and `headroom` are left."""
         pool = self._residents.pool
         positions = sequence.limit - 1 if sequence.pinned else min(sequence.known + 1, sequence.limit - 1)
         needed = -(-max(positions, 1) // pool.block_size)
         available = pool.num_free - headroom
-        if available >= needed:
-            return True
-        hit = self._residents.cached_prefix(sequence)
-        return available - sum(map(pool.is_free, hit)) >= needed - len(hit)
+        return available >= needed or available - sum(map(pool.is_free, shared)) >= needed - len(shared)
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: Sequence, shared: list[int]) -> None:
         world = self._world
         (world.fresh if sequence in world.fresh else world.resuming).remove(sequence)
         positions = sequence.limit - 1 if sequence.pinned else sequence.known
-        shared, taken = self._residents.enter(sequence, positions)
+        taken = self._residents.enter(sequence, shared, positions)
         start = sequence.planned
         world.counters.looked_up_tokens += len(sequence.tokens)
         world.counters.cached_tokens += start
@@ -291,8 +296,7 @@ class Planning:
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
         )
-        # At the end of a cached prefix a token may cost more than there is time for; there are tokens left for one.
-        count = max(1, min(sequence.todo, self._room_for_prompts(sequence.planned)))
+        count = min(sequence.todo, self._room_for_prompts(sequence.planned))
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
@@ -302,6 +306,7 @@ class Planning:
         self._prompt_kv_tokens += self.kv_tokens - before
 
     def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+        assert count > 0, "a row without a position"
         start = sequence.planned
         end = start + count
         sample = end == sequence.known

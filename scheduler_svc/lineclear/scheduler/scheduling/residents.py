@@ -41,14 +41,13 @@ class Residents:
         self.free_slots = list(range(num_slots))  # a heap: low slots first
         self.pool = BlockPool(num_blocks, block_size)
 
-    def enter(self, sequence: Sequence, positions: int) -> tuple[list[int], list[int]]:
-        """WAITING -> RUNNING with blocks for `positions`: (those found in the prefix cache, those taken).
+    def enter(self, sequence: Sequence, shared: list[int], positions: int) -> list[int]:
+        """WAITING -> RUNNING with blocks for `positions`: the `shared` ones of its cached prefix, and those returned.
 
         The caller has made sure of a slot and of enough free blocks, and has taken the sequence off its queue.
         """
         assert sequence.state is State.WAITING
         size = self.pool.block_size
-        shared = self.cached_prefix(sequence)
         self.pool.share(shared)
         taken = self.pool.take(max(0, -(-positions // size) - len(shared)))
         sequence.state = State.RUNNING
@@ -57,7 +56,7 @@ class Residents:
         sequence.blocks = [*shared, *taken]
         sequence.planned = sequence.computed = sequence.saved = len(shared) * size
         self.running[sequence] = self.loose[sequence] = None
-        return shared, taken
+        return taken
 
     def leave(self, sequence: Sequence, state: State, *, dirty: bool = False) -> None:
         """RUNNING -> `state`, giving back slot and blocks; `dirty` blocks are zeroed before anybody reuses them."""
