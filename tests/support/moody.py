@@ -15,6 +15,8 @@ from lineclear.worker.protocol import StepFailed
 
 
 class _MoodyFlight:
+    is_over = False
+
     def __init__(self, flight: ToyFlight, seconds: float, fault: str) -> None:
         self._flight, self._seconds, self._fault = flight, seconds, fault
 

@@ -47,6 +47,8 @@ class _Slot:
 class ToyFlight:
     """A step that is done already."""
 
+    is_over = True
+
     def __init__(self, result: StepResult) -> None:
         self._result = result
 

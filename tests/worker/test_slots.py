@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.types import NO_DECODES, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.protocol import StepFailed
 from lineclear.worker.slots import Capacity, Packed, Slots
 
@@ -18,8 +18,10 @@ def init(slot: int, num_tokens: int, blocks: tuple[int, ...] = (), prompt_len: i
     return SlotInit(slot, tuple(range(1, num_tokens + 1)), prompt_len or num_tokens, blocks, Sampling())
 
 
-def plan(*rows: Row, inits: tuple[SlotInit, ...] = (), zero_blocks: tuple[int, ...] = ()) -> StepPlan:
-    return StepPlan(1, 1, rows, inits, zero_blocks)
+def plan(
+    *rows: Row, inits: tuple[SlotInit, ...] = (), zero_blocks: tuple[int, ...] = (), decodes: Decodes = NO_DECODES
+) -> StepPlan:
+    return StepPlan(1, 1, rows, inits, zero_blocks, decodes)
 
 
 def slots_with_one() -> Slots:
@@ -40,6 +42,13 @@ BAD: dict[str, tuple[StepPlan, str]] = {
     "a repetition": (plan(Row(2, 5, 1, False)), "6 are computed"),
     "a token nobody knows": (plan(Row(2, 6, 2, True)), "7 tokens are known"),
     "sampling in the middle": (plan(Row(1, 0, 2, True, (5,)), inits=(init(1, 3),)), "3 tokens are known"),
+    "two blocks for a decode": (plan(decodes=Decodes((2,), (6,), ((2, 5), (2, 6)))), "two blocks"),
+    "a decode after a gap": (plan(decodes=Decodes((2,), (7,))), "6 are computed"),
+    "a decode of a token nobody knows": (plan(decodes=Decodes((1,), (3,)), inits=(init(1, 3),)), "0 are computed"),
+    "a decode of a negative slot": (plan(decodes=Decodes((-1,), (6,))), "slot -1 of 4"),
+    "a decode of a slot without an owner": (plan(decodes=Decodes((0,), (0,))), "0 tokens are known"),
+    "a decode with a block it has no room for": (plan(decodes=Decodes((2,), (6,), ((2, 10),))), "outside the pool"),
+    "a decode and a chunk of one slot": (plan(Row(2, 6, 1, True), decodes=Decodes((2,), (6,))), "two rows"),
     "no positions": (plan(Row(2, 6, 0, False)), "row of 0 positions"),
     "a slot without an owner": (plan(Row(0, 0, 1, True, (5,))), "0 tokens are known"),
     "a slot that is not there": (plan(Row(4, 0, 1, True)), "slot 4 of 4"),
@@ -104,7 +113,7 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 3, True, (2,)), inits=(init(0, 7), init(3, 3)))
     slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
     packed = go(slots, plan(Row(1, 0, 4, True, (5,)), Row(0, 7, 1, True), Row(3, 3, 1, True), inits=(init(1, 4),)))
-    assert [(chunk.num_queries, chunk.start, chunk.blocks.tolist()) for chunk in packed.chunks] == [
+    assert [(chunk.num_queries, chunk.start, chunk.blocks.tolist()) for chunk in packed.batch.chunks] == [
         (1, 3, [2]),
         (1, 7, [0, 1]),
         (4, 0, [5]),
@@ -119,5 +128,24 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
 def test_cached_blocks_are_the_start_of_the_table() -> None:
     slots = Slots(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
-    assert packed.chunks[0].blocks.tolist() == [7, 6, 9]
+    assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
+
+
+def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
+    first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 4, True, (2,)), inits=(init(0, 7), init(3, 4)))
+    decodes = Decodes((0, 3), (7, 4), ((3, 6),))
+    chunk = Row(1, 0, 4, True, (5,))
+    found = []
+    for step in (plan(*decodes.rows(), chunk, inits=(init(1, 4),)), plan(chunk, inits=(init(1, 4),), decodes=decodes)):
+        slots = Slots(CAPACITY, torch.device("cpu"))
+        slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
+        packed = go(slots, step)
+        slots.write_sampled(packed, torch.tensor([40, 41, 42]))
+        columns = [column.tolist() for column in (*packed[1:], packed.batch.cells)]
+        blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
+        found.append(
+            (columns, blocks, slots.tokens.tolist(), go(slots, plan(decodes=Decodes((3,), (5,)))).reads.tolist())
+        )
+    assert found[0] == found[1]
+    assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"

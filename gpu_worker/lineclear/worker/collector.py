@@ -26,9 +26,11 @@ class _Launched(NamedTuple):
 
 
 class Collector:
-    """A thread with the sending socket, which it owns from here on. All methods are for the launch thread.
+    """A thread with the sending socket, which both own from here on. All methods are for the launch thread.
 
     Hello, results, errors and Goodbye leave through one socket, so the scheduler hears them in the order of the calls.
+    The launch thread sends itself what need not be waited for, while the other one has nothing to do: to wake it would
+    take longer, and then it would compete with the next step for the interpreter.
     """
 
     def __init__(
@@ -52,8 +54,15 @@ class Collector:
         self._items.put(hello)
 
     def put(self, step: int, flight: Flight) -> None:
-        """Collect `flight` after those before it. Blocks while the queue is full."""
-        self._items.put(_Launched(step, flight))
+        """Collect `flight` after those before it: at once where nothing has to be waited for.
+
+        Else it is queued; blocks while the queue is full.
+        """
+        launched = _Launched(step, flight)
+        if flight.is_over and not self._items.unfinished_tasks:
+            self._land(launched)
+        else:
+            self._items.put(launched)
 
     def say(self, goodbye: Goodbye) -> None:
         """Send a message behind everything put before."""
@@ -87,11 +96,13 @@ class Collector:
                 self._land(item)
             elif isinstance(item, threading.Event):
                 self._progress.end()
-                item.set()
             else:
                 if isinstance(item, Hello):
                     self._progress.begin(item.epoch)
                 self._socket.send(item)
+            self._items.task_done()  # from here on the launch thread may use the socket
+            if isinstance(item, threading.Event):
+                item.set()
         self._socket.close(self._farewell_seconds)
 
     def _land(self, launched: _Launched) -> None:

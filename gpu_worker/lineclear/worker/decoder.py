@@ -20,7 +20,8 @@ from .attention import AttentionBackend
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from .linear import Linear, Packer
 from .pages import Pages
-from .tape import Call, Count, play, pointer
+from .rotary import Turns
+from .tape import Call, Count, bare, play, pointer
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
@@ -83,14 +84,16 @@ class _Ending(NamedTuple):
 class Decoder:
     """Logits of packed tokens over a paged attention backend. Keeps its own copies of the weights."""
 
-    def __init__(self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, packer: Packer) -> None:
+    def __init__(
+        self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, max_positions: int, packer: Packer
+    ) -> None:
         config = model.config
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
         self._vocabulary = int(model.lm_head.out_features)
         self._dtype = model.dtype
         self._embedding: Tensor = model.model.embed_tokens.weight
-        self._rotary = model.model.rotary_emb
+        self._turns = Turns(model.model.rotary_emb, model.dtype, max_positions)
         pages = Pages()
         self._layers = [_layer(module, packer, pages) for module in model.model.layers]
         self._final = _norm(model.model.norm)
@@ -104,7 +107,10 @@ class Decoder:
         q_norm = getattr(first, "q_norm", None)
         self._norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
         self._element = ctypes.c_int64(ELEMENTS[model.dtype])
-        self._library: Any = library()
+        native = library()
+        self._add_norm_kernel = bare(native, "lineclear_add_norm")
+        self._split_heads_kernel = bare(native, "lineclear_split_heads")
+        self._gate_kernel = bare(native, "lineclear_gate")
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = Count(0), Count(0)
         self._memory: _Memory | None = None
@@ -130,10 +136,7 @@ class Decoder:
         torch.index_select(self._embedding, 0, input_ids, out=residual)
         if self._embedding_scale != 1.0:
             residual.mul_(self._embedding_scale)
-        cosine, sine = self._rotary(residual[None], positions[None])
-        width = cosine.shape[-1]
-        memory.cosine.view(-1)[: tokens * width].view(tokens, width).copy_(cosine[0])
-        memory.sine.view(-1)[: tokens * width].view(tokens, width).copy_(sine[0])
+        self._turns.put(positions, memory.cosine[:tokens], memory.sine[:tokens])
         play(self._layers_tape)
         torch.index_select(residual, 0, rows, out=ending.residual[:samples])
         torch.index_select(self._last_part(memory)[:tokens], 0, rows, out=ending.part[:samples])
@@ -152,7 +155,7 @@ class Decoder:
             capacity = max(tokens, 2 * (0 if self._memory is None else len(self._memory.residual)))
             query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
             shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
-            shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), (self._head_dim,), (self._head_dim,)]
+            shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), *[(self._turns.width,)] * 2]
             shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,)]
             dtypes = dict.fromkeys(_Memory._fields, self._dtype) | {"cosine": torch.float32, "sine": torch.float32}
             made = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
@@ -174,7 +177,7 @@ class Decoder:
         """All layers, on the first `_tokens` rows of `m`. Residual and rotary tables are filled in before."""
         backend, count = self._backend, self._tokens
         assert backend is not None
-        width = self._rotary_width()
+        width = self._turns.width
         still = (torch.ones(len(m.cosine), width), torch.zeros(len(m.sine), width))
         tape: list[Call] = []
         pending: Tensor | None = None  # output of the last part, not yet added to the residual
@@ -206,13 +209,9 @@ class Decoder:
         self._still = still  # the calls only know where they are
         return tape
 
-    def _rotary_width(self) -> int:
-        nothing = torch.zeros(1, 1, self._hidden, dtype=self._dtype)
-        return int(self._rotary(nothing, torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1])
-
     def _add_norm(self, count: Count, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Call:
         """Add to the residual, in place; and norm it into `out`."""
-        return self._library.lineclear_add_norm, (
+        return self._add_norm_kernel, (
             self._element,
             count,
             ctypes.c_int64(residual.shape[1]),
@@ -225,7 +224,7 @@ class Decoder:
         )
 
     def _split_heads(self, layer: _Layer, m: _Memory, turn: tuple[Tensor, Tensor], width: int) -> Call:
-        return self._library.lineclear_split_heads, (
+        return self._split_heads_kernel, (
             self._element,
             self._tokens,
             *map(ctypes.c_int64, (self._heads, self._kv_heads, self._head_dim, width)),
@@ -239,7 +238,7 @@ class Decoder:
 
     def _gate(self, gate_up: Tensor, out: Tensor) -> Call:
         sizes = ctypes.c_int64(out.shape[1]), ctypes.c_int64(self._activation)
-        return self._library.lineclear_gate, (self._element, self._tokens, *sizes, pointer(gate_up), pointer(out))
+        return self._gate_kernel, (self._element, self._tokens, *sizes, pointer(gate_up), pointer(out))
 
 
 def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:

@@ -9,7 +9,7 @@ process may serve; a wrong answer is never a warning.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,23 +53,33 @@ class Golden:
 def compute(loaded: LoadedModel, kv_dtype: torch.dtype | None = None) -> tuple[Golden, ...]:
     """The right answers, each token from the whole sequence anew. Leaves the reference attention attached."""
     limit = min(loaded.max_model_len, max(_PROMPT_LENS) + _NUM_TOKENS)
-    prompts = [tuple((i * 7 + 3 + n) % loaded.vocab_size for i in range(n)) for n in _PROMPT_LENS]
-    backend = ReferenceAttention(loaded.layers, 1, limit, loaded.dtype, loaded.device, kv_dtype)
+    lengths = [n for n in _PROMPT_LENS if n + _NUM_TOKENS <= limit]
+    prompts = [tuple((i * 7 + 3 + n) % loaded.vocab_size for i in range(n)) for n in lengths]
+    if not prompts:
+        return ()
+    backend = ReferenceAttention(loaded.layers, len(prompts), limit, loaded.dtype, loaded.device, kv_dtype)
     loaded.attach(backend)
     with torch.inference_mode():
-        return tuple(_greedy(loaded, backend, prompt) for prompt in prompts if len(prompt) + _NUM_TOKENS <= limit)
+        return tuple(_greedy(loaded, backend, prompts))
 
 
-def _greedy(loaded: LoadedModel, backend: ReferenceAttention, prompt: tuple[int, ...]) -> Golden:
-    ids = list(prompt)
-    rows: list[Tensor] = []
+def _greedy(loaded: LoadedModel, backend: ReferenceAttention, prompts: Sequence[tuple[int, ...]]) -> Iterator[Golden]:
+    """All of them in each pass, each in a block of its own: a pass costs what reading the weights costs."""
+    sequences = [list(prompt) for prompt in prompts]
+    steps: list[Tensor] = []
     for _ in range(_NUM_TOKENS):
-        backend.begin(make_batch([Chunk(0, len(ids), 0, np.zeros(1, np.int64))], backend.block_size))
-        positions = torch.arange(len(ids), device=loaded.device)
-        logits = loaded.logits(torch.tensor(ids, device=loaded.device), positions, positions[-1:])
-        rows.append(logits[0].to("cpu", torch.float32, copy=True))  # they are the decoder's until the next call
-        ids.append(int(rows[-1].argmax()))
-    return Golden(prompt, torch.stack(rows))
+        ids, positions, last, chunks = list[int](), list[int](), list[int](), list[Chunk]()
+        for block, sequence in enumerate(sequences):
+            chunks.append(Chunk(len(ids), len(sequence), 0, np.array([block])))
+            ids += sequence
+            positions += range(len(sequence))
+            last.append(len(ids) - 1)
+        backend.begin(make_batch(chunks, backend.block_size))
+        logits = loaded.logits(*(torch.tensor(column, device=loaded.device) for column in (ids, positions, last)))
+        steps.append(logits.to("cpu", torch.float32, copy=True))  # they are the decoder's until the next call
+        for sequence, token in zip(sequences, steps[-1].argmax(-1).tolist(), strict=True):
+            sequence.append(token)
+    return (Golden(prompt, torch.stack([step[n] for step in steps])) for n, prompt in enumerate(prompts))
 
 
 def check(runner: ModelRunner, golden: Sequence[Golden], dtype: torch.dtype) -> None:

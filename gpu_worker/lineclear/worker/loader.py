@@ -66,6 +66,8 @@ class LoadedModel:
     """Number format of the matrices; empty: `dtype`."""
     decoder: Decoder | None = None
     """Computes the logits instead of `model`, where there is one."""
+    probed: Tensor | None = None
+    """The logits of the probe's tokens that `model` itself computed over pages."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Let every attention layer of the model write to and read from `backend`."""
@@ -114,7 +116,7 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     try:
         with torch.inference_mode():
             loaded = _probe(model, config, model_id, max_model_len)
-            _check_against_eager(loaded)
+            loaded = replace(loaded, probed=_check_against_eager(loaded))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise ModelRefused(
             f"{type(model).__name__} cannot compute packed tokens: {type(error).__name__}: {_first_line(error)}"
@@ -135,14 +137,20 @@ def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = Fal
         return loaded
     with torch.inference_mode():
         ids, positions = _probe_input(loaded.model.config.get_text_config(), loaded.device)
-        wanted = _paged_logits(loaded, ids, positions)
-        decoder = Decoder(loaded.model, *shape, packer if keep_weights else releasing(packer))
+        wanted = loaded.probed
+        assert wanted is not None
+        decoder = Decoder(loaded.model, *shape, _positions(loaded), packer if keep_weights else releasing(packer))
         fused = replace(loaded, decoder=decoder)
         error = _relative_error(_paged_logits(fused, ids, positions), wanted)
     if not error <= _TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
+
+
+def _positions(loaded: LoadedModel) -> int:
+    """How many positions are ever asked of it, the probe's included."""
+    return max(loaded.max_model_len, _PROBE_TOKENS)
 
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
@@ -159,7 +167,7 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         wanted = _paged_logits(exact, ids, positions)
         spec = loaded.layers[0]
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        decoder = Decoder(loaded.model, *shape, pack_int8 if keep_weights else releasing(pack_int8))
+        decoder = Decoder(loaded.model, *shape, _positions(loaded), pack_int8 if keep_weights else releasing(pack_int8))
         quantised = replace(loaded, decoder=decoder, weights="int8")
         error = _relative_error(_paged_logits(quantised, ids, positions), wanted)
     if not error <= _INT8_TOLERANCE:
@@ -387,8 +395,8 @@ def _eos_token_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 # --- the model's own word against ours -----------------------------------------------------------------------------
 
 
-def _check_against_eager(loaded: LoadedModel) -> None:
-    """The logits of a few tokens, computed in two chunks over pages, must be those of transformers' eager attention.
+def _check_against_eager(loaded: LoadedModel) -> Tensor:
+    """The logits of a few tokens in two chunks over pages. They must be those of transformers' own eager attention.
 
     Catches what no list can: positions that were in the mask (ALiBi), state outside the attention (Mamba, token shift),
     a scale or bias that the call did not mention.
@@ -397,12 +405,14 @@ def _check_against_eager(loaded: LoadedModel) -> None:
     loaded.model.set_attn_implementation("eager")
     wanted = _forward(loaded.model, ids, positions).float()
     _set_implementation(loaded.model, _PAGED, _paged_attention)
-    error = _relative_error(_paged_logits(loaded, ids, positions), wanted)
+    found = _paged_logits(loaded, ids, positions)
+    error = _relative_error(found, wanted)
     if not error <= _TOLERANCE[loaded.dtype]:
         raise ModelRefused(
             f"its logits over paged attention are not its own (relative error {error:.2g}): the model keeps"
             f" state or positions outside the attention interface"
         )
+    return found
 
 
 def _paged_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor) -> Tensor:

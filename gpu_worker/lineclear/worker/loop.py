@@ -2,7 +2,8 @@
 
 Three threads. The calling one launches plans; a collector waits for their results and sends them; a third one sends
 heartbeats. Between the first two stands one bounded queue, so that a step can be launched while the one before it is
-still on the device.
+still on the device. Where the device is the processor itself, a result is there as soon as its plan has been launched,
+and is sent at once.
 
 A worker takes part for an *epoch*: a random number of its own choosing that it says in its Hello and carries in every
 message. Whatever goes wrong between the two processes ends the epoch; in the next one the worker remembers nothing.
@@ -206,6 +207,8 @@ class _Loop:
 
 class _Failed:
     """The flight of a plan that was never launched."""
+
+    is_over = True
 
     def __init__(self, error: Exception) -> None:
         self._error = error

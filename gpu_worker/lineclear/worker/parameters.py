@@ -129,6 +129,7 @@ class ParameterTable:
         self._device = device
         self._scalars = np.zeros(num_slots, _SCALARS)
         self._lists: list[_Lists | None] = [None] * num_slots
+        self._is_plain = np.ones(num_slots, np.bool_)
 
     def enter(self, slot: int, sampling: Sampling) -> None:
         """The slot has a new owner."""
@@ -144,9 +145,12 @@ class ParameterTable:
         )
         some = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
         self._lists[slot] = lists if some else None
+        self._is_plain[slot] = not some and _wants_only_the_best(sampling)
 
     def select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
         """The work of a step whose sampling rows have these slots and will put their tokens at these positions."""
+        if self._is_plain[slots].all():
+            return SamplingRows(len(slots))
         scalars = self._scalars[slots]
         cut = (scalars["top_k"] > 0) | (scalars["top_p"] < 1) | (scalars["min_p"] > 0)
         drawn = scalars["temperature"] > 0
@@ -235,3 +239,9 @@ class ParameterTable:
 
 
 _NOTHING = np.zeros(0, np.int64)
+
+
+def _wants_only_the_best(s: Sampling) -> bool:
+    """But for what its lists say."""
+    unpenalised = s.repetition_penalty == 1 and s.presence_penalty == 0 and s.frequency_penalty == 0
+    return s.temperature == 0 and unpenalised and s.logprobs < 0

@@ -23,6 +23,11 @@ class StepFailed(Exception):
 class Flight(Protocol):
     """A launched plan."""
 
+    @property
+    def is_over(self) -> bool:
+        """There is nothing left to wait for: `result` returns at once."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for the device and return what the plan gave. Raises StepFailed. Called once, from any one thread."""
         ...

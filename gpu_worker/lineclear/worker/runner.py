@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineclear.wire.types import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
-from .attention import block_bytes, make_batch, on_device
+from .attention import block_bytes, on_device
 from .attention.backends import BACKENDS, choose
 from .loader import LoadedModel, ModelRefused
 from .memory import blocks_that_fit
@@ -105,7 +105,7 @@ class ModelRunner:
         packed = self._slots.apply(plan)
         prompt_lens = self._slots.prompt_len[packed.sample_slots]
         rows = self._parameters.select(packed.sample_slots, packed.sample_positions, prompt_lens)
-        if not packed.chunks:
+        if not len(packed.reads):
             return rows, None
         logits = self._logits(packed)
         if not rows.num_rows:
@@ -116,8 +116,8 @@ class ModelRunner:
 
     def _logits(self, packed: Packed) -> Tensor:
         device = self._loaded.device
-        self._backend.begin(make_batch(packed.chunks, self.capacity.block_size))
-        input_ids = self._slots.tokens.view(-1).index_select(0, on_device(packed.reads, device))
+        self._backend.begin(packed.batch)
+        input_ids = self._slots.flat_tokens.index_select(0, on_device(packed.reads, device))
         return self._loaded.logits(
             input_ids, on_device(packed.positions, device), on_device(packed.sample_rows, device)
         )
@@ -143,10 +143,11 @@ class _Stopwatch:
         self._began_at = time.perf_counter()
         self._ended_at = self._began_at
 
-    def stop(self) -> None:
-        """Everything of the step has been launched."""
+    def stop(self) -> bool:
+        """Everything of the step has been launched. Whether it is done, too."""
         self._end = _event(self._device)
         self._ended_at = time.perf_counter()
+        return self._device.type == "cpu"
 
     def wait(self) -> float:
         """Wait until the step is done; its seconds."""
@@ -167,12 +168,15 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 class _Flight:
     """A launched step: its outputs are on their way to the host."""
 
+    is_over: bool
+    """A CPU computes while it launches."""
+
     def __init__(self, plan: StepPlan, rows: SamplingRows, sampled: Sampled | None, stopwatch: _Stopwatch) -> None:
         self._plan = plan
         self._rows = rows
         self._outputs = None if sampled is None else _all_to_host(sampled)
         self._stopwatch = stopwatch
-        stopwatch.stop()
+        self.is_over = stopwatch.stop()
 
     def result(self) -> StepResult:
         """Wait for the device, then the tokens in the plan's order."""
@@ -188,7 +192,7 @@ class _Flight:
             step=step,
             tokens=tuple(self._outputs.tokens.tolist()),
             logprobs=self._logprobs(self._outputs),
-            bad_rows=frozenset(self._outputs.bad.nonzero()[:, 0].tolist()),
+            bad_rows=frozenset(row for row, bad in enumerate(self._outputs.bad.tolist()) if bad),
             step_seconds=seconds,
         )
 
@@ -210,7 +214,7 @@ def _all_to_host(sampled: Sampled) -> Sampled:
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, complete when the step is. On a CPU the tensor itself."""
     if tensor.device.type != "cuda":
-        return tensor.cpu()
+        return tensor.cpu() if tensor.device.type != "cpu" else tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineclear.wire.types import Row, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.types import Decodes, Row, SlotInit, StepErrorKind, StepPlan
 
-from .attention import Chunk, IntArray, on_device
+from .attention import Batch, IntArray, cells_of, on_device, positions_of
 from .protocol import StepFailed
 
 
@@ -34,7 +34,7 @@ class Capacity(NamedTuple):
 class Packed(NamedTuple):
     """A step's rows in the order in which they lie in the packed batch."""
 
-    chunks: list[Chunk]
+    batch: Batch
     reads: IntArray
     """[num_tokens]: where in the flattened token table each input token is."""
     positions: IntArray
@@ -54,8 +54,9 @@ class Slots:
         self.device = device
         self.stride = capacity.max_model_len + 1  # the token sampled at the very end has a place, too
         self.tokens = torch.zeros((capacity.num_slots, self.stride), dtype=torch.int64, device=device)
+        self.flat_tokens = self.tokens.view(-1)
         max_blocks = -(-capacity.max_model_len // capacity.block_size)
-        self._blocks = np.zeros((capacity.num_slots, max_blocks), np.int64)
+        self._blocks = np.zeros((capacity.num_slots, max_blocks), np.int32)
         self._num_blocks = [0] * capacity.num_slots
         self._num_computed = [0] * capacity.num_slots
         self._num_known = [0] * capacity.num_slots  # tokens in the table, sampled ones of launched steps included
@@ -72,11 +73,12 @@ class Slots:
             raise _protocol("two owners for one slot")
         for init in plan.inits:
             self._check_init(init)
-        if len({row.slot for row in plan.rows}) != len(plan.rows):
+        if len({*plan.decodes.slots, *(row.slot for row in plan.chunks)}) != plan.num_rows:
             raise _protocol("a slot has two rows")
-        if sum(row.num_tokens for row in plan.rows) > self.capacity.max_step_tokens:
+        if plan.num_tokens > self.capacity.max_step_tokens:
             raise _protocol(f"more than {self.capacity.max_step_tokens} tokens in a step")
-        for row in plan.rows:
+        self._check_decodes(plan.decodes, inits)
+        for row in plan.chunks:
             self._check_row(row, inits)
         self._check_blocks(plan.zero_blocks)
 
@@ -84,14 +86,20 @@ class Slots:
         """Enter a checked plan and lay its rows out: single tokens first, the shortest context first of all."""
         for init in plan.inits:
             self._enter(init)
-        for row in plan.rows:
+        decodes = plan.decodes
+        for slot, block in decodes.new_blocks:
+            self._grow(slot, (block,))
+        for slot, start in zip(decodes.slots, decodes.starts, strict=True):
+            self._num_computed[slot] = start + 1
+            self._num_known[slot] = start + 2
+        for row in plan.chunks:
             self._append(row)
-        return self._pack(plan.rows)
+        return self._pack(plan)
 
     def write_sampled(self, packed: Packed, tokens: Tensor) -> None:
         """Put the step's sampled tokens (on the device, in the plan's order) where later steps read them."""
         where = on_device(packed.sample_slots * self.stride + packed.sample_positions, self.device)
-        self.tokens.view(-1).index_copy_(0, where, tokens)
+        self.flat_tokens.index_copy_(0, where, tokens)
 
     # --- checking ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +120,24 @@ class Slots:
             raise _protocol("sampling parameters name a token outside the vocabulary")
         if s.temperature < 0 or s.repetition_penalty <= 0 or not 0 <= s.seed < 2**64:
             raise _protocol("sampling parameters out of range")
+
+    def _check_decodes(self, decodes: Decodes, inits: Mapping[int, SlotInit]) -> None:
+        """The usual one, of a slot that holds all it needs, is looked at here; any other as the row that it is."""
+        c = self.capacity
+        grown = dict(decodes.new_blocks)
+        if len(grown) != len(decodes.new_blocks):
+            raise _protocol("two blocks for one position")
+        for slot, start in zip(decodes.slots, decodes.starts, strict=True):
+            if (
+                slot in grown
+                or slot in inits
+                or not 0 <= slot < c.num_slots
+                or start != self._num_computed[slot]
+                or start + 1 != self._num_known[slot]
+                or start >= c.max_model_len
+                or start >= self._num_blocks[slot] * c.block_size
+            ):
+                self._check_row(Row(slot, start, 1, True, (grown[slot],) if slot in grown else ()), inits)
 
     def _check_row(self, row: Row, inits: Mapping[int, SlotInit]) -> None:
         c = self.capacity
@@ -153,37 +179,54 @@ class Slots:
 
     def _append(self, row: Row) -> None:
         slot, end = row.slot, row.start + row.num_tokens
-        if row.new_blocks:
-            first = self._num_blocks[slot]
-            self._num_blocks[slot] = first + len(row.new_blocks)
-            self._blocks[slot, first : self._num_blocks[slot]] = row.new_blocks
+        self._grow(slot, row.new_blocks)
         self._num_computed[slot] = end
         if row.sample:
             self._num_known[slot] = end + 1
 
-    def _pack(self, rows: Sequence[Row]) -> Packed:
-        order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens > 1, rows[i].start + rows[i].num_tokens))
-        chunks: list[Chunk] = []
-        last = np.zeros(len(rows), np.int64)  # packed index of each plan row's last token
-        first = 0
-        for i in order:
-            row = rows[i]
-            used = -(-(row.start + row.num_tokens) // self.capacity.block_size)
-            chunks.append(Chunk(first, row.num_tokens, row.start, self._blocks[row.slot, :used].copy()))
-            first += row.num_tokens
-            last[i] = first - 1
-        counts = [chunk.num_queries for chunk in chunks]
-        starts = np.array([chunk.start - chunk.first for chunk in chunks], np.int64)
-        positions = np.repeat(starts, counts) + np.arange(first)
-        slots = np.repeat(np.array([rows[i].slot for i in order], np.int64), counts)
-        sampling = [i for i, row in enumerate(rows) if row.sample]
+    def _grow(self, slot: int, blocks: Sequence[int]) -> None:
+        if blocks:
+            first = self._num_blocks[slot]
+            self._num_blocks[slot] = first + len(blocks)
+            self._blocks[slot, first : self._num_blocks[slot]] = blocks
+
+    def _pack(self, plan: StepPlan) -> Packed:
+        decodes, chunks = plan.decodes, plan.chunks
+        slots = np.array((*decodes.slots, *(row.slot for row in chunks)), np.int64)
+        starts = np.array((*decodes.starts, *(row.start for row in chunks)), np.int64)
+        counts = np.ones(len(slots), np.int64)
+        counts[len(decodes.slots) :] = [row.num_tokens for row in chunks]
+        ends = starts + counts
+        order = np.lexsort((ends, counts > 1))
+        packed_slots, packed_counts, packed_starts = slots[order], counts[order], starts[order]
+        firsts = np.cumsum(packed_counts) - packed_counts
+        positions = positions_of(firsts, packed_counts, packed_starts)
+        token_slots = np.repeat(packed_slots, packed_counts)
+        size = self.capacity.block_size
+        batch = Batch(
+            block_size=size,
+            first=firsts,
+            num_queries=packed_counts,
+            start=packed_starts,
+            table=packed_slots * self._blocks.shape[1],
+            blocks=self._blocks.reshape(-1),
+            cells=cells_of(self._blocks[token_slots, positions // size], positions, size),
+        )
+        last = np.empty_like(firsts)  # packed index of each plan row's last token
+        last[order] = firsts + packed_counts - 1
+        if plan.num_samples < len(slots):
+            sampling = [
+                *range(len(decodes.slots)),
+                *(i for i, row in enumerate(chunks, len(decodes.slots)) if row.sample),
+            ]
+            last, slots, ends = last[sampling], slots[sampling], ends[sampling]
         return Packed(
-            chunks=chunks,
-            reads=slots * self.stride + positions,
+            batch=batch,
+            reads=token_slots * self.stride + positions,
             positions=positions,
-            sample_rows=last[sampling],
-            sample_slots=np.array([rows[i].slot for i in sampling], np.int64),
-            sample_positions=np.array([rows[i].start + rows[i].num_tokens for i in sampling], np.int64),
+            sample_rows=last,
+            sample_slots=slots,
+            sample_positions=ends,
         )
 
 

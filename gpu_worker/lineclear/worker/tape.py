@@ -19,6 +19,13 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 
+def bare(library: Any, name: str) -> Callable[..., Any]:
+    """A function of a library that takes ctypes objects as they are, without looking at each of them at every call."""
+    function: Any = library[name]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     """To the tensor's first element; null for None. The tensor must be kept alive and where it is."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

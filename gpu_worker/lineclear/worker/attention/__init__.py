@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,44 +59,67 @@ class Chunk(NamedTuple):
         return self.start + self.num_queries
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """One step as attention sees it. Chunks of one query come first, those with the fewest blocks first of all."""
+    """One step as attention sees it, in columns. Chunks of one query come first."""
 
-    chunks: Sequence[Chunk]
+    block_size: int
+    first: IntArray
+    """[num_chunks]: these four as in Chunk."""
+    num_queries: IntArray
+    start: IntArray
+    table: IntArray
+    """Where in `blocks` the chunk's begin. There may be more of them than it uses."""
+    blocks: npt.NDArray[np.int32]
+    """Good until the step has been launched."""
     cells: IntArray
     """[num_tokens]: the cell (block * block_size + offset) of each packed token."""
-    fresh_blocks: IntArray
-    """Blocks that this step begins and leaves partly empty: to be zeroed before their first cell is written."""
-    num_single: int = field(default=0)
-    """How many of the chunks have one query."""
+
+    @property
+    def num_single(self) -> int:
+        """How many of the chunks have one query."""
+        return int((self.num_queries == 1).sum())
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """One by one, with blocks of their own."""
+        columns = (column.tolist() for column in (self.first, self.num_queries, self.start, self.table))
+        return [
+            Chunk(first, count, start, self.blocks[at : at - (-(start + count) // self.block_size)].astype(np.int64))
+            for first, count, start, at in zip(*columns, strict=True)
+        ]
+
+    @property
+    def fresh_blocks(self) -> IntArray:
+        """Blocks that this step begins and leaves partly empty: to be zeroed before their first cell is written."""
+        ends = self.start + self.num_queries
+        left = ends % self.block_size
+        fresh = np.flatnonzero((left > 0) & (self.start <= ends - left))
+        return self.blocks[self.table[fresh] + ends[fresh] // self.block_size].astype(np.int64)
 
 
 def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
     """The Batch of `chunks`, whose queries lie packed in the order given."""
-    cells = [_cells(chunk, block_size) for chunk in chunks]
-    fresh = [
-        int(chunk.blocks[-1])
-        for chunk in chunks
-        if chunk.end % block_size and chunk.start <= chunk.end - chunk.end % block_size
-    ]
-    num_single = sum(chunk.num_queries == 1 for chunk in chunks)
-    assert all(chunk.num_queries == 1 for chunk in chunks[:num_single]), "chunks of one query come first"
-    return Batch(
-        chunks=chunks,
-        cells=np.concatenate(cells) if cells else np.zeros(0, np.int64),
-        fresh_blocks=np.array(fresh, np.int64),
-        num_single=num_single,
-    )
+    described = [(x.first, x.num_queries, x.start, len(x.blocks)) for x in chunks]
+    first, num_queries, start, lengths = np.array(described, np.int64).reshape(-1, 4).T.copy()
+    table = np.cumsum(lengths) - lengths
+    blocks = np.concatenate([np.zeros(0, np.int32), *(chunk.blocks for chunk in chunks)]).astype(np.int32)
+    positions = positions_of(first, num_queries, start)
+    places = np.repeat(table, num_queries) + positions // block_size
+    batch = Batch(block_size, first, num_queries, start, table, blocks, cells_of(blocks[places], positions, block_size))
+    assert (num_queries[: batch.num_single] == 1).all(), "chunks of one query come first"
+    return batch
 
 
-def _cells(chunk: Chunk, block_size: int) -> IntArray:
-    if chunk.num_queries == 1:
-        return chunk.blocks[chunk.start // block_size : chunk.start // block_size + 1] * block_size + (
-            chunk.start % block_size
-        )
-    positions = np.arange(chunk.start, chunk.end)
-    return chunk.blocks[positions // block_size] * block_size + positions % block_size
+def positions_of(first: IntArray, num_queries: IntArray, start: IntArray) -> IntArray:
+    """[num_tokens]: of the packed tokens of chunks."""
+    positions: IntArray = np.repeat(start - first, num_queries) + np.arange(int(num_queries.sum()))
+    return positions
+
+
+def cells_of(blocks: npt.NDArray[np.int32], positions: IntArray, block_size: int) -> IntArray:
+    """Of tokens at these positions, in these blocks."""
+    return blocks.astype(np.int64) * block_size + positions % block_size
 
 
 class AttentionBackend(ABC):

@@ -9,13 +9,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
-from lineclear.worker.tape import Call, Count, pointer
+from lineclear.worker.tape import Call, Count, bare, pointer
 
 from . import AttentionBackend, Batch, LayerSpec
 
@@ -57,26 +55,17 @@ class _Step:
 
     def __init__(self, queries_per_item: int) -> None:
         self._queries_per_item = queries_per_item
-        self._arrays: tuple[npt.NDArray[Any], ...] = ()  # what the description points to
+        self._batch: Batch | None = None  # what the description points to
         self.description = _Batch()
 
     def take(self, batch: Batch) -> None:
         """Describe this one from now on."""
-        counts = np.array([chunk.num_queries for chunk in batch.chunks], np.int64)
-        lengths = np.array([len(chunk.blocks) for chunk in batch.chunks], np.int64)
-        blocks = [chunk.blocks for chunk in batch.chunks]
-        self._arrays = (
-            np.ascontiguousarray(batch.cells),
-            np.array([chunk.first for chunk in batch.chunks], np.int64),
-            counts,
-            np.array([chunk.start for chunk in batch.chunks], np.int64),
-            np.cumsum(lengths) - lengths,
-            np.concatenate(blocks).astype(np.int32) if blocks else np.zeros(0, np.int32),
-        )
+        self._batch = batch
         d = self.description
-        d.num_tokens, d.num_chunks = len(batch.cells), len(counts)
-        d.num_items = int((-(-counts // self._queries_per_item)).sum())
-        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (a.ctypes.data for a in self._arrays)
+        d.num_tokens, d.num_chunks = len(batch.cells), len(batch.first)
+        d.num_items = int((-(-batch.num_queries // self._queries_per_item)).sum())
+        columns = batch.cells, batch.first, batch.num_queries, batch.start, batch.table, batch.blocks
+        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (column.ctypes.data for column in columns)
 
 
 class NativeAttention(AttentionBackend):
@@ -145,7 +134,7 @@ class NativeAttention(AttentionBackend):
         spec = self.layers[layer]
         step = self._steps[spec.num_heads, spec.num_kv_heads].description  # it knows the number of tokens, too
         described = ctypes.byref(self._descriptions[layer]), ctypes.byref(step)
-        return self._library.lineclear_attend, (*described, *map(pointer, (query, key, value, out)))
+        return bare(self._library, "lineclear_attend"), (*described, *map(pointer, (query, key, value, out)))
 
     def _as_stored(self, x: Tensor) -> Tensor:
         return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()
