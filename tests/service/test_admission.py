@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,24 @@ def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
                 call.cancel()
             await s.idle()
             assert (len(s.service._room), s.service._room.num_tenants) == (0, 0)
+
+    run(scenario())
+
+
+def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
+            await s.engine.next_request(3)
+            other = s.generate(IDS, **tenant("other"))
+            await s.engine.next_request(4)
+            shares = Counter(request.tenant for request in s.engine.submitted)
+            assert sorted(shares.values()) == [1, 1, 2]
+            assert shares[""] == 1
+            assert not any("acme" in share for share in shares)
+            for call in (*calls, other):
+                call.cancel()
+            await s.idle()
 
     run(scenario())
 

@@ -1,7 +1,7 @@
 """What must be true of a scheduler, kept as a model of its own from what goes in and what comes out.
 
-Nothing here reads the core's state, except `snapshot`, which is part of what comes out. The numbers I1 to I25 are those
-of the project's list of invariants; `Breach.invariant` names the one that did not hold.
+Nothing here reads the core's state, except `snapshot`, which is part of what comes out. Whose turn it is, is judged by
+`turns`; this file follows positions, blocks, tokens and ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from simulation.breach import Breach, hold
 from simulation.scenario import Scenario
+from simulation.turns import Turns
 from support.events import flat
 from support.toy import expected
 
@@ -50,20 +52,6 @@ from lineclear.wire.types import Hello, Row, SlotInit, StepError, StepErrorKind,
 _COUNTERS = [field.name for field in fields(Counters)]
 _SMALL_STEPS = 200
 Key = tuple[bytes, tuple[int, ...]]
-
-
-class Breach(AssertionError):
-    """An invariant did not hold."""
-
-    def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(f"{invariant}: {message}")
-        self.invariant = invariant
-
-
-def hold(condition: bool, invariant: str, message: str) -> None:
-    """`invariant`, in words: `message`."""
-    if not condition:
-        raise Breach(invariant, message)
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
@@ -155,7 +143,7 @@ class Oracle:
         self.doubts: dict[int, tuple[Track, int]] = {}  # free block -> who had rows in flight when he left it, the last
         self.tally = Counters()
         self.draining = False
-        self.arrivals = 0
+        self.turns = Turns(scenario.limits)
         self.turned_away = False
         self.batch_places, self.batch_begun_at = 0, float("-inf")
         self.halvings = self.small_steps = 0
@@ -173,12 +161,13 @@ class Oracle:
             hold(type(outcome) is error, "I12", "refused at the door, and for the right reason")
             return
         hold(outcome == [Admitted(request.request_id)], "I12", "admitted when nothing speaks against it")
-        self.arrivals += 1
-        track = Track(request, request.sampling.seed, (self._key(request, now), self.arrivals), now)
+        rank = self.turns.arrives(request, now)
+        track = Track(request, request.sampling.seed, rank, now)
         track.pinned = self.limits.max_preemptions == 0
         track.answer = expected(request.prompt, request.sampling, request.max_tokens, self.scenario.vocab_size)
         self.live[request.request_id] = self.by_number[track.number] = track
         self.fresh[track] = None
+        self.turns.waits(track)
         self.tally.requests_admitted += 1
 
     def cancelled(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
@@ -331,7 +320,7 @@ class Oracle:
         hold(total <= budget, "I6", "no more tokens than the budget")
         hold(len(self.running) <= self.num_slots, "I6", "no more sequences than slots")
         if suspect is None:
-            self._fair(slots, ready, partial, budget, decoded)
+            self._by_age(slots, ready, partial, budget, decoded)
         else:
             rows = [row for other in (*self.flights, flight) for row in other.rows]
             hold(all(track is suspect for track, _, _ in rows), "isolation", "a suspect runs with nobody beside it")
@@ -440,17 +429,15 @@ class Oracle:
         hits = self._cached_prefix(track)
         hold(list(init.blocks) == hits, "I4", "the longest cached prefix of its own salt is shared, and nothing else")
         if suspect is None:
-            self._overtakes(track)
+            peers = [*self.resuming, *self.fresh] if track in self.fresh else self.resuming
+            self.turns.overtakes(track, peers, self.yielded)
         if track in self.fresh:
             hold(fresh_may, "strategy", "nobody joins before the strategy lets him")
             self.batch_places -= 1
             fixed = self.limits.strategy == "fixed_size"
             hold(not fixed or self.batch_places >= 0, "strategy", "a fixed batch has as many places as slots")
             self.turned_away = False
-            for other in self.fresh:
-                late = track.arrival - other.arrival
-                if other.rank > track.rank and suspect is None:
-                    hold(late <= self._longest_wait(other), "I14", "nobody who comes so much later goes first")
+            self.turns.began(track, self.fresh, alone=suspect is not None)
             del self.fresh[track]
         else:
             del self.resuming[track]
@@ -481,25 +468,6 @@ class Oracle:
                     break
                 found.append(block)
         return found
-
-    def _longest_wait(self, track: Track) -> float:
-        """By how much later somebody may come and have the better rank: the bound that docs/design.md states."""
-        ageing, request = self.limits.policy.ageing_seconds, track.request
-        if self.limits.order == "priority":
-            return 255 * ageing
-        if self.limits.order == "shortest":
-            return track.limit / 256 * ageing
-        if self.limits.order == "deadline":
-            return 256 * ageing if request.deadline is None else request.deadline - track.arrival
-        return 0.0
-
-    def _overtakes(self, track: Track) -> None:
-        peers = [*self.resuming, *self.fresh] if track in self.fresh else self.resuming
-        for other in peers:
-            if other.rank < track.rank and other not in self.yielded:
-                hold(other.in_flight == 0, "I14", "nobody overtakes who only waits for his own samples")
-                other.bypasses += 1
-                hold(other.bypasses <= self.limits.max_bypasses, "I14", "overtaken no more often than the bound")
 
     def _row(self, track: Track, row: Row, flight: _Flight, zeroed: set[int]) -> None:
         size, end = self._size, row.start + row.num_tokens
@@ -545,7 +513,7 @@ class Oracle:
             zeroed.discard(block)
         self.holders[block].add(track)
 
-    def _fair(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
+    def _by_age(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
         """Decodes go first, oldest first, and the oldest prompt goes on, unless the order says prompts first."""
         if self.limits.order != "prefill_first":
             for track in ready:
@@ -699,16 +667,6 @@ class Oracle:
         assert self.hello is not None
         return self.hello.block_size
 
-    def _key(self, request: Request, now: float) -> float:
-        ageing = self.limits.policy.ageing_seconds
-        if self.limits.order == "priority":
-            return now + request.priority * ageing
-        if self.limits.order == "shortest":
-            return now + (len(request.prompt) + request.max_tokens) / 256 * ageing
-        if self.limits.order == "deadline":
-            return now + 256 * ageing if request.deadline is None else request.deadline
-        return 0.0
-
     def _refusal(self, request: Request) -> type[LineclearError] | None:
         waiting = sum(len(t.tokens) for t in self.fresh)
         if self.draining:
@@ -738,6 +696,7 @@ class Oracle:
             self._leave(track, track.applied)
         self.fresh.pop(track, None)
         self.resuming.pop(track, None)
+        self.turns.ended(track, self.fresh, nobody_left=not self.live)
 
     def _leave(self, track: Track, high: int) -> None:
         if track.planned > track.applied and not track.soiled:

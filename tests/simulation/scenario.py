@@ -71,6 +71,7 @@ class Scenario:
     """Share of requests that bring the beginning of their answer."""
     behind: float = 0.0
     """Share of prompts that are the first template and a few tokens more."""
+    num_tenants: int = 1
 
 
 def draw(seed: int) -> Scenario:
@@ -80,7 +81,7 @@ def draw(seed: int) -> Scenario:
     theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
     scenario = theme(rng, scenario)
     # Last, so that a seed keeps its meaning when another twist comes.
-    for twist, share in ((_resumed, 0.2), (_deep, 0.15)):
+    for twist, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, 0.5 if scenario.limits.order == "fair" else 0.05)):
         if rng.random() < share:
             scenario = twist(rng, scenario)
     return scenario
@@ -188,6 +189,13 @@ def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
 def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
     """Another server went down, and its callers come here for the rest of their answers."""
     return replace(scenario, resumed=rng.choice((0.2, 0.8)))
+
+
+def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Several tenants, not equally busy, wait for few slots."""
+    limits = replace(scenario.limits, order="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
+    weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
+    return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -310,6 +318,10 @@ def draw_request(
         deadline=deadline,
         cache_salt=rng.choice(scenario.salts),
     )
+    if scenario.num_tenants > 1:
+        # The first asks for about half of all.
+        tenant = max(0, rng.randrange(2 * scenario.num_tenants) - scenario.num_tenants)
+        request = replace(request, tenant=f"t{tenant}")
     if scenario.resumed and rng.random() < scenario.resumed:
         whole = expected(request.prompt, request.sampling, max_tokens, vocab_size)
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))

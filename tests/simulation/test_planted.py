@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from simulation.oracle import Breach
+from simulation.breach import Breach
 from simulation.planted import BUGS, Bug, planted
 from simulation.sweep import regressions
 from simulation.world import run_seed

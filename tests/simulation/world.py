@@ -11,7 +11,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulation.oracle import Breach, Oracle, hold, is_bad
+from simulation.breach import Breach, hold
+from simulation.oracle import Oracle, is_bad
 from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request, poison
 from support.events import flat
 from support.toy import ToyFlight, ToyRunner

@@ -24,7 +24,7 @@ from pydantic_settings import (
 from lineclear.limits import MAX_MESSAGE_BYTES
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
-Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline"]
+Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
 Victim = Literal["cheapest", "newest"]
 
 
@@ -124,7 +124,7 @@ class SchedulerSettings(BaseSettings):
     batch_timeout_ms: float = Field(
         50.0, ge=0, le=60_000, description="Longest wait for a batch to fill, where the strategy waits."
     )
-    order: Order = Field("fifo", description="Which waiting request is next.")
+    order: Order = Field("fifo", description="Which waiting request is next; fair: tenants get equally many tokens.")
     ageing_seconds: float = Field(
         30.0, gt=0, le=86_400, description="Waiting this long is worth one step of priority, so that nobody starves."
     )

@@ -37,7 +37,9 @@ _PLAIN = (
 _plain = attrgetter(*_PLAIN)
 
 
-def blank(number: int, prompt_len: int, output_len: int, max_tokens: int, priority: int, deadline: Any) -> Request:
+def blank(
+    number: int, prompt_len: int, output_len: int, max_tokens: int, priority: int, deadline: Any, tenant: str
+) -> Request:
     """A request of that shape, with nothing in it."""
     return Request(
         str(number),
@@ -48,13 +50,15 @@ def blank(number: int, prompt_len: int, output_len: int, max_tokens: int, priori
         frozenset({STOP}),
         priority,
         deadline,
+        tenant=tenant,
         output=(NORMAL,) * output_len,
     )
 
 
 def shape(request: Request) -> tuple[Any, ...]:
     """What `blank` makes a like one of, after the number."""
-    return len(request.prompt), len(request.output), request.max_tokens, request.priority, request.deadline
+    more = (request.priority, request.deadline, request.tenant)
+    return len(request.prompt), len(request.output), request.max_tokens, *more
 
 
 def limits_of(limits: CoreLimits) -> State_:
@@ -80,6 +84,7 @@ def freeze(core: Scheduler) -> State_:
         "model": [list(world.model._weights), [list(r) for r in world.model._covariance], world.model.num_observations],
         "world": [world.draining, world.refusing],
         "strategy": {name: value for name, value in vars(world.strategy).items() if name != "_settings"},
+        "order": world.order.state(),
         "sequences": [_freeze_sequence(sequence) for sequence in table],
         "live": [table[s] for s in core._live.values()],
         "fresh": [table[s] for s in core._fresh.sequences()],
@@ -155,6 +160,7 @@ def thaw(state: State_) -> Scheduler:
     core._world.draining, core._world.refusing = state["world"]
     for name, value in state["strategy"].items():
         setattr(core._world.strategy, name, value)
+    core._world.order.restore(state["order"])
     everybody = [_thaw_sequence(entry) for entry in state["sequences"]]
     core._live = {everybody[i].request.request_id: everybody[i] for i in state["live"]}
     for queue, name in ((core._fresh, "fresh"), (core._resuming, "resuming")):

@@ -131,7 +131,7 @@ class Admission:
         if ticket.is_over:  # given up meanwhile
             return
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
-        request = replace(request, cache_salt=self._salt(ticket, message))
+        request = replace(request, cache_salt=self._salt(ticket, message), tenant=identity.share(ticket.tenant))
         self._room.weigh(ticket.tenant, len(request.prompt))
         ticket.prompt_tokens, ticket.max_tokens = len(request.prompt), request.max_tokens
         if not request.output:

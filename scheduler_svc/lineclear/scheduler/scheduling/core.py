@@ -398,6 +398,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence, *, dirty: bool = False) -> None:
         """Any state -> FINISHED, once."""
         self._suspects.forget(sequence)
+        self._world.order.ended(sequence)
         if sequence.state is State.RUNNING:
             self._residents.leave(sequence, State.FINISHED, dirty=dirty)
         else:

@@ -288,6 +288,7 @@ class Planning:
         world.counters.looked_up_tokens += len(sequence.tokens)
         world.counters.cached_tokens += start
         if sequence.started_at is None:
+            world.order.began(sequence)
             sequence.started_at = self._now
             sequence.cached_tokens = start
             world.counters.prompt_tokens += sequence.prompt_len

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from lineclear.scheduler.scheduling.fair import Fair
 from lineclear.scheduler.scheduling.sequence import Request, Sequence
 from lineclear.scheduler.scheduling.stepmodel import StepModel
 
@@ -175,7 +176,23 @@ class Order(Protocol):
     """Prompts are computed before decodes in a step."""
 
     def key(self, request: Request, now: float) -> float:
-        """The lower, the sooner; equal keys go by arrival."""
+        """The lower, the sooner; equal keys go by arrival. Asked once, for a request that is let in."""
+        ...
+
+    def began(self, sequence: Sequence) -> None:
+        """It leaves the queue for a slot, for the first time."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """It is over, whether it ever began or not."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What the order remembers, in JSON's types."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
         ...
 
 
@@ -189,6 +206,18 @@ class Fifo:
 
     def key(self, request: Request, now: float) -> float:
         return 0.0
+
+    def began(self, sequence: Sequence) -> None:
+        pass
+
+    def ended(self, sequence: Sequence) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class PrefillFirst(Fifo):
@@ -224,6 +253,7 @@ ORDERS: dict[str, Callable[[PolicySettings], Order]] = {
     "priority": Priority,
     "shortest": Shortest,
     "deadline": Deadline,
+    "fair": Fair,
 }
 
 

@@ -22,6 +22,7 @@ class Request:
     """What was asked for, validated. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
     `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
+    `tenant` stands for whose share it takes, where shares matter; it names nobody.
     `output` is the beginning of the answer where another server made that, of fewer than `max_tokens` tokens.
     """
 
@@ -34,6 +35,7 @@ class Request:
     priority: int = 128
     deadline: float | None = None
     cache_salt: bytes = b""
+    tenant: str = ""
     output: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
