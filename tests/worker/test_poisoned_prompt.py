@@ -91,6 +91,10 @@ def test_a_prompt_poisoned_in_its_first_chunk(dtype: torch.dtype, kv_dtype: torc
     assert held <= set(zeroed)
     assert len(held) == -(-len(prompt) // 16)
 
+    with pytest.raises(Failure) as caught:  # alone, in steps that are greedy throughout
+        server.serve([Request("again", prompt, Sampling(), 8)])
+    assert isinstance(caught.value.args[0], NonFiniteLogits)
+
 
 def _tokens(event: Any, request_id: str) -> tuple[int, ...]:
     return event.tokens if getattr(event, "request_id", "") == request_id and hasattr(event, "first_index") else ()

@@ -192,7 +192,7 @@ class _Flight:
             step=step,
             tokens=tuple(self._outputs.tokens.tolist()),
             logprobs=self._logprobs(self._outputs),
-            bad_rows=frozenset(row for row, bad in enumerate(self._outputs.bad.tolist()) if bad),
+            bad_rows=_rows_where(self._outputs.bad),
             step_seconds=seconds,
         )
 
@@ -206,9 +206,12 @@ class _Flight:
         return tuple(entries)
 
 
+def _rows_where(bad: Tensor | None) -> frozenset[int]:
+    return frozenset() if bad is None else frozenset(row for row, is_bad in enumerate(bad.tolist()) if is_bad)
+
+
 def _all_to_host(sampled: Sampled) -> Sampled:
-    tokens, bad = _to_host(sampled.tokens), _to_host(sampled.bad)
-    return Sampled(tokens, bad, *(None if x is None else _to_host(x) for x in sampled[2:]))
+    return Sampled(_to_host(sampled.tokens), *(None if x is None else _to_host(x) for x in sampled[1:]))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

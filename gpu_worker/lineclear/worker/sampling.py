@@ -8,6 +8,7 @@ tie with the last one kept are kept. Draws go through the tokens in the order of
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class Sampled(NamedTuple):
 
     tokens: Tensor
     """[num_rows] int64; 0 in bad rows."""
-    bad: Tensor
-    """[num_rows] bool: the logits were not finite, or nothing was allowed."""
+    bad: Tensor | None
+    """[num_rows] bool: the logits were not finite, or nothing was allowed. None: no row is."""
     logprobs: Tensor | None = None
     """[num asked]: of the sampled token, in the order of `logprob_rows`."""
     top_ids: Tensor | None = None
@@ -43,6 +44,8 @@ def sample(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Sampled:
     """
     best, tokens = _best(logits)
     # Models may put -inf on ids they never say, so a row is bad when its best is not finite, not when any is not.
+    if rows.is_greedy and best.device.type == "cpu" and all(map(math.isfinite, best.tolist())):
+        return Sampled(tokens, None)
     bad = ~torch.isfinite(best)
     if rows.is_greedy:
         return Sampled(tokens.masked_fill_(bad, 0), bad)

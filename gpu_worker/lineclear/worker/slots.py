@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineclear.wire.types import Decodes, Row, SlotInit, StepErrorKind, StepPlan
 
-from .attention import Batch, IntArray, cells_of, on_device, positions_of
+from .attention import Batch, IntArray, cells_of, on_device
 from .protocol import StepFailed
 
 
@@ -191,42 +191,34 @@ class Slots:
             self._blocks[slot, first : self._num_blocks[slot]] = blocks
 
     def _pack(self, plan: StepPlan) -> Packed:
+        # In lists, and then into few arrays: for the usual handful of rows an operation on an array costs more than all
+        # of them together.
         decodes, chunks = plan.decodes, plan.chunks
-        slots = np.array((*decodes.slots, *(row.slot for row in chunks)), np.int64)
-        starts = np.array((*decodes.starts, *(row.start for row in chunks)), np.int64)
-        counts = np.ones(len(slots), np.int64)
-        counts[len(decodes.slots) :] = [row.num_tokens for row in chunks]
-        ends = starts + counts
-        order = np.lexsort((ends, counts > 1))
-        packed_slots, packed_counts, packed_starts = slots[order], counts[order], starts[order]
-        firsts = np.cumsum(packed_counts) - packed_counts
-        positions = positions_of(firsts, packed_counts, packed_starts)
-        token_slots = np.repeat(packed_slots, packed_counts)
-        size = self.capacity.block_size
-        batch = Batch(
-            block_size=size,
-            first=firsts,
-            num_queries=packed_counts,
-            start=packed_starts,
-            table=packed_slots * self._blocks.shape[1],
-            blocks=self._blocks.reshape(-1),
-            cells=cells_of(self._blocks[token_slots, positions // size], positions, size),
-        )
-        last = np.empty_like(firsts)  # packed index of each plan row's last token
-        last[order] = firsts + packed_counts - 1
-        if plan.num_samples < len(slots):
-            sampling = [
-                *range(len(decodes.slots)),
-                *(i for i, row in enumerate(chunks, len(decodes.slots)) if row.sample),
-            ]
-            last, slots, ends = last[sampling], slots[sampling], ends[sampling]
+        slots = [*decodes.slots, *(row.slot for row in chunks)]
+        starts = [*decodes.starts, *(row.start for row in chunks)]
+        counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
+        order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
+        size, width = self.capacity.block_size, self._blocks.shape[1]
+        described = list[tuple[int, int, int, int]]()
+        token_slots, positions = list[int](), list[int]()
+        last = [0] * len(slots)  # packed index of each plan row's last token
+        for i in order:
+            described.append((len(positions), counts[i], starts[i], slots[i] * width))
+            token_slots += [slots[i]] * counts[i]
+            positions += range(starts[i], starts[i] + counts[i])
+            last[i] = len(positions) - 1
+        sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
+        samples = np.array([(last[i], slots[i], starts[i] + counts[i]) for i in sampling], np.int64).reshape(-1, 3)
+        first, num_queries, start, table = np.array(described, np.int64).reshape(-1, 4).T.copy()
+        at_slots, at = np.array((token_slots, positions), np.int64)
+        cells = cells_of(self._blocks[at_slots, at // size], at, size)
         return Packed(
-            batch=batch,
-            reads=token_slots * self.stride + positions,
-            positions=positions,
-            sample_rows=last,
-            sample_slots=slots,
-            sample_positions=ends,
+            batch=Batch(size, first, num_queries, start, table, self._blocks.reshape(-1), cells),
+            reads=at_slots * self.stride + at,
+            positions=at,
+            sample_rows=samples[:, 0].copy(),
+            sample_slots=samples[:, 1],
+            sample_positions=samples[:, 2],
         )
 
 

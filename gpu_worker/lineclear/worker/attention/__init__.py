@@ -104,17 +104,11 @@ def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
     first, num_queries, start, lengths = np.array(described, np.int64).reshape(-1, 4).T.copy()
     table = np.cumsum(lengths) - lengths
     blocks = np.concatenate([np.zeros(0, np.int32), *(chunk.blocks for chunk in chunks)]).astype(np.int32)
-    positions = positions_of(first, num_queries, start)
+    positions = np.repeat(start - first, num_queries) + np.arange(int(num_queries.sum()))
     places = np.repeat(table, num_queries) + positions // block_size
     batch = Batch(block_size, first, num_queries, start, table, blocks, cells_of(blocks[places], positions, block_size))
     assert (num_queries[: batch.num_single] == 1).all(), "chunks of one query come first"
     return batch
-
-
-def positions_of(first: IntArray, num_queries: IntArray, start: IntArray) -> IntArray:
-    """[num_tokens]: of the packed tokens of chunks."""
-    positions: IntArray = np.repeat(start - first, num_queries) + np.arange(int(num_queries.sum()))
-    return positions
 
 
 def cells_of(blocks: npt.NDArray[np.int32], positions: IntArray, block_size: int) -> IntArray:
