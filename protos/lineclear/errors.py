@@ -171,6 +171,13 @@ class Unreachable(LineclearError):
     reason = "UNREACHABLE"
 
 
+class ConnectionLost(Unreachable):
+    """A server that was there is not any more: it died, left, is starting again or was cut off. Found by the client
+    library, which waits for it."""
+
+    reason = "CONNECTION_LOST"
+
+
 class DeadlineExceeded(LineclearError):
     """The deadline of the call passed, in the queue or while running."""
 

@@ -38,7 +38,6 @@ _VOCABULARY = 512
 _TOY = {"vocab_size": _VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 400
 _ORPHAN_SECONDS = 2.0
-_MAX_ATTEMPTS = 64
 
 
 @dataclass
@@ -59,8 +58,7 @@ class Campaign:
         """Kill so often, then let every answer end."""
         server = self.make_server()
         server.wait_for("worker_joined")
-        # Calls that were not taken yet are made again for as long as a server needs to start.
-        with Client(self.target, max_attempts=_MAX_ATTEMPTS) as client:
+        with Client(self.target) as client:
             readers = [Reader(client, self.ask, self.tally) for _ in range(self.num_streams)]
             for reader in readers:
                 reader.start()

@@ -95,6 +95,7 @@ def soak(folder: Path, *, seconds: float, streams: int, seed: int) -> dict[str, 
     target = f"unix:{folder}/api.sock"
     server = Server(target, ["--model", str(save(folder, byte_level())), "--log-level", "warning"], toy=_TOY)
     tally, stopped = Tally(), threading.Event()
+    # The first calls come before it listens.
     with Client(target, max_attempts=64) as client:
         client.generate([5], max_tokens=1)
         pids = {"scheduler": server.process.pid, "worker": client.stats().worker.pid}

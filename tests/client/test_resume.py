@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
 @pytest.mark.parametrize(
     ("error", "at_first", "again"),
     [
+        (Unreachable("x", retry_after_seconds=math.inf), False, False),
         (Unreachable("x"), True, True),
         (Drained("x"), True, True),
         (Starting("x"), True, True),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lineclear.client.retries import Attempts, RetryPolicy, may_retry
 from lineclear.errors import (
+    ConnectionLost,
     DeadlineExceeded,
     DeviceOutOfMemory,
     Draining,
+    DuplicateRequest,
     InternalError,
     LineclearError,
     QueueFull,
@@ -35,6 +39,9 @@ def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: 
     ("error", "again"),
     [
         (Unreachable("x"), True),
+        (ConnectionLost("x"), True),
+        (Unreachable("x", retry_after_seconds=math.inf), False),
+        (QueueFull("x", retry_after_seconds=math.inf), False),
         (Starting("x", retry_after_seconds=1.0), True),
         (Draining("x", retry_after_seconds=0.0), True),
         (QueueFull("x", retry_after_seconds=1.0), True),
@@ -50,6 +57,7 @@ def test_nobody_answered_or_the_server_said_when(error: LineclearError, again: b
 
 def test_no_error_of_another_code_is_ever_retried() -> None:
     for kind in tree():
+        assert may_retry(kind("x", retry_after_seconds=math.inf)) is False
         if kind.code not in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             assert not may_retry(kind("x", retry_after_seconds=1.0)), kind
 
@@ -60,6 +68,67 @@ def test_pauses_double_up_to_their_limit_and_attempts_are_counted() -> None:
     with pytest.raises(Unreachable) as caught:
         calls.pause_after(error)
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionLost("x"), Starting("x", retry_after_seconds=0.1), Draining("x", retry_after_seconds=0.1)]
+)
+def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: LineclearError) -> None:
+    clock = Clock()
+    calls = attempts(clock=clock)
+    for _ in range(40):
+        clock.now += calls.pause_after(error)
+        if clock.now - 100.0 > 60.0:
+            break
+    else:
+        raise AssertionError("40 pauses of at most 3 s are 60 s")
+    with pytest.raises(type(error)):
+        calls.pause_after(error)
+
+
+def test_a_server_that_came_back_and_left_again_is_waited_for_again() -> None:
+    clock = Clock()
+    calls = attempts(clock=clock)
+    calls.pause_after(ConnectionLost("x"))
+    clock.now += 50.0
+    calls.pause_after(QueueFull("x", retry_after_seconds=0.1))
+    clock.now += 50.0
+    calls.pause_after(ConnectionLost("x"))
+    clock.now += 50.0
+    calls.pause_after(ConnectionLost("x"))
+
+
+def test_who_waits_for_a_server_still_has_all_attempts_for_want_of_room() -> None:
+    calls = attempts()
+    for _ in range(20):
+        calls.pause_after(ConnectionLost("x"))
+    for _ in range(3):
+        calls.pause_after(QueueFull("x", retry_after_seconds=0.1))
+    with pytest.raises(QueueFull):
+        calls.pause_after(QueueFull("x", retry_after_seconds=0.1))
+
+
+def test_a_name_in_use_is_our_own_once_a_connection_was_lost() -> None:
+    policy, taken = RetryPolicy(), DuplicateRequest("x")
+    for calls in (Attempts(policy, None), Attempts(policy, None, meets_itself=True)):
+        with pytest.raises(DuplicateRequest):
+            calls.pause_after(taken)
+    lost = Attempts(policy, None, meets_itself=True)
+    lost.pause_after(ConnectionLost("x"))
+    for _ in range(10):
+        lost.pause_after(taken)
+    elsewhere = Attempts(policy, None)
+    elsewhere.pause_after(ConnectionLost("x"))
+    with pytest.raises(DuplicateRequest):
+        elsewhere.pause_after(taken)
+
+
+def test_the_deadline_is_not_waited_beyond() -> None:
+    clock = Clock()
+    calls = attempts(10.0, clock=clock)
+    clock.now += 9.5
+    with pytest.raises(ConnectionLost):
+        calls.pause_after(ConnectionLost("x"))
 
 
 @pytest.mark.parametrize(("dice", "pause"), [(0.0, 0.5), (1.0, 1.0)])
@@ -73,8 +142,9 @@ def test_a_server_that_asks_for_longer_gets_it_and_some_jitter() -> None:
 
 
 def test_one_attempt_is_no_retry() -> None:
-    with pytest.raises(Unreachable):
-        Attempts(RetryPolicy(max_attempts=1), None).pause_after(Unreachable("x"))
+    for error in (Unreachable("x"), ConnectionLost("x"), Starting("x", retry_after_seconds=0.1)):
+        with pytest.raises(type(error)):
+            Attempts(RetryPolicy(max_attempts=1), None).pause_after(error)
     with pytest.raises(ValueError, match="at least 1"):
         RetryPolicy(max_attempts=0)
 

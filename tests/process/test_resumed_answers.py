@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.toy_service import ToyService, answer, text_of, toy_service
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
+from lineclear.client.retries import Attempts
+from lineclear.errors import LineclearError
 
 COUNT = 8
 LENGTH = 120
@@ -84,3 +89,56 @@ def test_answers_of_threads_survive_two_kills(tmp_path: Path) -> None:
     check(results)
     assert len(results) == 1
     assert results[0].resumes
+
+
+@pytest.mark.parametrize(("kind", "sessions"), [("threads", False), ("threads", True), ("asyncio", True)])
+def test_requests_that_waited_outlive_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sessions: bool
+) -> None:
+    """Not begun yet, and with as many attempts as the server needs to come back: more than `max_attempts` says."""
+    failed: Counter[int] = Counter()
+    real = Attempts.pause_after
+
+    def counting(attempts: Attempts, error: LineclearError) -> float:
+        failed[id(attempts)] += 1
+        return real(attempts, error)
+
+    monkeypatch.setattr(Attempts, "pause_after", counting)
+    policy = RetryPolicy(max_pause_seconds=0.1)
+    results: dict[int, Generation] = {}
+
+    def in_threads(target: str) -> None:
+        with Client(target, retry=policy, sessions=sessions) as client:
+
+            def ask(number: int) -> None:
+                results[number] = client.generate(prompt(number), max_tokens=LENGTH, ignore_eos=True)
+
+            asking = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+            for thread in asking:
+                thread.start()
+            for thread in asking:
+                thread.join(60)
+
+    async def in_tasks(target: str) -> None:
+        async with AsyncClient(target, retry=policy, sessions=sessions) as client:
+            calls = (client.generate(prompt(number), max_tokens=LENGTH, ignore_eos=True) for number in range(4))
+            results.update(enumerate(await asyncio.gather(*calls)))
+
+    run = in_threads if kind == "threads" else lambda target: asyncio.run(in_tasks(target))
+    with toy_service(tmp_path, "--max-batch-size", "1", **STEP) as service, Client(service.target) as watching:
+        everybody = threading.Thread(target=run, args=(service.target,))
+        everybody.start()
+        until(lambda: watching.stats().gauges.requests_waiting == 3)
+        service.kill()
+        until(lambda: len([1 for count in failed.values() if count > policy.max_attempts]) >= 3)
+        service.start()
+        everybody.join(60)
+    check([results[number] for number in range(4)])
+    assert sum(result.resumes > 0 for result in results.values()) <= 1, "three had not begun"
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

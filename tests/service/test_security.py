@@ -372,7 +372,7 @@ def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None
 
 
 def test_both_ends_have_the_same_limit_for_a_message() -> None:
-    from lineclear.client.transport import channel_options
+    from lineclear.client.channels import channel_options
 
     client = dict(channel_options())
     assert client["grpc.max_receive_message_length"] == client["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES

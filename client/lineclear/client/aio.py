@@ -14,6 +14,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .channels import DEFAULT_TARGET, Options, Pairs
 from .kept import Snapshot, snapshot, submission
 from .many import Batch, Outcome, checked_concurrency
 from .progress import Progress, display
@@ -33,7 +34,7 @@ from .requests import (
 )
 from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import DEFAULT_TARGET, AioTransport, AsyncCall, AsyncTransport, Options, Pairs
+from .transport import AioTransport, AsyncCall, AsyncTransport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")

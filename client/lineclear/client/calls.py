@@ -13,10 +13,10 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .assembly import Assembly
+from .channels import Pairs
 from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
 from .results import Delta, Generation
 from .retries import Attempts, Resumptions, RetryPolicy
-from .transport import Pairs
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 # Of the calls that compute nothing.
@@ -39,7 +39,7 @@ class Outgoing:
 
     def attempts(self) -> Attempts:
         """The attempts of the call, whose time starts to run now."""
-        return Attempts(self.retry, self.timeout_seconds)
+        return Attempts(self.retry, self.timeout_seconds, meets_itself=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,25 +6,32 @@ for calls that were not taken, `Resumptions` for answers, which go on at the ind
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import DeadlineExceeded, DuplicateRequest, LineclearError, Unreachable
+from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently. `max_attempts` counts the first one: 1 switches retrying off.
+    """How often and how patiently. `max_attempts` 1 switches all of it off.
+
+    A server that was there and is not, or is not ready yet, is waited for: with as many attempts as that takes, until
+    it has been away for `resume_timeout_seconds`. So a request that waited in its queue outlives its restart. One that
+    has no room, and an address where nobody has answered yet, are tried `max_attempts` times, the first one included.
 
     The n-th pause is drawn from the upper half of `first_pause_seconds * 2**n`, which never exceeds
     `max_pause_seconds`; a server that names a longer pause gets it, plus up to half of that draw again so that callers
-    refused together do not come back together.
+    refused together do not come back together. One that asks not to be asked again is not.
 
     An answer that is cut off (the server left, died or cannot be reached) is resumed: at most `max_resumes` times, and
     not once it has got nothing new for `resume_timeout_seconds`. The pause before is drawn from all of the same
     ceiling. 0, or `max_attempts` 1, switches resuming off.
+
+    The deadline of the call bounds everything together.
     """
 
     max_attempts: int = 4
@@ -41,10 +48,17 @@ class RetryPolicy:
 
 
 def may_retry(error: LineclearError) -> bool:
-    """Nobody answered, or somebody did and named the pause after which to try again."""
+    """Nobody answered, or somebody did and named the pause after which to try again. An endless one means never."""
+    if error.retry_after_seconds == math.inf:
+        return False
     if isinstance(error, Unreachable):
         return True
     return error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and error.retry_after_seconds is not None
+
+
+def is_absence(error: LineclearError) -> bool:
+    """A server is known to be there, and is not at the moment. A plain Unreachable may be a wrong address."""
+    return error.code == "UNAVAILABLE" and type(error) is not Unreachable
 
 
 def may_resume(error: LineclearError, resumed: bool) -> bool:
@@ -53,13 +67,19 @@ def may_resume(error: LineclearError, resumed: bool) -> bool:
     `resumed`: the error is that of an attempt to go on, which may also be refused for want of room, or because the
     server has not noticed yet that the first call is gone.
     """
+    if error.retry_after_seconds == math.inf:
+        return False
     if error.code == "UNAVAILABLE":
         return True
     return resumed and (isinstance(error, DuplicateRequest) or may_retry(error))
 
 
 class Attempts:
-    """The attempts of one call and the time they have together."""
+    """The attempts of one call and the time they have together.
+
+    `meets_itself`: once a connection was lost, a name that is in use is that of the earlier attempt, whose end the
+    server has not noticed yet. Not so where the server goes on without us (Submit).
+    """
 
     def __init__(
         self,
@@ -67,12 +87,18 @@ class Attempts:
         timeout_seconds: float | None,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
+        *,
+        meets_itself: bool = False,
     ) -> None:
         self._policy = policy
         self._clock = clock
         self._uniform = uniform
+        self._meets_itself = meets_itself
+        self._was_lost = False
         self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
         self._failed = 0
+        self._refused = 0
+        self._absent_since: float | None = None
 
     def begin(self) -> float | None:
         """The seconds an attempt has that begins now; None is no limit. Raises DeadlineExceeded if there are none."""
@@ -84,14 +110,30 @@ class Attempts:
     def pause_after(self, error: LineclearError) -> float:
         """Seconds to wait before the next attempt. Raises `error` when there is to be none."""
         self._failed += 1
-        if self._failed >= self._policy.max_attempts or not may_retry(error):
+        self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
+        own_shadow = self._meets_itself and self._was_lost and isinstance(error, DuplicateRequest)
+        if self._policy.max_attempts == 1 or not (own_shadow or may_retry(error)):
             raise error
-        ceiling = min(self._policy.first_pause_seconds * 2.0 ** (self._failed - 1), self._policy.max_pause_seconds)
+        if not self._has_patience(is_absence(error) or own_shadow):
+            raise error
+        ceiling = min(
+            self._policy.first_pause_seconds * 2.0 ** min(self._failed - 1, 30), self._policy.max_pause_seconds
+        )
         pause = ceiling * (1 + self._uniform()) / 2
         asked = error.retry_after_seconds
         if asked is not None and asked > pause:
             pause = asked + ceiling * self._uniform() / 2
         return self.within(pause, error)
+
+    def _has_patience(self, absent: bool) -> bool:
+        if absent:
+            now = self._clock()
+            if self._absent_since is None:
+                self._absent_since = now
+            return now - self._absent_since <= self._policy.resume_timeout_seconds
+        self._absent_since = None
+        self._refused += 1
+        return self._refused < self._policy.max_attempts
 
     def within(self, pause: float, error: LineclearError) -> float:
         """`pause`, or `error` raised where the call has no such time left."""

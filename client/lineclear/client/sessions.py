@@ -26,8 +26,8 @@ def _late() -> errors.DeadlineExceeded:
     return errors.DeadlineExceeded("the deadline of the call passed before the answer was complete")
 
 
-def _ended(target: str) -> errors.Unreachable:
-    return errors.Unreachable(f"no answer from {target}: it ended the session")
+def _ended(target: str) -> errors.ConnectionLost:
+    return errors.ConnectionLost(f"no answer from {target}: it ended the session")
 
 
 # --- for asyncio ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .channels import DEFAULT_TARGET, Options, Pairs
 from .kept import Snapshot, snapshot, submission
 from .many import Batch, Item, Outcome, checked_concurrency
 from .progress import Progress, display
@@ -33,7 +34,7 @@ from .requests import (
 )
 from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import DEFAULT_TARGET, Call, GrpcTransport, Options, Pairs, Transport
+from .transport import Call, GrpcTransport, Transport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -159,7 +160,8 @@ class Client:
     `target` is host:port or unix:/path. `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
     `token` is shown with every call to servers that ask for one; without TLS whoever is on the way can read it.
     `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own; None is
-    no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried.
+    no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried; a
+    server that was there and is gone is waited for.
     `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours. With `sessions`
     answers at the same time share one stream, which costs the server less; None: where the target is one server's own
     address, not a name that may stand for many.

@@ -32,9 +32,10 @@ from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
+from .channels import Pairs
 from .methods import Method
 from .results import FinishReason, HealthStatus
-from .transport import AsyncCall, Call, Pairs
+from .transport import AsyncCall, Call
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")

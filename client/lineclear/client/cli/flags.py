@@ -19,9 +19,9 @@ import typer
 
 from lineclear.errors import InvalidRequest
 
+from ..channels import DEFAULT_TARGET
 from ..requests import Params, Request, Sampling, pairs
 from ..sync import Client
-from ..transport import DEFAULT_TARGET
 
 CONNECTION = "Connection"
 SAMPLING = "Sampling"
@@ -64,7 +64,7 @@ class Connection:
                 "--timeout-seconds", "--timeout", min=0.001),
     ] = None  # fmt: skip
     max_attempts: Annotated[
-        int, _option(CONNECTION, "Attempts before the first answer; 1 never retries. Default 4.", min=1)
+        int, _option(CONNECTION, "Attempts where there is no room, or nobody yet; 1 never retries. Default 4.", min=1)
     ] = 4
     tls: Annotated[bool, _option(CONNECTION, "Encrypt, trusting the usual authorities.", "--tls")] = False
     tls_ca: Annotated[

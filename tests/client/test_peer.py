@@ -1,0 +1,101 @@
+"""What a failed call means: nobody there yet, somebody gone, somebody's own word. Statuses as gRPC words them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from lineclear.client.methods import GET_STATS
+from lineclear.client.peer import Peer
+from lineclear.errors import Cancelled, ConnectionLost, DataLoss, DeadlineExceeded, Draining, Unreachable
+from lineclear.status import TRAILER, to_trailer
+
+REFUSED = "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host"
+ABSENT = "unix:/x: connect failed: addr: unix:/x error: No such file or directory"
+NO_NAME = "errors resolving llm:50051: [field:hostname lookup error:Domain name not found]"
+CUT = "Stream removed (Socket closed)"
+
+
+class Status(grpc.RpcError):
+    def __init__(self, code: str, details: str, **trailers: Any) -> None:
+        self._code, self._details = grpc.StatusCode[code], details
+        self._trailers = tuple((key.replace("_", "-"), value) for key, value in trailers.items())
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._trailers
+
+
+def failed(peer: Peer, code: str, details: str, cancelled: bool = False, **trailers: Any) -> Any:
+    return peer.failure(Status(code, details, **trailers), cancelled)
+
+
+@pytest.mark.parametrize("details", [REFUSED, f"connections to all backends failing; last error: {ABSENT}", NO_NAME])
+def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
+    peer = Peer("127.0.0.1:9")
+    for _ in range(2):
+        assert type(failed(peer, "UNAVAILABLE", details)) is Unreachable
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        ("UNAVAILABLE", CUT),
+        ("UNAVAILABLE", "GOAWAY received"),
+        ("UNAVAILABLE", "words that a later gRPC may find"),
+        ("INTERNAL", "Received RST_STREAM with error code 2"),
+        ("UNKNOWN", "Stream removed"),
+        ("CANCELLED", "CANCELLED"),
+    ],
+)
+def test_whoever_is_cut_off_had_a_server_and_misses_it_from_then_on(code: str, details: str) -> None:
+    peer = Peer("127.0.0.1:9")
+    assert type(failed(peer, code, details)) is ConnectionLost
+    assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
+
+
+def test_whoever_was_answered_once_misses_the_server() -> None:
+    peer = Peer("127.0.0.1:9")
+    peer.decoded(GET_STATS, b"")
+    assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
+
+
+def test_a_refusal_is_an_answer() -> None:
+    peer, draining = Peer("127.0.0.1:9"), Draining("leaving", retry_after_seconds=1.0)
+    found = peer.failure(_with_trailer(draining), False)
+    assert (type(found), found.retry_after_seconds) == (Draining, 1.0)
+    assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
+
+
+def _with_trailer(error: Draining) -> Status:
+    status = Status("UNAVAILABLE", str(error))
+    status._trailers = ((TRAILER, to_trailer(error)),)
+    return status
+
+
+def test_what_this_side_ended_is_no_loss() -> None:
+    peer = Peer("127.0.0.1:9")
+    assert type(failed(peer, "CANCELLED", "x", cancelled=True)) is Cancelled
+    assert type(failed(peer, "DEADLINE_EXCEEDED", "x")) is DeadlineExceeded
+    assert not peer.met
+    peer.closed = True
+    assert type(failed(peer, "CANCELLED", "x")) is Cancelled
+
+
+@pytest.mark.parametrize(("word", "seconds"), [("1500", 1.5), ("0", 0.0), ("-1", math.inf), ("soon", math.inf)])
+def test_pushback_in_grpcs_own_word_is_honoured(word: str, seconds: float) -> None:
+    found = failed(Peer("127.0.0.1:9"), "RESOURCE_EXHAUSTED", "busy", grpc_retry_pushback_ms=word)
+    assert found.retry_after_seconds == seconds
+
+
+def test_bytes_that_are_no_answer_are_data_loss() -> None:
+    with pytest.raises(DataLoss):
+        Peer("127.0.0.1:9").decoded(GET_STATS, b"\xff")
