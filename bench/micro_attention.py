@@ -47,7 +47,8 @@ def prompt(source: random.Random, context: int = CONTEXT) -> Batch:
 
 
 def _pool(count: int, context: int) -> int:
-    return count * (context * 5 // 4 // BLOCK_SIZE + 1)
+    """Blocks for so many sequences, and at least for a prompt."""
+    return max(count * (context * 5 // 4 // BLOCK_SIZE + 1), -(-(context + CHUNK) // BLOCK_SIZE))
 
 
 def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str, case: str) -> Iterator[Figure]:
