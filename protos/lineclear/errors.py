@@ -185,6 +185,12 @@ class DeadlineExceeded(LineclearError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class DeadlinePredicted(DeadlineExceeded):
+    """The deadline would pass in the queue; refused at the door, before any work. Only where a setting asks for it."""
+
+    reason = "PREDICTED"
+
+
 class Cancelled(LineclearError):
     """The caller hung up."""
 

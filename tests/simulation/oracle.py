@@ -72,7 +72,7 @@ class Track:
         self.slot = -1
         self.table: list[int] = []
         self.planned = self.applied = self.known = self.shared = 0
-        self.in_flight = 0
+        self.in_flight = self.wasted = 0
         self.residence = 0
         self.high = 0  # positions planned in earlier stays
         self.last_row = 0  # the step of it
@@ -306,6 +306,8 @@ class Oracle:
                 self._began(inits.pop(row.slot), plan.step, started, fresh_may, now, suspect)
             hold(row.slot in self.running, "I16", "every row belongs to a live request")
             track = self.running[row.slot]
+            deadline = track.request.deadline
+            hold(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
             self._row(track, row, flight, zeroed)
             if joins and suspect is None:
                 free = sum(not holders for holders in self.holders)
@@ -549,6 +551,8 @@ class Oracle:
             track.in_flight -= 1
             if not track.alive:
                 self.tally.wasted_samples += 1
+                track.wasted += 1
+                hold(track.wasted <= self.limits.pipeline_depth, "I16", "who is gone costs the steps in flight at most")
                 continue
             bad = index in result.bad_rows
             request_id = track.request.request_id

@@ -162,6 +162,11 @@ class SchedulerSettings(BaseSettings):
     max_queue_tokens_per_tenant: int = Field(
         0, ge=0, le=2**31, description="Most prompt tokens of one tenant waiting; 0: as max_queue_tokens allows."
     )
+    refuse_hopeless: bool = Field(
+        False,
+        description="Refuse a request at the door whose deadline would pass in the queue, going by how fast the queue"
+        " has moved since it was last empty. With order fifo or prefill_first.",
+    )
     max_prompt_bytes: int = Field(
         512 * 1024, ge=1, le=2**30, description="Largest text or conversation, in bytes of UTF-8, before tokenizing."
     )
@@ -276,6 +281,8 @@ class SchedulerSettings(BaseSettings):
         if self.demo and self.model:
             raise ValueError("demo and model exclude each other")
         self._check_security()
+        if self.refuse_hopeless and self.order not in ("fifo", "prefill_first"):
+            raise ValueError("refuse_hopeless needs order fifo or prefill_first: in others a late comer may go first")
         if self.min_batch_size > self.max_batch_size:
             raise ValueError("min_batch_size is larger than max_batch_size")
         return self

@@ -102,7 +102,8 @@ class Admission:
         Whoever has the ticket calls `submit` once, and `close` whatever happens.
         """
         now = self._clock()
-        self._room.enter(tenant)
+        seconds = self._settings.default_deadline_seconds if seconds is None else seconds
+        self._room.enter(tenant, seconds)
         try:
             checked = validation.check(message, bounds)
             text = self._answer_text(checked)
@@ -116,7 +117,6 @@ class Admission:
         except BaseException:
             self._room.leave(tenant, 0, began=False)
             raise
-        seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
         mailbox.on_left = partial(self._left, ticket)
         self._tickets[mailbox.label] = ticket

@@ -369,6 +369,7 @@ def _room_limits(settings: SchedulerSettings) -> RoomLimits:
         tokens=settings.max_queue_tokens,
         requests_per_tenant=settings.max_queue_size_per_tenant,
         tokens_per_tenant=settings.max_queue_tokens_per_tenant,
+        refuse_hopeless=settings.refuse_hopeless,
     )
 
 

@@ -1,19 +1,27 @@
 """Who may still join the queue, and when it is worth asking again: counts by request, by token and by tenant.
 
+How fast the queue moves says both when to come back and who had better not wait: see `retry_after_seconds` and
+`least_wait_seconds`.
+
 Kept on the event loop, so that a refusal costs neither a tokenizer nor the engine; the core has bounds of its own,
 which are the same and hold whatever is counted here. Decides nothing about who is next.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import QueueFull
+from lineclear.errors import DeadlinePredicted, QueueFull
 
 _RATE_SECONDS = 10
 _UNKNOWN_SECONDS = 1.0  # said when nobody has left the queue lately
+# So long the queue must have been there, and so many have begun, for its pace to be the server's and not the callers'.
+_LEAST_BUSY_SECONDS, _LEAST_BEGAN = 3, 16
+# A queue may run faster than it did. At half load this let one in 400,000 be refused who would have begun in time.
+_TIMES_ITS_PACE = 3.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 60.0
 
 
@@ -25,6 +33,8 @@ class RoomLimits:
     tokens: int
     requests_per_tenant: int = 0
     tokens_per_tenant: int = 0
+    refuse_hopeless: bool = False
+    """Whoever's deadline would pass before he begins."""
 
 
 class WaitingRoom:
@@ -37,6 +47,7 @@ class WaitingRoom:
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._num_requests = self._num_tokens = 0
+        self._busy_since = 0.0  # when somebody came and nobody waited
         self._left: deque[tuple[int, int, int]] = deque()  # (second, requests, tokens) of those that began
 
     def __len__(self) -> int:
@@ -47,8 +58,8 @@ class WaitingRoom:
         """Those that have somebody waiting."""
         return len(self._requests)
 
-    def enter(self, tenant: str) -> None:
-        """One more, of unknown length. Raises QueueFull."""
+    def enter(self, tenant: str, seconds: float = math.inf) -> None:
+        """One more, of unknown length, who can wait for `seconds`. Raises QueueFull or DeadlinePredicted."""
         limits, mine = self._limits, self._requests.get(tenant, 0)
         if self._num_requests >= limits.requests:
             self._refuse(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
@@ -56,6 +67,14 @@ class WaitingRoom:
             self._refuse_tokens(self._num_tokens, limits.tokens)
         if limits.requests_per_tenant and mine >= limits.requests_per_tenant:
             self._refuse(f"{mine} requests of this tenant are waiting", "_of_tenant", mine, limits.requests_per_tenant)
+        if limits.refuse_hopeless and seconds < (wait := self.least_wait_seconds()):
+            self.num_refused += 1
+            raise DeadlinePredicted(
+                f"{self._num_requests} requests are waiting; the deadline, in {seconds:.1f} s, would pass in the queue",
+                metadata={"waiting": str(self._num_requests), "least_wait_seconds": f"{wait:.1f}"},
+            )
+        if self._num_requests == 0:
+            self._busy_since = self._clock()
         self._num_requests += 1
         self._requests[tenant] = mine + 1
 
@@ -94,6 +113,17 @@ class WaitingRoom:
         covered = min(self._clock() - self._left[0][0] + 1.0, float(_RATE_SECONDS))
         ahead = max(self._num_requests / requests, self._num_tokens / tokens if tokens else 0.0)
         return min(max(ahead * covered / 2, _LEAST_SECONDS), _MOST_SECONDS)
+
+    def least_wait_seconds(self) -> float:
+        """How long who comes now waits at least, at three times the pace of those whole seconds in which the queue was
+        never empty; 0 while there are too few to say."""
+        self._forget()
+        now = self._clock()
+        begin = max(int(self._busy_since) + 1, int(now) - _RATE_SECONDS)
+        began = sum(requests for second, requests, _ in self._left if second >= begin)
+        if not self._num_requests or now - begin < _LEAST_BUSY_SECONDS or began < _LEAST_BEGAN:
+            return 0.0
+        return self._num_requests * (now - begin) / began / _TIMES_ITS_PACE
 
     def _note(self, tokens: int) -> None:
         second = int(self._clock())
