@@ -23,7 +23,7 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro simulation fuzz chaos soak lint format stubs clean
+.PHONY: help demo test serve bench bench-micro simulation fuzz chaos privacy soak lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -67,6 +67,10 @@ chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch wor
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),50) --seed $(or $(SEED),1)
+
+privacy: $(STAMP) ## Does the time to the first token tell a tenant what another has asked? TRIALS (800) of each worker
+	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --model ../demo/model
 
 soak: $(STAMP) ## SECONDS (3600) of answers, cancellations and kills; does the memory of the scheduler or the worker grow?
 	@cd tests && ../$(BIN)/python -m campaigns.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from campaigns import chaos, soak
+from campaigns import chaos, privacy, soak
 from campaigns.answers import Question
 from support.world import short_directory
 
@@ -63,6 +63,24 @@ def test_a_leak_has_a_slope_and_noise_has_none() -> None:
     noise = [(n * 1000.0, dice.uniform(-1e5, 1e5)) for n in range(500)]
     rise, error = soak.slope(noise)
     assert 100_000 * (rise + error) < 2**20
+
+
+def test_a_cached_prompt_is_seen_by_its_own_tenant(folder: Path) -> None:
+    """The clock works. What the other tenant must not see takes hundreds of trials and a quiet machine; CI counts the
+    work instead: service/test_privacy.py."""
+    figures = privacy.campaign(folder, trials=16, seed=2)
+    assert figures["median_ms"]["own"] < figures["median_ms"]["never"], figures
+    assert figures["trials"]["never"] + figures["trials"]["others"] == figures["trials"]["own"] == 16
+
+
+def test_the_area_is_the_chance_of_a_right_guess() -> None:
+    assert privacy.area([1.0, 2.0], [3.0, 4.0]) == 1.0
+    assert privacy.area([1.0, 3.0], [2.0, 3.0]) == 0.625
+    assert privacy.separability([3.0, 4.0], [1.0, 2.0]) == 1.0
+    dice = random.Random(4)
+    same = [[dice.gauss(5, 1) for _ in range(400)] for _ in range(2)]
+    assert privacy.separability(*same) <= privacy.MOST_AREA
+    assert privacy.separability(same[0], [value + 0.5 for value in same[1]]) > privacy.MOST_AREA
 
 
 def test_quantiles_are_those_of_the_values() -> None:
