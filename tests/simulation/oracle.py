@@ -1,18 +1,20 @@
 """What must be true of a scheduler, kept as a model of its own from what goes in and what comes out.
 
 Nothing here reads the core's state, except `snapshot`, which is part of what comes out. Whose turn it is, is judged by
-`turns`; this file follows positions, blocks, tokens and ends.
+`turns`, who holds which block by `holdings`; this file follows requests, steps, tokens and ends.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from simulation.breach import Breach, hold
+from simulation.holdings import Holdings
 from simulation.scenario import Scenario
+from simulation.track import Track
 from simulation.turns import Turns
 from support.events import flat
 from support.toy import expected
@@ -38,7 +40,6 @@ from lineclear.scheduler.scheduling.events import (
     Finished,
     FinishReason,
     Preempted,
-    Record,
     Started,
     TokensReady,
     WorkerJoined,
@@ -51,67 +52,11 @@ from lineclear.wire.types import Hello, Row, SlotInit, StepError, StepErrorKind,
 
 _COUNTERS = [field.name for field in fields(Counters)]
 _SMALL_STEPS = 200
-Key = tuple[bytes, tuple[int, ...]]
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
     """Whether the logits after `context` are not finite, in a world with that share of such contexts."""
     return per_mille > 0 and (sum(context) * 2654435761 + len(context) * 40503) % 1000 < per_mille
-
-
-class Track:
-    """One live request as the oracle sees it."""
-
-    def __init__(self, request: Request, number: int, rank: tuple[float, int], now: float) -> None:
-        self.request, self.number, self.rank, self.arrival = request, number, rank, now
-        self.answer: list[int] = []  # what it gets alone
-        self.received = len(request.output)
-        self.limit = len(request.prompt) + request.max_tokens
-        self.alive = True
-        self.running = False
-        self.slot = -1
-        self.table: list[int] = []
-        self.planned = self.applied = self.known = self.shared = 0
-        self.in_flight = self.wasted = 0
-        self.residence = 0
-        self.high = 0  # positions planned in earlier stays
-        self.last_row = 0  # the step of it
-        self.soiled = False
-        self.preemptions = self.recoveries = self.bypasses = 0
-        self.pinned = False
-        self.strikes = self.mark = 0
-        self.lone: Counter[Loss] = Counter()
-        self.cached = self.recomputed = self.last_step = 0
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Prompt and confirmed output."""
-        return (*self.request.prompt, *self.answer[: self.received])
-
-    @property
-    def todo(self) -> int:
-        """Positions that can be planned."""
-        return min(self.known, self.limit - 1) - self.planned
-
-    def record(self, now: float, completion: int | None = None) -> Record:
-        """The account it must give."""
-        return Record(
-            arrival=self.arrival,
-            prompt_tokens=len(self.request.prompt),
-            completion_tokens=self.received if completion is None else completion,
-            cached_tokens=self.cached,
-            recomputed_tokens=self.recomputed,
-            preemptions=self.preemptions,
-            recoveries=self.recoveries,
-            started_at=self.started_at,
-            first_token_at=self.first_token_at,
-            last_token_at=self.last_token_at,
-            ended_at=now,
-            last_step=self.last_step,
-        )
 
 
 class _Flight:
@@ -135,12 +80,7 @@ class Oracle:
         self.hello: Hello | None = None
         self.step = 0
         self.num_slots = 0
-        self.holders: list[set[Track]] = []
-        self.index: dict[Key, int] = {}  # the prefix cache: what is in which block
-        self.key_of: dict[int, Key] = {}
-        self.unused: dict[int, None] = {}  # blocks of the index that nobody holds, longest unused first
-        self.dirty: set[int] = set()
-        self.doubts: dict[int, tuple[Track, int]] = {}  # free block -> who had rows in flight when he left it, the last
+        self.holdings = Holdings(scenario.limits.prefix_cache)
         self.tally = Counters()
         self.draining = False
         self.turns = Turns(scenario.limits)
@@ -220,12 +160,10 @@ class Oracle:
         self.flights.clear()
         self.hello = hello
         self.step = self.num_slots = 0
-        self.index, self.key_of, self.unused, self.holders = {}, {}, {}, []
-        self.dirty.clear()
-        self.doubts.clear()
+        self.holdings.open(0, 1)
         if hello is not None:
             self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
-            self.holders = [set() for _ in range(hello.num_blocks)]
+            self.holdings.open(hello.num_blocks, hello.block_size)
             wanted.append(WorkerJoined(hello.epoch))
             for track in list(self.live.values()):
                 error = self._misfit(track.request)
@@ -267,9 +205,7 @@ class Oracle:
 
     def forgot(self) -> None:
         """`forget_prefixes` was called."""
-        self.index.clear()
-        self.key_of.clear()
-        self.unused.clear()
+        self.holdings.forget()
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -310,7 +246,7 @@ class Oracle:
             hold(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
             self._row(track, row, flight, zeroed)
             if joins and suspect is None:
-                free = sum(not holders for holders in self.holders)
+                free = self.holdings.num_free
                 hold(free >= -(-crowd // 4), "I5", "who joins leaves a quarter of a block for each that runs")
             total += row.num_tokens
             decoded += track in ready
@@ -367,7 +303,7 @@ class Oracle:
         short = [
             t
             for t in ready
-            if t.running and t.rank < victim.rank and t.planned == len(t.table) * self._size and not t.pinned
+            if t.running and t.rank < victim.rank and t.planned == len(t.table) * self.holdings.size and not t.pinned
         ]
         hold(bool(short), "I15", "a victim is younger than somebody who is short of a block")
         chosen = []
@@ -377,7 +313,7 @@ class Oracle:
             if self.limits.victim == "newest":
                 chosen.append(max(younger, key=lambda t: t.rank))
             else:
-                chosen.append(min(younger, key=lambda t: (self._loss(t), -t.rank[0], -t.rank[1])))
+                chosen.append(min(younger, key=lambda t: (self.holdings.loss(t), -t.rank[0], -t.rank[1])))
         hold(victim in chosen, "I15", "the victim is the one the policy names")
 
     def _preempted(self, victim: Track) -> None:
@@ -386,11 +322,6 @@ class Oracle:
         victim.pinned = victim.preemptions >= self.limits.max_preemptions
         self.resuming[victim] = None
         self.tally.preemptions += 1
-
-    def _loss(self, track: Track) -> int:
-        if not self.limits.prefix_cache:
-            return track.planned
-        return track.planned - max(track.shared, track.applied // self._size * self._size)
 
     def _fresh_may_join(self, now: float) -> bool:
         """Whether the strategy lets requests that never ran join the step that begins now."""
@@ -428,7 +359,7 @@ class Oracle:
         hold(init.tokens == track.tokens, "I7", "the worker is told just what is confirmed")
         hold(init.prompt_len == len(track.request.prompt), "I7", "the prompt's length")
         hold(init.sampling == track.request.sampling, "I7", "the sampling parameters asked for")
-        hits = self._cached_prefix(track)
+        hits = self.holdings.cached_prefix(track)
         hold(list(init.blocks) == hits, "I4", "the longest cached prefix of its own salt is shared, and nothing else")
         if suspect is None:
             peers = [*self.resuming, *self.fresh] if track in self.fresh else self.resuming
@@ -446,11 +377,8 @@ class Oracle:
         track.running, track.slot = True, init.slot
         track.residence += 1
         self.running[init.slot] = track
-        track.table = list(init.blocks)
-        for block in init.blocks:
-            self.holders[block].add(track)
-            self.unused.pop(block, None)
-        track.planned = track.applied = track.shared = len(hits) * self._size
+        self.holdings.share(init.blocks, track)
+        track.planned = track.applied = track.shared = len(hits) * self.holdings.size
         track.known = len(init.tokens)
         self.tally.looked_up_tokens += len(init.tokens)
         self.tally.cached_tokens += track.planned
@@ -460,35 +388,20 @@ class Oracle:
             event = Started(track.request.request_id, init.slot, step, track.planned)
             hold(started.pop(track.request.request_id, None) == event, "I11", "the first start is told")
 
-    def _cached_prefix(self, track: Track) -> list[int]:
-        found: list[int] = []
-        tokens = track.tokens
-        if self.limits.prefix_cache:
-            for end in range(self._size, len(tokens), self._size):
-                block = self.index.get((track.request.cache_salt, tokens[:end]))
-                if block is None:
-                    break
-                found.append(block)
-        return found
-
     def _row(self, track: Track, row: Row, flight: _Flight, zeroed: set[int]) -> None:
-        size, end = self._size, row.start + row.num_tokens
+        size, end = self.holdings.size, row.start + row.num_tokens
         hold(row.start == track.planned and row.num_tokens > 0, "I6", "positions follow one another")
         hold(end <= min(track.known, track.limit - 1), "I6", "no position past what is known or asked for")
         hold(row.sample == (end == track.known), "I6", "a token is sampled when all that is known is computed")
         begins = track.planned == track.shared and track.planned + len(row.new_blocks) * size >= track.known
         for block in row.new_blocks:
-            self._taken(block, track, zeroed)
-        track.table.extend(row.new_blocks)
+            self.holdings.take(block, track, zeroed, after_a_leave=bool(self.yielded))
         self.grown |= {track} if row.new_blocks else set()
         if row.new_blocks and not begins:
             hold(len(row.new_blocks) == 1 and row.start == (len(track.table) - 1) * size, "I5", "one block when needed")
         most = track.limit - 1 if track.pinned else max(end, track.known)
         hold(-(-end // size) <= len(track.table) <= -(-most // size), "I5", "as many blocks as needed")
-        for index in range(row.start // size, -(-end // size)):
-            block = track.table[index]
-            hold(self.holders[block] == {track}, "I3", "nobody writes to a shared block")
-            hold(block not in self.key_of, "I3", "nobody writes to a published block")
+        self.holdings.writes(track, row.start, end)
         if row.start < track.high:
             again = min(end, track.high) - row.start
             track.recomputed += again
@@ -501,29 +414,15 @@ class Oracle:
             track.in_flight += 1
             track.known += 1
 
-    def _taken(self, block: int, track: Track, zeroed: set[int]) -> None:
-        hold(0 <= block < len(self.holders) and not self.holders[block], "I1", "a block nobody holds")
-        if block in self.key_of:
-            empty = sum(not h and b not in self.key_of for b, h in enumerate(self.holders))
-            hold(empty == 0 or bool(self.yielded), "I4", "a cached block is given away only when no empty one is left")
-            hold(next(iter(self.unused)) == block, "I4", "the cached block that was unused longest is given away")
-            del self.unused[block], self.index[self.key_of.pop(block)]
-        if block in self.dirty or block in self.doubts:
-            hold(block in zeroed, "I18", "a dirty block is zeroed before it is used again")
-            self.dirty.discard(block)
-            self.doubts.pop(block, None)
-            zeroed.discard(block)
-        self.holders[block].add(track)
-
     def _by_age(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
         """Decodes go first, oldest first, and the oldest prompt goes on, unless the order says prompts first."""
         if self.limits.order != "prefill_first":
             for track in ready:
                 if track.running and track.slot not in slots:
-                    if track.planned < len(track.table) * self._size:
+                    if track.planned < len(track.table) * self.holdings.size:
                         hold(decoded == budget, "I6", "a decode waits only for decodes")
                     younger = [t for t in ready if t.rank > track.rank and t.slot in slots]
-                    if track.planned == len(track.table) * self._size:
+                    if track.planned == len(track.table) * self.holdings.size:
                         younger = [t for t in younger if t in self.grown]
                     hold(not younger, "I14", "a decode that waits has no younger one go before it, or take a block")
             room = decoded < budget
@@ -560,7 +459,7 @@ class Oracle:
                 context = (*track.request.prompt, *track.answer[: track.received])
                 hold(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
             if bad or not 0 <= token < self.scenario.vocab_size:
-                self._soil(track)
+                self.holdings.soil(track)
                 self._end(track)
                 self.tally.requests_failed += 1
                 wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, track.record(now)))
@@ -577,13 +476,10 @@ class Oracle:
         soiled = {t for i, t in enumerate(flight.samples) if i in result.bad_rows}
         tokens = enumerate(result.tokens)
         soiled |= {flight.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
-        for block, (track, last) in list(self.doubts.items()):
-            if track in soiled or last <= flight.step:
-                del self.doubts[block]
-                self.dirty |= {block} if track in soiled else set()
+        self.holdings.settle(flight.step, soiled)
         for track, residence, end in flight.rows:
             if track.running and track.residence == residence:
-                self._publish(track, end)
+                self.holdings.publish(track, end)
         # Who ends first gives its blocks back first: the order is free, but what follows from it is not.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
         by_end = sorted(flight.samples, key=lambda track: order.get(track.request.request_id, len(order)))
@@ -595,23 +491,6 @@ class Oracle:
         self._same(_in_kinds(events), _in_kinds(wanted))
         kinds = [_kind(event) for event in flat(events)]
         hold(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
-
-    def _publish(self, track: Track, end: int) -> None:
-        if self.limits.prefix_cache:
-            tokens = track.tokens
-            for index in range(track.applied // self._size, end // self._size):
-                key = (track.request.cache_salt, tokens[: (index + 1) * self._size])
-                if key not in self.index and track.table[index] not in self.key_of:
-                    self.index[key] = track.table[index]
-                    self.key_of[track.table[index]] = key
-        track.applied = end
-
-    def _soil(self, track: Track) -> None:
-        track.soiled = True
-        for block in track.table:
-            if block in self.key_of:
-                del self.index[self.key_of.pop(block)]
-            self.dirty.add(block)
 
     def _ended(self, track: Track, now: float) -> Finished | None:
         if not track.alive or track.received < len(track.answer):
@@ -638,9 +517,8 @@ class Oracle:
         hold(snapshot.requests_waiting == len(self.fresh) + len(self.resuming), "I11", "who waits")
         waiting = sum(len(t.request.prompt) + t.received for t in (*self.fresh, *self.resuming))
         hold(snapshot.tokens_waiting == waiting, "I12", "the tokens that wait")
-        held = sum(map(bool, self.holders))
-        hold(snapshot.blocks_used == held, "I1", "blocks are held by who has them in his table, and by nobody else")
-        cached = sum(not self.holders[block] for block in self.key_of)
+        used, cached = self.holdings.num_used, self.holdings.num_cached
+        hold(snapshot.blocks_used == used, "I1", "blocks are held by who has them in his table, and by nobody else")
         hold(snapshot.blocks_cached == cached, "I4", "free blocks that keep a prefix")
         hold(snapshot.steps_in_flight == len(self.flights), "I9", "plans without result")
         hold(snapshot.draining == self.draining, "I21", "draining is told")
@@ -665,11 +543,6 @@ class Oracle:
         return sum(t.limit * stays for t in self.live.values()) + self.limits.pipeline_depth
 
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _size(self) -> int:
-        assert self.hello is not None
-        return self.hello.block_size
 
     def _refusal(self, request: Request) -> type[LineclearError] | None:
         waiting = sum(len(t.tokens) for t in self.fresh)
@@ -703,15 +576,10 @@ class Oracle:
         self.turns.ended(track, self.fresh, nobody_left=not self.live)
 
     def _leave(self, track: Track, high: int) -> None:
-        if track.planned > track.applied and not track.soiled:
-            self.doubts |= dict.fromkeys(track.table[track.applied // self._size :], (track, track.last_row))
-        for block in reversed(track.table):
-            self.holders[block].discard(track)
-            if block in self.key_of and not self.holders[block]:
-                self.unused[block] = None
+        self.holdings.leave(track)
         del self.running[track.slot]
         track.high = max(track.high, high)
-        track.running, track.slot, track.table = False, -1, []
+        track.running, track.slot = False, -1
         track.planned = track.applied = track.shared = 0
 
     def _same(self, events: Iterable[Event], wanted: Sequence[object]) -> None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from simulation.breach import hold
+from simulation.track import Track
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
-
-if TYPE_CHECKING:
-    from simulation.oracle import Track
 
 
 @dataclass(slots=True)
