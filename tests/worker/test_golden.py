@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.families import tiny_model
 
+from lineclear.wire.types import StepPlan
 from lineclear.worker import golden
 from lineclear.worker.golden import SelfTestFailed
 from lineclear.worker.loader import LoadedModel, adopt, fuse
@@ -85,6 +86,17 @@ def positions_are_off_by_one(runner: ModelRunner, loaded: LoadedModel) -> None:
     slots._pack = lambda rows: pack(rows)._replace(positions=pack(rows).positions // 2)
 
 
+def decodes_go_one_back(runner: ModelRunner, loaded: LoadedModel) -> None:
+    slots: Any = runner._slots
+    pack = slots._pack
+
+    def packed(plan: StepPlan) -> Any:
+        starts = tuple(start - 1 for start in plan.decodes.starts)
+        return pack(replace(plan, decodes=plan.decodes._replace(starts=starts)))
+
+    slots._pack = packed
+
+
 def the_sampler_is_wrong(runner: ModelRunner, loaded: LoadedModel) -> None:
     real = runner._logits
     runner._logits = lambda packed: -real(packed)  # type: ignore[method-assign]
@@ -106,6 +118,7 @@ FAULTS = (
     a_weight_differs,
     keys_are_stored_wrongly,
     positions_are_off_by_one,
+    decodes_go_one_back,
     the_sampler_is_wrong,
     it_gives_nan,
 )

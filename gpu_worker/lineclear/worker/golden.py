@@ -17,7 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepPlan
 
 from .attention import Chunk, make_batch
 from .attention.reference import ReferenceAttention
@@ -112,7 +112,7 @@ def _num_blocks(runner: ModelRunner, one: Golden) -> int:
 
 
 def _serve(runner: ModelRunner, golden: Sequence[Golden]) -> list[list[int]]:
-    """All of `golden` at once: prompts in chunks, blocks taken in turns from the far end, then steps of all."""
+    """All of `golden` at once: prompts in chunks, blocks taken in turns from the far end, then decodes of all."""
     size = min(8, max(1, runner.capacity.max_step_tokens // max(1, len(golden))))
     free = iter(range(runner.capacity.num_blocks - 1, -1, -1))
     held, start = [0] * len(golden), [0] * len(golden)
@@ -121,7 +121,7 @@ def _serve(runner: ModelRunner, golden: Sequence[Golden]) -> list[list[int]]:
     step = 0
     while any(len(answer) < _NUM_TOKENS for answer in answers):
         step += 1
-        rows, inits = [], []
+        decodes, chunks, inits = list[Row](), list[Row](), list[SlotInit]()
         for slot, one in enumerate(golden):
             if len(answers[slot]) == _NUM_TOKENS:
                 continue
@@ -131,20 +131,27 @@ def _serve(runner: ModelRunner, golden: Sequence[Golden]) -> list[list[int]]:
             end = start[slot] + count
             needed = -(-end // runner.capacity.block_size) - held[slot]
             blocks = tuple(next(free) for _ in range(needed))
-            rows.append(Row(slot, start[slot], count, end >= len(one.prompt), blocks))
+            row = Row(slot, start[slot], count, end >= len(one.prompt), blocks)
+            (decodes if answers[slot] else chunks).append(row)
             held[slot] += needed
             start[slot] = end
         try:
-            result = runner.launch(StepPlan(1, step, tuple(rows), tuple(inits))).result()
+            plan = StepPlan(1, step, tuple(chunks), tuple(inits), decodes=_columns(decodes))
+            result = runner.launch(plan).result()
         except StepFailed as error:
             raise SelfTestFailed(f"step {step} of the self-test failed: {error.summary}") from error
         if result.bad_rows:
             raise SelfTestFailed(f"step {step} of the self-test gave NaN or infinity")
         sampled = iter(result.tokens)
-        for row in rows:
+        for row in plan.rows:
             if row.sample:
                 answers[row.slot].append(next(sampled))
     return answers
+
+
+def _columns(rows: Sequence[Row]) -> Decodes:
+    grown = tuple((row.slot, block) for row in rows for block in row.new_blocks)
+    return Decodes(tuple(row.slot for row in rows), tuple(row.start for row in rows), grown)
 
 
 def _compare(one: Golden, answer: Sequence[int], tie: float, backend: str) -> None:
