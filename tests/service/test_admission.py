@@ -183,15 +183,38 @@ def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_refusal_looks_at_nothing(tmp_path: Path) -> None:
-    """Not even at whether the request is right: that would cost, with a long one."""
+def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
+    """Not even at whether the request is right: that would cost."""
+    long = text_request("x" * 2000, sampling={"top_p": 7.0})
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_queue_size=1, max_prompt_bytes=100) as s:
+            first = s.generate(IDS)
+            await s.engine.next_request(1)
+            assert (await error_of(s.generate(long))).reason == "QUEUE_FULL"
+            stats = await s.stub.GetStats(pb.GetStatsRequest())
+            assert stats.totals.requests_rejected == 1
+            first.cancel()
+
+    run(scenario())
+
+
+def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(tmp_path: Path) -> None:
+    """By Generate, in a Session and by Submit; and it is not counted as one that found no room."""
+    wrong = text_request(sampling={"top_p": 7.0})
 
     async def scenario() -> None:
         async with serving(tmp_path, max_queue_size=1) as s:
             first = s.generate(IDS)
             await s.engine.next_request(1)
-            error = await error_of(s.generate(text_request(sampling={"top_p": 7.0})))
-            assert error.reason == "QUEUE_FULL"
+            for call in (s.generate(wrong), s.stub.Submit(pb.SubmitRequest(request=wrong))):
+                error = await error_of(call)
+                assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["sampling.top_p"])
+            session = s.stub.Session()
+            await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=wrong)))
+            assert (await session.read()).pieces[0].failure.reason == "INVALID_REQUEST"
+            session.cancel()
+            assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
             stats = await s.stub.GetStats(pb.GetStatsRequest())
             assert stats.totals.requests_rejected == 1
             first.cancel()
