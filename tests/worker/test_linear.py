@@ -35,7 +35,7 @@ def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bo
     module = layer(outputs, inputs, bias=bias)
     multiply = linear.Widened(module.weight.detach(), module.bias.detach() if bias else None, Pages())
     exact = module.double()
-    for rows in (*range(1, 29), 64, 130):
+    for rows in (*range(29), 64, 130):
         x = torch.randn(rows, inputs).bfloat16()
         torch.testing.assert_close(product(multiply, x, outputs).double(), exact(x.double()), rtol=2**-8, atol=1e-5)
 

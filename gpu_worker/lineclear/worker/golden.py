@@ -27,7 +27,7 @@ from .runner import ModelRunner
 
 log = structlog.get_logger()
 
-_PROMPT_LENS = (19, 5)
+_PROMPT_LENS = (19, 13)  # the first chunks are of prompts alone: a step that samples nothing
 _NUM_TOKENS = 6
 _TIE = {torch.float32: 0.01, torch.float64: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 """How much less likely than the best a token may be and still be as good, in standard deviations of the logits."""

@@ -201,6 +201,7 @@ void lineclear_bf16_lay_out(int64_t outputs, int64_t inputs, const void* matrix,
 // fp32, as long as the panels are wide.
 void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const void* x, const void* panels,
                             const void* bias, void* out) {
+  if (rows == 0) return;  // a step that samples nothing asks for no logits
   const Product product{inputs, outputs, (const bf16*)panels, (const float*)bias};
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, all = (outputs + PANEL - 1) / PANEL;
   const auto row = [&](int64_t group) { return group * rows / groups; };  // groups of nearly the same size
