@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineclear.scheduler.scheduling import core, policy, residents
+from lineclear.scheduler.scheduling import core, door, policy, residents
 from lineclear.scheduler.scheduling.blocks import BlockPool
 from lineclear.scheduler.scheduling.core import Scheduler
 from lineclear.scheduler.scheduling.decoding import Decoding
@@ -59,6 +59,7 @@ _OWNERS: dict[str, Any] = {
         if isinstance(cls, type)
     },
     "core": core,
+    "door": door,
     "policy": policy,
     "residents": residents,
 }

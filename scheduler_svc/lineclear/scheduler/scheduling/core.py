@@ -14,7 +14,6 @@ from collections import deque
 
 from lineclear.errors import (
     Cancelled,
-    CannotFit,
     DeadlineExceeded,
     DeviceOutOfMemory,
     Draining,
@@ -23,9 +22,9 @@ from lineclear.errors import (
     LineclearError,
     NonFiniteLogits,
     PoisonRequest,
-    PromptTooLong,
     QueueFull,
 )
+from lineclear.scheduler.scheduling import door, invariants
 from lineclear.scheduler.scheduling.events import (
     Admitted,
     Event,
@@ -98,7 +97,13 @@ class Scheduler:
         """
         try:
             assert len(request.output) < request.max_tokens, "nothing is left to do"
-            self._refuse(request)
+            if self._world.draining:
+                raise Draining("the server is shutting down", retry_after_seconds=1.0)
+            if request.request_id in self._live:
+                raise DuplicateRequest("a request with this request_id is in progress")
+            door.check_room(request, self._fresh, self.limits)
+            if self._hello is not None:
+                door.check_fits(request, self._hello)
         except LineclearError as error:
             self._counters.requests_rejected += 1
             self._world.refusing = self._world.refusing or isinstance(error, QueueFull)
@@ -112,28 +117,6 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, self._num_arrivals, sequence))
         self._counters.requests_admitted += 1
         return [Admitted(request.request_id)]
-
-    def _refuse(self, request: Request) -> None:
-        limits, waiting = self.limits, self._fresh
-        if self._world.draining:
-            raise Draining("the server is shutting down", retry_after_seconds=1.0)
-        if request.request_id in self._live:
-            raise DuplicateRequest("a request with this request_id is in progress")
-        if len(waiting) >= limits.max_queue_size:
-            raise QueueFull(
-                f"{len(waiting)} requests are waiting, the limit is {limits.max_queue_size}; retry later",
-                retry_after_seconds=1.0,
-                metadata={"waiting": str(len(waiting)), "limit": str(limits.max_queue_size)},
-            )
-        num_tokens = len(request.prompt) + len(request.output)
-        if len(waiting) > 0 and waiting.num_tokens + num_tokens > limits.max_queue_tokens:
-            raise QueueFull(
-                f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
-                retry_after_seconds=1.0,
-                metadata={"waiting_tokens": str(waiting.num_tokens), "limit_tokens": str(limits.max_queue_tokens)},
-            )
-        if self._hello is not None:
-            _check_fits(request, self._hello)
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
         """End a request without an answer, with `error` or Cancelled. Nothing happens for an unknown id."""
@@ -217,7 +200,7 @@ class Scheduler:
             self._residents.open(min(self.limits.max_batch_size, hello.num_slots), hello.num_blocks, hello.block_size)
             for sequence in list(self._live.values()):
                 try:
-                    _check_fits(sequence.request, hello)
+                    door.check_fits(sequence.request, hello)
                 except LineclearError as error:
                     self._counters.requests_failed += 1
                     events.append(self._fail(sequence, error, now))
@@ -434,63 +417,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Every invariant that holds between two calls. AssertionError on a breach."""
-        residents, fresh, resuming = self._residents, self._fresh.sequences(), self._resuming.sequences()
-        running = residents.by_age()
-        for s in residents.decoding:
-            residents.decoding.settle(s)
-        residents.decoding.check()
-        size = self._residents.pool.block_size
-        self._residents.pool.check([s.blocks for s in running])
-        everyone = [*running, *fresh, *resuming]
-        assert len(everyone) == len(self._live) == len({id(s) for s in everyone}), "a request in two places or in none"
-        assert all(self._live[s.request.request_id] is s for s in everyone)
-        assert {*running} == {*residents.decoding, *residents.loose}, "running, and in no group or in two"
-        assert len(running) == len(residents.decoding) + len(residents.loose)
-        slots = [s.slot for s in running]
-        assert sorted([*slots, *self._residents.free_slots]) == list(range(self._residents.num_slots)), "slots disagree"
-        for s in everyone:
-            assert len(s.tokens) <= s.known <= s.limit, "more output planned than asked for"
-            assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt
-            assert s.bypasses <= self.limits.max_bypasses
-        for s in running:
-            assert s.state is State.RUNNING
-            assert s.saved <= s.computed <= s.planned <= s.known
-            assert s.computed <= len(s.tokens), "computed beyond what is confirmed"
-            most = s.limit - 1 if s.pinned else max(s.planned, s.known)
-            assert -(-s.planned // size) <= len(s.blocks) <= -(-most // size), "blocks beside the need"
-        for s in (*fresh, *resuming):
-            assert s.state is State.WAITING
-            assert (s.blocks, s.slot, s.planned) == ([], -1, 0), "waiting and holding"
-        assert all(s.in_flight == 0 for s in fresh)
-        for queue in (self._fresh, self._resuming):
-            assert queue.num_tokens == sum(len(s.tokens) for s in queue.sequences())
-        struck = [s for s in everyone if s.strikes]
-        assert {*struck} == {*self._suspects}, "struck and no suspect, or a suspect who has ended"
-        assert all(0 < s.mark < s.limit or s.limit == 1 for s in struck)
-        samples = [s for flight in self._flights for s in flight.sampled()]
-        assert all(s.in_flight == sum(other is s for other in samples) for s in everyone)
-        assert len(self._flights) <= self.limits.pipeline_depth
-        assert len(self._deadlines) <= 2 * len(self._live) + 65
-        c = self._counters
-        ended = c.requests_finished + c.requests_cancelled + c.requests_expired + c.requests_failed
-        assert c.requests_admitted == len(self._live) + ended, "a request ended twice or was lost"
-
-
-def _check_fits(request: Request, hello: Hello) -> None:
-    """Raises PromptTooLong or CannotFit for a request that the worker could never run, even alone."""
-    total = len(request.prompt) + request.max_tokens
-    if total > hello.max_model_len:
-        raise PromptTooLong(
-            f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} exceed the context of "
-            f"{hello.max_model_len}",
-            metadata={"prompt_tokens": str(len(request.prompt)), "context_length": str(hello.max_model_len)},
-        )
-    need = -(-(total - 1) // hello.block_size)
-    if need > hello.num_blocks:
-        raise CannotFit(
-            f"the request needs {need} KV blocks, the pool has {hello.num_blocks}",
-            metadata={"need": str(need), "have": str(hello.num_blocks)},
-        )
+        invariants.check(self)
 
 
 def _bad_samples(result: StepResult, vocab_size: int) -> frozenset[int]:

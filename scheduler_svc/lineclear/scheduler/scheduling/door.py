@@ -1,0 +1,46 @@
+"""Who cannot join the queue: no room in it now, or a request that no worker like this one could ever run.
+
+Decides nothing about who is next, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from lineclear.errors import CannotFit, PromptTooLong, QueueFull
+from lineclear.scheduler.scheduling.ledger import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.scheduling.waiting import WaitingQueue
+from lineclear.wire.types import Hello
+
+
+def check_room(request: Request, waiting: WaitingQueue, limits: CoreLimits) -> None:
+    """Raises QueueFull. A single request may be longer than all may be together."""
+    if len(waiting) >= limits.max_queue_size:
+        raise QueueFull(
+            f"{len(waiting)} requests are waiting, the limit is {limits.max_queue_size}; retry later",
+            retry_after_seconds=1.0,
+            metadata={"waiting": str(len(waiting)), "limit": str(limits.max_queue_size)},
+        )
+    num_tokens = len(request.prompt) + len(request.output)
+    if len(waiting) > 0 and waiting.num_tokens + num_tokens > limits.max_queue_tokens:
+        raise QueueFull(
+            f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
+            retry_after_seconds=1.0,
+            metadata={"waiting_tokens": str(waiting.num_tokens), "limit_tokens": str(limits.max_queue_tokens)},
+        )
+
+
+def check_fits(request: Request, hello: Hello) -> None:
+    """Raises PromptTooLong or CannotFit for a request that the worker could never run, even alone."""
+    total = len(request.prompt) + request.max_tokens
+    if total > hello.max_model_len:
+        raise PromptTooLong(
+            f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} exceed the context of "
+            f"{hello.max_model_len}",
+            metadata={"prompt_tokens": str(len(request.prompt)), "context_length": str(hello.max_model_len)},
+        )
+    need = -(-(total - 1) // hello.block_size)
+    if need > hello.num_blocks:
+        raise CannotFit(
+            f"the request needs {need} KV blocks, the pool has {hello.num_blocks}",
+            metadata={"need": str(need), "have": str(hello.num_blocks)},
+        )

@@ -1,0 +1,54 @@
+"""What holds of a core between any two of its calls. Looks everywhere, changes nothing that a call could notice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lineclear.scheduler.scheduling.sequence import State
+
+if TYPE_CHECKING:
+    from lineclear.scheduler.scheduling.core import Scheduler
+
+
+def check(core: Scheduler) -> None:
+    """Every invariant that holds between two calls. AssertionError on a breach."""
+    residents, fresh, resuming = core._residents, core._fresh.sequences(), core._resuming.sequences()
+    running = residents.by_age()
+    for s in residents.decoding:
+        residents.decoding.settle(s)
+    residents.decoding.check()
+    size = core._residents.pool.block_size
+    core._residents.pool.check([s.blocks for s in running])
+    everyone = [*running, *fresh, *resuming]
+    assert len(everyone) == len(core._live) == len({id(s) for s in everyone}), "a request in two places or in none"
+    assert all(core._live[s.request.request_id] is s for s in everyone)
+    assert {*running} == {*residents.decoding, *residents.loose}, "running, and in no group or in two"
+    assert len(running) == len(residents.decoding) + len(residents.loose)
+    slots = [s.slot for s in running]
+    assert sorted([*slots, *core._residents.free_slots]) == list(range(core._residents.num_slots)), "slots disagree"
+    for s in everyone:
+        assert len(s.tokens) <= s.known <= s.limit, "more output planned than asked for"
+        assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt
+        assert s.bypasses <= core.limits.max_bypasses
+    for s in running:
+        assert s.state is State.RUNNING
+        assert s.saved <= s.computed <= s.planned <= s.known
+        assert s.computed <= len(s.tokens), "computed beyond what is confirmed"
+        most = s.limit - 1 if s.pinned else max(s.planned, s.known)
+        assert -(-s.planned // size) <= len(s.blocks) <= -(-most // size), "blocks beside the need"
+    for s in (*fresh, *resuming):
+        assert s.state is State.WAITING
+        assert (s.blocks, s.slot, s.planned) == ([], -1, 0), "waiting and holding"
+    assert all(s.in_flight == 0 for s in fresh)
+    for queue in (core._fresh, core._resuming):
+        assert queue.num_tokens == sum(len(s.tokens) for s in queue.sequences())
+    struck = [s for s in everyone if s.strikes]
+    assert {*struck} == {*core._suspects}, "struck and no suspect, or a suspect who has ended"
+    assert all(0 < s.mark < s.limit or s.limit == 1 for s in struck)
+    samples = [s for flight in core._flights for s in flight.sampled()]
+    assert all(s.in_flight == sum(other is s for other in samples) for s in everyone)
+    assert len(core._flights) <= core.limits.pipeline_depth
+    assert len(core._deadlines) <= 2 * len(core._live) + 65
+    c = core._counters
+    ended = c.requests_finished + c.requests_cancelled + c.requests_expired + c.requests_failed
+    assert c.requests_admitted == len(core._live) + ended, "a request ended twice or was lost"
