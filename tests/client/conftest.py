@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client
 from lineclear.errors import LineclearError, UnknownRequest
@@ -17,7 +18,6 @@ from lineclear.status import TRAILER, to_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 
-PATIENCE_SECONDS = 20.0
 Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
 

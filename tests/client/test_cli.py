@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 import typer
+from support.patience import PATIENCE_SECONDS
 from typer.testing import CliRunner, Result
 
 from lineclear import errors
@@ -27,7 +28,6 @@ from lineclear.errors import LineclearError, tree
 from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
-PATIENCE_SECONDS = 30.0
 COMMAND = [sys.executable, "-m", "lineclear.client.cli"]
 QUICK = ["--max-attempts", "1"]
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+from support.patience import PATIENCE_SECONDS
+
 # Refuses every import of a top-level package that is neither the standard library's, nor gRPC's (which needs
 # typing_extensions), nor protobuf's, nor one of the rooms of lineclear that the client may know.
 BLOCKER = """
@@ -28,7 +30,7 @@ sys.meta_path.insert(0, Blocker())
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", BLOCKER + textwrap.dedent(program), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import PATIENCE_SECONDS
 from support.service import DEMO_MODEL, Service, running, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,7 +144,7 @@ def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
         answers = [pool.submit(read, p, greedy(60)) for p in PROMPTS]
         sampled = pool.submit(read, PROMPTS[1], {"max_tokens": 60, **SEEDED})
-        assert seen.wait(60)
+        assert seen.wait(PATIENCE_SECONDS)
         os.kill(service.worker_pid, signal.SIGKILL)
         assert [a.result().token_ids for a in answers] == want
         assert sampled.result().token_ids == seeded

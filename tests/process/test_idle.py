@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, ToyScheduler, eventually, short_directory
 
@@ -51,7 +52,7 @@ def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None
     assert b"waiting_for_a_scheduler" in worker.stderr.readline()
     percent = cpu_percent([worker.pid], 3.0)
     worker.terminate()
-    assert worker.wait(10.0) == 0
+    assert worker.wait(PATIENCE_SECONDS) == 0
     worker.stderr.close()
     assert percent[0] < 2.0
 

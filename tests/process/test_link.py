@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, short_directory
 
@@ -54,7 +55,7 @@ class Peer:
         for message in messages:
             self.results.send(encode(message))
 
-    def hear(self, seconds: float = 5.0) -> Message:
+    def hear(self, seconds: float = PATIENCE_SECONDS) -> Message:
         """The next message that is no probe."""
         while self.plans.poll(seconds * 1000):
             message = decode(self.plans.recv())
@@ -84,7 +85,7 @@ class Station:
         assert self.expect(1) == [hello(epoch)]
         return peer
 
-    def expect(self, count: int, seconds: float = 5.0) -> list[Arrival]:
+    def expect(self, count: int, seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
         """Receive until `count` messages have arrived."""
         arrivals: list[Arrival] = []
         end = time.monotonic() + seconds
@@ -176,7 +177,7 @@ def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
     begin = time.monotonic()
     peer.leave()
     assert station.expect(1) == [Goodbye(7, "its connection closed")]
-    assert time.monotonic() - begin < 0.2
+    assert time.monotonic() - begin < SOON_SECONDS
     station.joined(9)
 
 
@@ -191,7 +192,7 @@ def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
             return True
         return False
 
-    eventually(is_refused, 2.0)
+    eventually(is_refused)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +215,8 @@ def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Statio
         for step in range(1, 100_000):
             station.link.send(StepPlan(7, step, rows))
 
-    begin = time.monotonic()
     with pytest.raises(WorkerGone):
         flood()
-    assert time.monotonic() - begin < 5.0
 
 
 def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> None:
@@ -296,7 +295,7 @@ def test_wake_works_before_and_during_a_wait(station: Station) -> None:
     station.link.wait(None)
     begin = time.monotonic()
     station.link.wait(begin + 0.05)
-    assert 0.04 < time.monotonic() - begin < 1.0
+    assert 0.04 < time.monotonic() - begin < SOON_SECONDS
 
 
 # --- the worker's side ----------------------------------------------------------------------------------------------
@@ -312,7 +311,7 @@ class FakeScheduler:
         self.results = self.context.socket(zmq.PULL)
         self.results.bind(f"ipc://{directory}/result.sock")
 
-    def hear(self, kind: type[Message], seconds: float = 10.0) -> Message:
+    def hear(self, kind: type[Message], seconds: float = PATIENCE_SECONDS) -> Message:
         """The next message of a kind."""
         while self.results.poll(seconds * 1000):
             message = decode(self.results.recv())
@@ -366,7 +365,7 @@ def test_a_worker_told_to_rejoin_forgets_and_takes_a_new_epoch(staged: tuple[Wor
     assert isinstance(error, StepError)
     assert (error.epoch, error.step, error.kind) == (second, 1, StepErrorKind.EXCEPTION)
     assert error.summary.startswith("KeyError at toy.py:")
-    assert world.workers[0].wait(5.0) == 70
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
 
 
 def test_a_gap_in_the_plans_breaks_the_worker(staged: tuple[World, FakeScheduler]) -> None:
@@ -377,7 +376,7 @@ def test_a_gap_in_the_plans_breaks_the_worker(staged: tuple[World, FakeScheduler
     error = scheduler.hear(StepError)
     assert isinstance(error, StepError)
     assert (error.step, error.kind, error.summary) == (2, StepErrorKind.PROTOCOL, "plan 2 came after plan 0")
-    assert world.workers[0].wait(5.0) == 70
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
 
 
 def test_noise_on_the_plan_socket_is_dropped(staged: tuple[World, FakeScheduler]) -> None:
@@ -397,7 +396,7 @@ def test_a_scheduler_of_another_release_ends_the_worker_for_good(staged: tuple[W
     world.start_worker()
     epoch = join(scheduler)
     scheduler.send(epoch, _other_release(plan(epoch)))
-    assert world.workers[0].wait(5.0) == 78
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 78
 
 
 def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeScheduler]) -> None:
@@ -406,11 +405,12 @@ def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeSchedu
     epoch = join(scheduler)
     beat = scheduler.hear(Heartbeat)
     assert beat == Heartbeat(epoch, 0)
+    sent_at = time.monotonic()
     scheduler.send(epoch, encode(StepPlan(epoch, 1, ())))
     eventually(lambda: getattr(scheduler.hear(Heartbeat), "step", 0) == 1)
     busy = scheduler.hear(Heartbeat)
     assert isinstance(busy, Heartbeat)
-    assert 0 < busy.busy_seconds < 0.6
+    assert 0 < busy.busy_seconds < time.monotonic() - sent_at
 
 
 def test_a_refused_worker_stands_by_and_takes_over() -> None:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.logs import LineWriter
 
@@ -33,7 +34,9 @@ except KeyError:
 
 def lines_of(level: str, form: str) -> list[str]:
     script = SCRIPT.format(level=level, form=form)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
     assert done.stdout == ""
     return done.stderr.splitlines()
 
@@ -63,7 +66,7 @@ def test_console_lines_are_for_people() -> None:
 @pytest.mark.parametrize(("level", "form"), [("loud", "json"), ("info", "xml")])
 def test_an_unknown_level_or_form_is_named(level: str, form: str) -> None:
     script = SCRIPT.format(level=level, form=form)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 1
     assert "ValueError" in done.stderr
     assert ("loud" if level == "loud" else "xml") in done.stderr.splitlines()[-1]
@@ -86,7 +89,7 @@ def test_a_stuck_reader_costs_lines_and_no_time() -> None:
     target = Stuck()
     writer = LineWriter(target, max_lines=10)
     writer.write("0\n")
-    assert target.entered.wait(10.0)
+    assert target.entered.wait(PATIENCE_SECONDS)
     for number in range(1, 21):
         writer.write(f"{number}\n")  # would block here for ever
     assert writer.num_dropped == 10
@@ -118,7 +121,7 @@ pathlib.Path({str(done)!r}).touch()
 """
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=30)
+    process = subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=PATIENCE_SECONDS)
     os.close(writing)
     assert done.exists()
     assert process.returncode in (0, 120)  # 120: the interpreter could not flush standard error when it left

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
 
@@ -40,7 +41,7 @@ def test_a_killed_scheduler_takes_its_worker_along(directory: Path, num_streams:
     with ToyScheduler(directory, num_streams, STEPPING) as scheduler:
         pid = scheduler.hear("joined")
         scheduler.end(signal.SIGKILL)
-        assert eventually(lambda: not is_running(pid)) < 2.0
+        assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
 
 
 # The moment itself is the point here: between fork and Hello lie the interpreter's start, imports, arming and the load.
@@ -52,7 +53,7 @@ def test_a_scheduler_killed_while_its_worker_starts_or_loads_takes_it_along(
         pid = scheduler.hear("started")
         time.sleep(delay_seconds)
         scheduler.end(signal.SIGKILL)
-        assert eventually(lambda: not is_running(pid)) < 2.0
+        assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
 
 
 def test_the_pipe_alone_is_enough(directory: Path) -> None:
@@ -64,7 +65,7 @@ def test_the_pipe_alone_is_enough(directory: Path) -> None:
         pass_fds=lifeline.inherited,
     )
     lifeline.close()
-    assert worker.wait(10.0) == ORPHANED
+    assert worker.wait(PATIENCE_SECONDS) == ORPHANED
 
 
 def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> None:
@@ -98,7 +99,7 @@ def test_a_worker_of_its_own_outlives_schedulers_and_joins_the_next(directory: P
             scheduler.end(signal.SIGKILL)  # leaves its socket files behind
     assert worker.poll() is None
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(5.0) == 0
+    assert worker.wait(PATIENCE_SECONDS) == 0
 
 
 def test_answers_are_exact_on_a_worker_that_served_a_scheduler_before(directory: Path) -> None:

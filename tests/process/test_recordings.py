@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.patience import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, World, request, supervised
 
@@ -38,6 +39,6 @@ def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) ->
     (file,) = (tmp_path / "recordings").iterdir()
     assert "WorkerLost" in file.read_text()
     command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(file)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every decision the same" in done.stdout

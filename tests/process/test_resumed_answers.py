@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
@@ -37,7 +38,7 @@ def check(results: list[Generation]) -> None:
 
 def trouble(service: ToyService, how: str, begun: threading.Event, times: int) -> None:
     """Kill it, or ask it to leave, and start another one where it was; `times` times."""
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_SECONDS)
     for _ in range(times):
         if how == "killed":
             service.kill()

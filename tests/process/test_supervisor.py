@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
@@ -42,7 +43,7 @@ class Calls:
         self.exits.append((time.monotonic(), pid))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Like eventually(), on the event loop."""
     end = time.monotonic() + seconds
     while not condition():
@@ -78,7 +79,7 @@ def test_a_death_is_seen_at_once_and_followed_by_a_new_worker(run: Callable[...,
         os.kill(first, signal.SIGKILL)
         await until(lambda: bool(calls.exits))
         assert calls.exits == [(calls.exits[0][0], first)]
-        assert calls.exits[0][0] - killed_at < 0.2
+        assert calls.exits[0][0] - killed_at < SOON_SECONDS
         await until(lambda: supervisor.pid not in (None, first))
         assert await supervisor.stop()
         assert supervisor.num_starts == 2
@@ -103,7 +104,7 @@ def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_
     moments = [moment for moment, _ in calls.exits]
     pauses = [after - before for before, after in pairwise(moments)]
     for pause, backoff in zip(pauses, (0.05, 0.1, 0.2, 0.2), strict=True):
-        assert backoff <= pause < backoff + 0.5
+        assert backoff <= pause < backoff + SOON_SECONDS
 
 
 def test_ends_outside_the_window_are_forgiven() -> None:
@@ -123,10 +124,10 @@ def test_a_worker_that_joined_resets_the_back_off() -> None:
     calls = Calls()
 
     async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, max_crashes=9, min_backoff_seconds=0.05, max_backoff_seconds=60.0)
+        supervisor = make(FOR_EVER, calls, max_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=60.0)
         supervisor.start()
-        for number in range(1, 7):  # without a reset the sixth pause would be 1.6 s
-            await until(lambda number=number: supervisor.num_starts == number, 1.0)
+        for number in range(1, 13):  # without a reset the last pause would be 51 s
+            await until(lambda number=number: supervisor.num_starts == number, 30.0)
             pid = supervisor.pid
             assert pid is not None
             supervisor.worker_joined(hello(pid))
@@ -211,7 +212,7 @@ def test_stop_is_patient_and_then_is_not(tmp_path: Path) -> None:
         await until(armed.exists)
         begin = time.monotonic()
         assert await supervisor.stop()
-        assert 0.3 <= time.monotonic() - begin < 2.0
+        assert 0.3 <= time.monotonic() - begin < SOON_SECONDS
         assert len(calls.exits) == supervisor.num_starts == 1
 
     asyncio.run(scenario())
@@ -221,11 +222,11 @@ def test_stop_during_a_back_off_starts_nothing() -> None:
     calls = Calls()
 
     async def scenario() -> None:
-        supervisor = make(["/bin/false"], calls, min_backoff_seconds=0.1)
+        supervisor = make(["/bin/false"], calls, min_backoff_seconds=1.0)
         supervisor.start()
         await until(lambda: bool(calls.exits))
         assert await supervisor.stop()
-        await asyncio.sleep(0.2)  # twice the back-off
+        await asyncio.sleep(1.5)  # more than the back-off
         assert supervisor.num_starts == 1
 
     asyncio.run(scenario())
@@ -288,7 +289,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
                 world.wait_joined(number + 1)
                 if number == 1:
                     before = descriptors()
-            eventually(lambda: len(descriptors()) <= len(before), 5.0, "as few descriptors as after the first restart")
+            eventually(lambda: len(descriptors()) <= len(before), what="as few descriptors as after the first restart")
             world.wait_ended(streams)
             for stream in streams:
                 stream.check(world.options.vocab_size)

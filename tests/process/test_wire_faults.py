@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from lineclear.scheduler.supervisor import Supervisor
 from lineclear.wire.codec import decode
 from lineclear.wire.types import Heartbeat, StepPlan, StepResult
 
-LIMITS = EngineLimits(step_timeout_seconds=1.0, cold_step_timeout_seconds=1.0, heartbeat_timeout_seconds=2.0)
+# Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
+LIMITS = EngineLimits(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
+SHORT_SILENCE = replace(LIMITS, heartbeat_timeout_seconds=2.0)
 OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
 
 
@@ -69,9 +72,9 @@ FAULTS: dict[str, Callable[[bytes, bytes], Sequence[bytes]]] = {
 }
 
 
-def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], options: ToyOptions = OPTIONS) -> World:
+def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], limits: EngineLimits = LIMITS) -> World:
     """Run `body` in a world whose worker speaks through a proxy that tampers."""
-    with World(engine=LIMITS, options=options) as world:
+    with World(engine=limits, options=OPTIONS) as world:
         scheduler_side, worker_side = world.directory, world.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
             world.directory = worker_side
@@ -155,7 +158,7 @@ def test_heartbeats_that_are_lost_cost_a_worker_and_no_token() -> None:
         world.wait_joined(2)
         all_exact(world)
 
-    world = serve(tamper, body)
+    world = serve(tamper, body, SHORT_SILENCE)
     assert "silent" in world.broken[0]
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
+from support.patience import PATIENCE_SECONDS
 from support.world import ENVIRONMENT
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
 
 
@@ -31,18 +36,16 @@ main([])
 
 
 def test_nothing_that_waits_at_the_interpreters_end_keeps_it() -> None:
-    """A library's exit handler that takes a minute, and a thread that never ends."""
-    begin = time.monotonic()
+    """A library's exit handler that takes an hour, and a thread that never ends."""
     done = run("""
 import atexit, threading, time
 from lineclear.worker import main
 def serve(argv=None):
-    atexit.register(time.sleep, 60)
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    atexit.register(time.sleep, 3600)
+    threading.Thread(target=time.sleep, args=(3600,)).start()
     print("said")
     return 7
 main.main = serve
 main.run()
 """)
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
-    assert time.monotonic() - begin < 30

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from service.serving import TOKENIZER, Serving, error_of, run, serving, text_request, until
+from service.serving import BOUND_SECONDS, TOKENIZER, Serving, error_of, run, serving, text_request, until
 
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity
@@ -40,7 +40,7 @@ async def everything(call: Any, from_index: int = 0) -> tuple[list[int], str, li
     tokens: list[int] = []
     text = ""
     messages = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(BOUND_SECONDS):
         async for message in call:
             response = message.response
             assert response.first_index == from_index + len(tokens)

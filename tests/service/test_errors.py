@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +281,7 @@ def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> Non
 
     async def scenario() -> None:
         async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
+            before = len(asyncio.all_tasks())
             call = s.generate(text_request(output={"token_timings": True}))
             key = await s.engine.next_request()
             s.engine.start(key)
@@ -290,10 +293,51 @@ def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> Non
             assert key in s.engine.cancelled
             error = await error_of(call)  # reads what was sent, then the status
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            before = len(asyncio.all_tasks())
-            s.engine.answer = lambda request: []
-            await read_all(s.generate())
             await until(lambda: len(asyncio.all_tasks()) <= before)
+
+    run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Another address of the server below `path`, where bytes travel on in both directions while the event is set."""
+    is_open = asyncio.Event()
+    is_open.set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await is_open.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_unix_connection(path / "s")
+        await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
+
+    async with await asyncio.start_unix_server(connected, path / "gate"):
+        yield f"unix:{path}/gate", is_open
+
+
+def test_a_connection_that_takes_not_even_the_first_message_hears_the_end_of_it_later(tmp_path: Path) -> None:
+    """The headers travel with that message: a status sent before it is through would never arrive."""
+
+    async def scenario() -> None:
+        async with (
+            serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
+            gate(tmp_path) as (address, is_open),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            call = s.stub_of(channel).Generate(text_request(output={"token_timings": True}))
+            key = await s.engine.next_request()
+            is_open.clear()
+            s.engine.start(key)
+            s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, and one message
+            await s.idle()
+            assert key in s.engine.cancelled
+            is_open.set()
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
 
     run(scenario())
 

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from service.serving import (
+    BOUND_SECONDS,
     TOKENIZER,
     Serving,
     error_of,
@@ -228,7 +229,7 @@ def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_pa
             for name in ("r0", "r1", "r2"):
                 s.engine.start(keys[name])
                 s.engine.tokens(keys[name], ids[:2])
-            left = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+            left = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
             s.server.health.close()
             await until(lambda: s.engine.is_draining)
             assert (await error_of(s.generate())).reason == "DRAINING"
@@ -247,8 +248,8 @@ def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_pa
             await left
             await s.idle()
             assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
-            async with asyncio.timeout(1.5):  # less than the grace: nothing is left to wait for
-                await s.server.stop(2.0)
+            async with asyncio.timeout(BOUND_SECONDS):  # less than the grace: nothing is left to wait for
+                await s.server.stop(2 * BOUND_SECONDS)
 
     run(scenario())
 
@@ -256,9 +257,9 @@ def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_pa
 def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            async with asyncio.timeout(1.0):
-                await s.service.drain(timeout_seconds=60.0)
-                await s.server.stop(60.0)
+            async with asyncio.timeout(BOUND_SECONDS):
+                await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
+                await s.server.stop(2 * BOUND_SECONDS)
 
     run(scenario())
 

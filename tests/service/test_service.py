@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from service.serving import (
+    BOUND_SECONDS,
     EOS,
     HELLO,
     TOKENIZER,
@@ -561,7 +562,7 @@ def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
         def encode(self, text: str) -> list[int]:
             if len(text) > 2000:
                 entered.set()
-                release.wait(20)
+                release.wait(BOUND_SECONDS)
                 return [5]
             return TOKENIZER.encode(text)
 

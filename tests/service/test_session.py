@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from service.serving import (
+    BOUND_SECONDS,
     TOKENIZER,
     Serving,
     error_of,
@@ -66,7 +67,7 @@ class Caller:
 
     async def read(self) -> bool:
         """One message; False at the end of the session."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_SECONDS):
             message = await self.call.read()
         if message is grpc.aio.EOF:
             return False

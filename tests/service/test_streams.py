@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service.serving import TOKENIZER, run
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InternalError, LineclearError
 from lineclear.scheduler.rpc.streams import Delivery, Mailbox, Streams
@@ -50,7 +51,7 @@ def streams(max_unread_tokens: int = 100) -> tuple[Streams, Engine, list[bool]]:
 
 
 async def taken(mailbox: Mailbox) -> Delivery:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return await mailbox.take()
 
 

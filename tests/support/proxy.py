@@ -5,16 +5,19 @@ Real sockets on both sides, so that what arrives has come the way that frames co
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.sockets import private_sockets
-from lineclear.wire.codec import DecodeError, decode
-from lineclear.wire.types import Hello
+from lineclear.wire.codec import DecodeError, decode, encode
+from lineclear.wire.types import Heartbeat, Hello
 
 Tamper = Callable[[str, bytes], Sequence[bytes]]
 """Called with "plan" or "result" and a frame, on the proxy's thread; what it returns travels on, in that order."""
@@ -32,6 +35,7 @@ class Proxy:
         ours, theirs = private_sockets(worker_side), private_sockets(scheduler_side)
         self._to_plans = f"ipc://{theirs.plan}"
         self._plans_out = self._socket(zmq.ROUTER)
+        self._plans_out.set(zmq.ROUTER_MANDATORY, 1)
         self._plans_out.bind(f"ipc://{ours.plan}")
         self._results_in = self._socket(zmq.PULL)
         self._results_in.bind(f"ipc://{ours.result}")
@@ -70,20 +74,45 @@ class Proxy:
                     frame = socket.recv()
                     self.seen.append(("plan", frame))
                     for changed in self._tamper("plan", frame):
-                        self._plans_out.send_multipart((epoch, changed))
+                        self._pass_plan(epoch, changed)
+
+    def _pass_plan(self, epoch: bytes, frame: bytes) -> bool:
+        """Send to the worker of that epoch, and say whether it is there."""
+        try:
+            self._plans_out.send_multipart((epoch, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _is_reachable(self, epoch: int) -> bool:
+        """Wait until that epoch's worker hears us: its plan socket may be behind the one its Hello came through."""
+        # The scheduler, too, lets nobody join whom a plan cannot reach, and finds out so: workers ignore a heartbeat.
+        probe = encode(Heartbeat(epoch, 0))
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not self._pass_plan(_identity(epoch), probe):
+            if time.monotonic() > give_up or self._stopped.wait(0.001):
+                return False
+        return True
 
     def _pass_result(self, frame: bytes) -> None:
         self.seen.append(("result", frame))
-        try:
+        message = None
+        with contextlib.suppress(DecodeError):
             message = decode(frame)
-        except DecodeError:
-            message = None
         if isinstance(message, Hello):
+            if not self._is_reachable(message.epoch):
+                return
             # The scheduler addresses plans by epoch: from here on we are who bears that name.
-            identity = message.epoch.to_bytes(8, "little")
+            identity = _identity(message.epoch)
             socket = self._socket(zmq.DEALER)
             socket.set(zmq.IDENTITY, identity)
             socket.connect(self._to_plans)
             self._plans_in[identity] = socket
         for changed in self._tamper("result", frame):
             self._results_out.send(changed)
+
+
+def _identity(epoch: int) -> bytes:
+    return epoch.to_bytes(8, "little")

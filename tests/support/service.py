@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.patience import PATIENCE_SECONDS
+
 from lineclear.client import Client, HealthStatus, Stats
 from lineclear.errors import LineclearError
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
-START_SECONDS = 120.0
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Return when `condition()` holds. AssertionError, naming `what`, when it does not within `seconds`."""
     give_up = time.monotonic() + seconds
     while not condition():
@@ -61,7 +62,7 @@ def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL,
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             with Client(target, max_attempts=1) as client:
-                wait_for(lambda: _serving(client, process), "ready", START_SECONDS)
+                wait_for(lambda: _serving(client, process), "ready", PATIENCE_SECONDS)
                 yield Service(process, target, client)
         except BaseException:
             process.kill()
@@ -69,7 +70,7 @@ def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL,
             raise
         if process.poll() is None:
             process.terminate()
-        assert process.wait(30) in (0, -9), "the scheduler did not leave cleanly"
+        assert process.wait(PATIENCE_SECONDS) in (0, -9), "the scheduler did not leave cleanly"
 
 
 def _serving(client: Client, process: subprocess.Popen[bytes]) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from service.small_tokenizers import byte_level, definition, save
+from support.patience import PATIENCE_SECONDS
 from support.toy import expected
 from support.world import ENVIRONMENT
 
@@ -27,7 +28,6 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.wire.types import Sampling
 
 VOCABULARY, EOS = 512, 0
-START_SECONDS = 60.0
 TOKENIZER = Tokenizer(definition(byte_level()))
 
 
@@ -71,7 +71,7 @@ class ToyService:
     def wait_until_ready(self) -> None:
         """Return when it says SERVING."""
         assert self._process is not None
-        give_up = time.monotonic() + START_SECONDS
+        give_up = time.monotonic() + PATIENCE_SECONDS
         with Client(self.target, max_attempts=1) as client:
             while time.monotonic() < give_up:
                 assert self._process.poll() is None, f"it ended with {self._process.returncode}"
@@ -79,7 +79,7 @@ class ToyService:
                     if client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
                         return
                 time.sleep(0.02)
-        raise AssertionError(f"not ready within {START_SECONDS} s")
+        raise AssertionError(f"not ready within {PATIENCE_SECONDS} s")
 
     def kill(self) -> None:
         """SIGKILL, and gone on return."""
@@ -94,7 +94,7 @@ class ToyService:
         if process is None:
             return 0
         process.send_signal(number)
-        return process.wait(START_SECONDS)
+        return process.wait(PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager

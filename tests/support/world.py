@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.events import flat
+from support.patience import PATIENCE_SECONDS
 from support.toy import expected
 from support.toy_worker import ToyOptions
 
@@ -33,7 +34,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(
 """Of child processes, which find the tests, and the sources where this process finds them."""
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0, what: str = "the condition") -> float:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> float:
     """Wait until `condition()` holds and return the seconds that took; AssertionError after `seconds`."""
     begin = time.monotonic()
     while not condition():
@@ -117,7 +118,8 @@ class World:
             self.link,
             self._publish,
             clock,
-            limits=engine or EngineLimits(),
+            # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
+            limits=engine or EngineLimits(heartbeat_timeout_seconds=PATIENCE_SECONDS),
             on_joined=self._joined,
             on_broken=self._broken,
             on_explained=self._explained,
@@ -153,7 +155,7 @@ class World:
         self.engine.submit(request)
         return stream
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 30.0, what: str = "it") -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "it") -> None:
         """Wait for something that events bring about."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), f"{what} did not happen in {seconds} s; {self.fatal}"
@@ -162,7 +164,7 @@ class World:
         """Wait until `count` workers have joined so far."""
         self.wait(lambda: len(self.joins) >= count, what=f"join {count}")
 
-    def wait_ended(self, streams: Sequence[Stream], seconds: float = 60.0) -> None:
+    def wait_ended(self, streams: Sequence[Stream], seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until every one of `streams` has ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
@@ -197,7 +199,7 @@ class World:
 
         self.on_publish = hold
         bait = self.submit(request(10_000, max_tokens=1))
-        assert entered.wait(10.0)
+        assert entered.wait(PATIENCE_SECONDS)
         yield
         released.set()
         self.wait_ended([bait])
@@ -242,7 +244,7 @@ class ToyScheduler:
     def end(self, number: signal.Signals) -> int:
         """Send a signal and reap."""
         self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(PATIENCE_SECONDS)
 
 
 def request(

@@ -178,7 +178,7 @@ async def _run(
 async def _leave(leaving: Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
     """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
 
-    Until then whoever comes is told why not here: a call that meets a closing listener gets a status without a reason.
+    Whoever comes is told why not here, until the listeners are closed.
     """
     exit_code = leaving.exit_code
     server.leave()
@@ -193,16 +193,7 @@ async def _leave(leaving: Leaving, settings: SchedulerSettings, service: Inferen
         async with asyncio.timeout(_STATUS_SECONDS):
             await service.streams.wait_until_idle()
     await linger
-    await _until_no_call(server)
     await server.stop(_STATUS_SECONDS)
-
-
-async def _until_no_call(server: Server) -> None:
-    """Wait for a moment without calls to close the listeners in, for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STATUS_SECONDS):
-            while server.num_calls:  # noqa: ASYNC110  # a call lasts a millisecond now
-                await asyncio.sleep(0.002)
 
 
 def _no_worker() -> WorkerUnavailable:

@@ -16,7 +16,7 @@ from lineclear.errors import LineclearError
 
 from ..requests import Request
 from ..sync import Client, Stream
-from . import exits, screen
+from . import exits, interrupts, screen
 from .prompts import Entry
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def single(client: Client, request: Request, json_lines: bool, deltas: bool, qui
 
 def show(answer: Stream, json_lines: bool, deltas: bool, quiet: bool) -> None:
     """Read an answer, showing it as it comes."""
-    with answer as stream:
+    with interrupts.cancelling(answer.cancel), answer as stream:
         try:
             for delta in stream:
                 if not json_lines:

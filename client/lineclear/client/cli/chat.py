@@ -13,7 +13,7 @@ from lineclear.errors import LineclearError
 
 from ..requests import SAMPLING_FIELDS, ChatMessage, Sampling
 from ..sync import Client
-from . import screen
+from . import interrupts, screen
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
@@ -40,7 +40,8 @@ class Conversation:
     def say(self, text: str) -> str:
         """Send a message and show the answer as it comes. Returns a line about the answer."""
         question = ChatMessage("user", text)
-        with self._client.stream([*self.messages, question], self.sampling) as stream:
+        answer = self._client.stream([*self.messages, question], self.sampling)
+        with interrupts.cancelling(answer.cancel), answer as stream:
             try:
                 for delta in stream:
                     if not self._json_lines:

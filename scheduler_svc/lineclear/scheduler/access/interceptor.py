@@ -39,10 +39,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, *services: str) -> None:
         self.is_stopping = False
         """The listeners are being closed: calls end because we cut them, and that is no incident."""
-        self.num_calls = 0
-        """Calls of guarded methods in progress."""
+        self.num_came = 0
+        """Calls of guarded methods that came so far."""
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self._prefixes = tuple(f"/{service}/" for service in services)
         self._guarded: dict[str, Handler] = {}
+
+    def hold(self) -> None:
+        """Answer nobody who comes from now on until `release`; calls in progress go on."""
+        self._goes_on.clear()
+
+    def release(self) -> None:
+        """Answer those who were held."""
+        self._goes_on.set()
 
     async def intercept_service(
         self,
@@ -53,6 +63,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if not method.startswith(self._prefixes):
             return await continuation(handler_call_details)
+        self.num_came += 1
         if method not in self._guarded:
             handler = await continuation(handler_call_details)
             if handler is None:  # gRPC answers UNIMPLEMENTED
@@ -82,8 +93,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _ending_well(self, method: str, behavior: Any) -> Behavior:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self.num_calls += 1
             try:
+                if not self._goes_on.is_set():
+                    await self._goes_on.wait()
                 if request is _MALFORMED:
                     raise _malformed()
                 return await behavior(request, context)
@@ -101,8 +113,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await abort(context, incident(method, error))
             except Exception as error:
                 return await abort(context, incident(method, error))
-            finally:
-                self.num_calls -= 1
 
         return guarded
 

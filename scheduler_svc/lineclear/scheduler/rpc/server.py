@@ -7,6 +7,7 @@ with health alone, for probes that come over the pod's network and can show neit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
 """Answered on the admin address where there is one. Those of the admin service are answered nowhere else."""
 BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
 """Answered on both."""
+
+_HOLD_SECONDS, _MAX_HOLD_SECONDS = 0.05, 0.5
 
 
 class Server:
@@ -134,11 +137,6 @@ class Server:
         """Requests are not welcome any more. They are still answered, so that each caller is told why."""
         self.health.close(READY)
 
-    @property
-    def num_calls(self) -> int:
-        """Calls of the service in progress, refused ones included."""
-        return sum(guard.num_calls for guard in self._errors)
-
     async def stop(self, grace_seconds: float) -> None:
         """Take no more calls, and after `grace_seconds` cut those that are left.
 
@@ -148,7 +146,28 @@ class Server:
         self.health.close()
         for guard in self._errors:
             guard.is_stopping = True
-        await asyncio.gather(*(server.stop(grace_seconds) for server in self._servers))
+        if grace_seconds > 0:
+            await self._hold()
+        stops = [asyncio.ensure_future(server.stop(grace_seconds)) for server in self._servers]
+        await asyncio.sleep(0)  # each has begun: whoever comes now finds a closed door
+        for guard in self._errors:
+            guard.release()
+        await asyncio.gather(*stops)
+
+    async def _hold(self) -> None:
+        """Keep those who come waiting until nobody comes for a moment.
+
+        gRPC drops a call that comes in the moment in which a listener closes, and its caller hears a bare CANCELLED.
+        Who has no answer yet sends no next call: all are told why not here once the door is closed.
+        """
+        for guard in self._errors:
+            guard.hold()
+        before = -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_HOLD_SECONDS):
+                while before != (now := sum(guard.num_came for guard in self._errors)):
+                    before = now
+                    await asyncio.sleep(_HOLD_SECONDS)
 
 
 # --- what is offered where -------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """lineclear.v1.InferenceService: from a call to a request, and from what the engine says to responses.
 
 Decides whose clock a deadline is on, and what happens to calls when the server leaves. Who is let in, `admission`
-decides; what may be sent when, `streams` and `session`; what it looks like, `responses`; what an exception becomes,
-`interceptor`.
+decides; what may be sent when, `streams` and `session`; how it is sent, `outlet`; what it looks like, `responses`; what
+an exception becomes, `interceptor`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import grpc.aio
 import structlog
-from google.protobuf.message import Message
 
-from lineclear.errors import Drained, Draining, LineclearError, SlowConsumer, Starting, UnknownRequest
+from lineclear.errors import Drained, Draining, LineclearError, Starting, UnknownRequest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.interceptor import incident
 from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.rpc import overview, responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.rpc.detached import DetachedAnswers
+from lineclear.scheduler.rpc.outlet import Context, Outlet
 from lineclear.scheduler.rpc.prompts import Prompts
 from lineclear.scheduler.rpc.session import Session
 from lineclear.scheduler.rpc.stats import Stats
@@ -45,8 +44,6 @@ log = structlog.get_logger()
 
 NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EngineApi(Protocol):
@@ -218,20 +215,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tenant = identity.tenant(caller, context)
         ticket = self._admission.open(request, self._require_worker(), caller, tenant, remaining)
         outcome = "cancelled"
-        try:
-            await self._admission.submit(ticket, request)
-            outcome = await self._relay(ticket, context)
-        except Exception as error:
-            outcome = outcome_of(error)
-            raise
-        finally:
-            self._admission.close(ticket, outcome)
+        async with self._outlet(context) as outlet:
+            try:
+                await self._admission.submit(ticket, request)
+                outcome = await self._relay(ticket, outlet)
+            except Exception as error:
+                outcome = outcome_of(error)
+                raise
+            finally:
+                self._admission.close(ticket, outcome)
 
-    async def _relay(self, ticket: Ticket, context: Context) -> str:
+    async def _relay(self, ticket: Ticket, outlet: Outlet) -> str:
         while True:
             delivery = await ticket.mailbox.take()
             spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
-            await self._write(responses.response(delivery, ticket, spent), context)
+            await outlet.write(responses.response(delivery, ticket, spent))
             if delivery.end is not None:
                 return delivery.end.reason.name.lower()
 
@@ -251,14 +249,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             deadline=None if remaining is None else self._clock() + remaining,
             max_requests=self._settings.max_streams_per_connection,
         )
-        await context.send_initial_metadata(())  # callers wait for this sign that there is a Session here
+        outlet = self._outlet(context)
+        await outlet.greet()  # callers wait for this sign that there is a Session here
         if self._refusal is not None:
             session.leave(self._refusal())
         self._sessions.add(session)
         listening = asyncio.ensure_future(session.listen(orders))
         try:
             while (message := await session.news()) is not None:
-                await self._write(message, context)
+                await outlet.write(message)
         finally:
             self._sessions.discard(session)
             listening.cancel()
@@ -286,8 +285,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """All there is from an index on, and then what comes."""
         answer = self._detached.find(identity.caller(context), request.request_id)
-        async for message in answer.read(request.from_index):
-            await self._write(pb.AttachResponse(response=message), context)
+        async with self._outlet(context) as outlet:
+            async for message in answer.read(request.from_index):
+                await outlet.write(pb.AttachResponse(response=message))
 
     async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
         """All there is, at once."""
@@ -305,15 +305,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 return pb.CancelResponse(found=True)
         return pb.CancelResponse(found=self._admission.cancel(caller, request.request_id))
 
-    async def _write(self, message: Message, context: Context) -> None:
-        limit = self._settings.stall_timeout_seconds
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowConsumer(
-                f"the stream took no message for {limit:g} s", metadata={"stall_timeout_seconds": f"{limit:g}"}
-            ) from None
+    def _outlet(self, context: Context) -> Outlet:
+        return Outlet(context, self._settings.stall_timeout_seconds)
 
     # --- text and tokens ---------------------------------------------------------------------------------------------
 
