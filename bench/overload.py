@@ -4,7 +4,9 @@
 
 The real scheduler process, behind a worker that takes a fixed time for a step, so that capacity is known. Open loop:
 requests arrive at their own moments, whatever became of earlier ones; nobody retries. First at capacity, then at
-`--times` as much; then streams that are never read beside some that are.
+`--times` as much, with a prober of its own process beside it, whose refusals wait for no load generator; memory is
+looked at all the while. Then streams that are never read beside some that are, until each has made all its tokens; what
+they hold is read at last, and must be whole.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
 from bench.figures import Figure, arguments, main
+from bench.instant import TOKEN
 from bench.lineclear_serve import Service, serving
 from bench.measure import percentile
+from bench.prober import probing
 from lineclear.client import AsyncClient
 from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
@@ -34,7 +39,14 @@ _QUEUE = 64
 _CAPACITY = _SLOTS / (_TOKENS * _STEP_SECONDS)  # requests a second, were there nothing but steps
 _REJECT_GOAL_SECONDS = 0.02
 _GOODPUT_GOAL = 0.9
+_OFFERED_GOAL = 0.95  # of what was to be offered: less, and the load generator was the bottleneck
+_GROWN_GOAL_MIB = 4.0
 _SLOW_READERS, _FAST_READERS = 200, 8
+_SLOW_TOKENS = 4000
+_SLOW_GOAL_KIB = 64.0
+_CADENCE_GOAL = 1.1
+_LOOK_SECONDS = 0.25
+_UNREAD_SECONDS = 300.0  # for all their tokens to be made
 
 
 @dataclass
@@ -42,6 +54,9 @@ class Seen:
     """What became of the requests of one load."""
 
     answered: int = 0
+    offered_per_second: float = 0.0
+    seconds: float = 0.0
+    """Until the last of them had ended."""
     refused_seconds: list[float] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
@@ -59,8 +74,11 @@ async def load(client: AsyncClient, rate: float, seconds: float, seed: int) -> S
     async def one(number: int) -> None:
         begin = time.monotonic()
         try:
-            await client.generate((5 + number % 90, 6), max_tokens=_TOKENS, ignore_eos=True, temperature=0.0)
-            seen.answered += 1
+            result = await client.generate((5 + number % 90, 6), max_tokens=_TOKENS, ignore_eos=True, temperature=0.0)
+            if result.token_ids == (TOKEN,) * _TOKENS:
+                seen.answered += 1
+            else:
+                seen.other.append("ALTERED")
         except LineclearError as error:
             if error.reason == "QUEUE_FULL":
                 seen.refused_seconds.append(time.monotonic() - begin)
@@ -74,54 +92,99 @@ async def load(client: AsyncClient, rate: float, seconds: float, seed: int) -> S
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         due, number = due + dice.expovariate(rate), number + 1
+    seen.offered_per_second = number / (time.monotonic() - begin)
     await asyncio.gather(*tasks)
+    seen.seconds = time.monotonic() - begin
     return seen
+
+
+@contextlib.asynccontextmanager
+async def watched(pid: int) -> AsyncIterator[list[int]]:
+    """The memory of a process, again and again during the block."""
+    found: list[int] = []
+
+    async def look() -> None:
+        while True:
+            found.append(rss_bytes(pid))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    looking = asyncio.ensure_future(look())
+    try:
+        yield found
+    finally:
+        looking.cancel()
 
 
 async def overload(model: str, seconds: float, times: float) -> list[Figure]:
     """At capacity, and at `times` that."""
     async with _service(model) as service:
         base = await load(service.client, _CAPACITY, seconds, seed=1)
-        before = rss_bytes(service.pid)
-        over = await load(service.client, times * _CAPACITY, seconds, seed=2)
-        grown = rss_bytes(service.pid) - before
+        async with probing(service.client.target) as rejects, watched(service.pid) as memory:
+            over = await load(service.client, times * _CAPACITY, seconds, seed=2)
+    goodput = (over.answered / over.seconds) / (max(1, base.answered) / base.seconds)
+    half = len(memory) // 2
+    grown = max(memory[half:]) - max(memory[:half])
     case = f"{times:g}x for {seconds:g} s"
-    rejects = over.refused_seconds
     return [
-        Figure("overload: answered at capacity", "1x", base.answered / seconds, "requests/s"),
-        Figure("overload: answered", case, over.answered / seconds, "requests/s"),
-        Figure("overload: goodput against 1x", case, over.answered / max(1, base.answered), "", _GOODPUT_GOAL, True),
-        Figure("overload: refused", case, float(len(rejects)), "requests"),
+        Figure("overload: answered at capacity", "1x", base.answered / base.seconds, "requests/s"),
+        Figure(
+            "overload: offered against what was to be",
+            case,
+            over.offered_per_second / (times * _CAPACITY),
+            "",
+            _OFFERED_GOAL,
+            True,
+        ),
+        Figure("overload: answered", case, over.answered / over.seconds, "requests/s"),
+        Figure("overload: goodput against 1x", case, goodput, "", _GOODPUT_GOAL, True),
+        Figure("overload: refused", case, float(len(over.refused_seconds)), "requests"),
+        Figure("overload: refusals the prober saw", case, float(len(rejects)), "requests"),
         Figure("overload: p50 of a refusal", case, percentile(rejects, 0.50) or 0.0, "s"),
         Figure("overload: p99 of a refusal", case, percentile(rejects, 0.99) or 0.0, "s", _REJECT_GOAL_SECONDS),
         Figure("overload: ended otherwise", case, float(len(over.other) + len(base.other)), "requests", 0.0),
-        Figure("overload: memory grown", case, grown / 2**20, "MiB"),
+        Figure("overload: peak of the second half over that of the first", case, grown / 2**20, "MiB", _GROWN_GOAL_MIB),
     ]
 
 
 async def slow_readers(model: str, seconds: float) -> list[Figure]:
     """Streams that nobody reads beside some that are read."""
+    tokens = min(_SLOW_TOKENS, round(4 * seconds / _STEP_SECONDS))
     async with _service(model, "--max-batch-size", str(_SLOW_READERS + _FAST_READERS)) as service:
         quiet = await _cadence(service, seconds)
         before = rss_bytes(service.pid)
         async with grpc.aio.insecure_channel(
             service.client.target, options=[("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
-            generate = channel.unary_stream("/lineclear.v1.InferenceService/Generate")
+            generate = channel.unary_stream(
+                "/lineclear.v1.InferenceService/Generate", response_deserializer=pb.GenerateResponse.FromString
+            )
             message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]))
-            message.sampling.max_tokens, message.sampling.ignore_eos = 4000, True
+            message.sampling.max_tokens, message.sampling.ignore_eos = tokens, True
             calls = [generate(message.SerializeToString()) for _ in range(_SLOW_READERS)]
-            await asyncio.gather(*(call.read() for call in calls))
+            begun = await asyncio.gather(*(call.read() for call in calls))
             beside = await _cadence(service, seconds)
+            async with asyncio.timeout(_UNREAD_SECONDS):
+                while (await service.client.stats()).gauges.requests_running:  # noqa: ASYNC110  # asked of a process
+                    await asyncio.sleep(_LOOK_SECONDS)
             held = rss_bytes(service.pid) - before
-            for call in calls:
-                call.cancel()
-    case = f"{_SLOW_READERS} unread, {_FAST_READERS} read"
+            late = [len(first.token_ids) + await _rest(call) for first, call in zip(begun, calls, strict=True)]
+    case = f"{_SLOW_READERS} unread of {tokens} tokens, {_FAST_READERS} read"
     return [
-        Figure("slow readers: memory of each", case, held / _SLOW_READERS / 1024, "KiB"),
+        Figure("slow readers: memory of each", case, held / _SLOW_READERS / 1024, "KiB", _SLOW_GOAL_KIB),
+        Figure("slow readers: not whole when read at last", case, float(sum(n != tokens for n in late)), "", 0.0),
         Figure("slow readers: p99 between tokens of those who read, alone", case, quiet, "s"),
         Figure("slow readers: p99 between tokens of those who read, beside them", case, beside, "s"),
+        Figure("slow readers: the second against the first", case, beside / quiet, "", _CADENCE_GOAL),
     ]
+
+
+async def _rest(call: Any) -> int:
+    """The tokens a stream still has; a refusal to keep them any longer is no answer."""
+    count = 0
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while (response := await call.read()) is not grpc.aio.EOF:
+            count += len(response.token_ids)
+    return count
 
 
 async def _cadence(service: Service, seconds: float) -> float:

@@ -5,7 +5,8 @@
 
 A real scheduler process with a toy worker. Requests are bytes: good and bad ones of every method, cut, flipped, spliced
 and grown. One in a hundred is a canary, a good request whose answer is known. With --cancels calls are opened and given
-up at once instead, while a canary's tokens are timed against a quiet time before.
+up at once instead, while a canary in a process of its own times its tokens against a quiet time before: p99 at most
+three times that, nothing held afterwards, and the memory that of before.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import grpc.aio
+from campaigns.soak import look
+from fuzz.canary import singing
 from google.protobuf.message import Message
 from service.bad_requests import CASES
 from support.toy_service import ToyService, answer, toy_service
@@ -45,6 +47,9 @@ _AT_ONCE = 32
 _CANARY_EVERY = 100
 _CALL_SECONDS = 5.0
 _CANARY_TOKENS = 12
+_TIMES_QUIET = 3.0
+_MOST_GROWN_BYTES = 8 * 2**20
+_SETTLE_SECONDS = 10.0
 
 
 @dataclass
@@ -156,15 +161,37 @@ async def _canary(client: AsyncClient, number: int, outcome: Outcome) -> None:
         outcome.wrong.append(f"canary {number} answered something else")
 
 
-async def opened_and_given_up(service: ToyService, count: int) -> tuple[float, float, float]:
-    """(seconds it took, p99 of a canary's gaps in a quiet time, and meanwhile)."""
+@dataclass(frozen=True)
+class GivenUp:
+    """What calls that were opened and given up did to everybody else."""
+
+    count: int
+    seconds: float
+    quiet: float
+    """p99 of the gaps of an answer before."""
+    meanwhile: float
+    """The same while it happened."""
+    grown_bytes: int
+    """Private memory of the scheduler, from after a tenth of them to after all."""
+    held: int
+    """Requests the scheduler still had when they were over."""
+
+    @property
+    def is_harmless(self) -> bool:
+        """Nothing stays, and an answer beside them goes on about as it did."""
+        small = self.grown_bytes <= _MOST_GROWN_BYTES
+        return small and self.held == 0 and self.meanwhile <= _TIMES_QUIET * self.quiet
+
+
+async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: float = 4.0) -> GivenUp:
+    """Open so many calls and give each up at once, or a moment later."""
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
-        quiet = await _gaps(client, 400)
+        async with singing(service.target) as quiet:
+            await asyncio.sleep(quiet_seconds)
         generate = channel.unary_stream(SERVICE + "Generate")
         data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 400}).SerializeToString()
-        numbers = iter(range(count))
 
-        async def work() -> None:
+        async def give_up(numbers: Iterator[int]) -> None:
             for number in numbers:
                 call = generate(data)
                 if number % 2:
@@ -173,21 +200,34 @@ async def opened_and_given_up(service: ToyService, count: int) -> tuple[float, f
                 if number % 50 == 0:
                     await asyncio.sleep(0.001)
 
-        begin = time.monotonic()
-        canary = asyncio.ensure_future(_gaps(client, 400))
-        await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
-        seconds = time.monotonic() - begin
-        return seconds, quiet, await canary
+        async def all_of(numbers: Iterator[int]) -> None:
+            await asyncio.gather(*(give_up(numbers) for _ in range(_AT_ONCE)))
+            await _settled(client, most=1)  # the canary's
+
+        async with singing(service.target) as meanwhile:
+            begin = time.monotonic()
+            await all_of(iter(range(count // 10)))
+            before = look(service.pid, 0).private_bytes
+            await all_of(iter(range(count // 10, count)))
+            seconds = time.monotonic() - begin
+        held = await _settled(client, most=0)
+        grown = look(service.pid, 0).private_bytes - before
+        return GivenUp(count, seconds, _p99(quiet), _p99(meanwhile), grown, held)
 
 
-async def _gaps(client: AsyncClient, tokens: int) -> float:
-    """p99 of the seconds between the messages of one answer."""
-    times = []
-    async with client.stream([5, 6], max_tokens=tokens, ignore_eos=True, seed=1) as stream:
-        async for _ in stream:
-            times.append(time.monotonic())
-    gaps = sorted(b - a for a, b in pairwise(times))
-    return gaps[int(len(gaps) * 0.99)]
+async def _settled(client: AsyncClient, most: int) -> int:
+    """How many requests there are, once there are at most so many, or after a while."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        gauges = (await client.stats()).gauges
+        held = gauges.requests_running + gauges.requests_waiting
+        if held <= most or time.monotonic() > end:
+            return held
+        await asyncio.sleep(0.01)
+
+
+def _p99(gaps: Sequence[float]) -> float:
+    return sorted(gaps)[int(len(gaps) * 0.99)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,11 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = {"min_step_seconds": 0.005, "max_step_seconds": 0.005} if options.cancels else {}
     with tempfile.TemporaryDirectory() as folder, toy_service(Path(folder), **steps) as service:
         if options.cancels:
-            seconds, quiet, meanwhile = asyncio.run(opened_and_given_up(service, options.cancels))
+            found = asyncio.run(opened_and_given_up(service, options.cancels))
             print(
-                f"{options.cancels} calls given up in {seconds:.1f} s; p99 {quiet:.4f} s quiet, {meanwhile:.4f} s then"
+                f"{found.count} calls given up in {found.seconds:.1f} s; p99 of a gap {found.quiet:.4f} s before and "
+                f"{found.meanwhile:.4f} s meanwhile; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held"
             )
-            return 0
+            return 0 if found.is_harmless and service.leave() == 0 else 1
         outcome = asyncio.run(damaged(service, options.count, options.seed))
         alive = service.leave() == 0
     for line in outcome.wrong[:20]:

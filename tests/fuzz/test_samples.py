@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from fuzz import frames, requests
@@ -33,8 +34,16 @@ def test_damaged_requests_get_their_status_and_nobody_else_notices(tmp_path: Pat
 
 def test_calls_that_are_given_up_at_once_leave_the_others_alone(tmp_path: Path) -> None:
     with toy_service(tmp_path, min_step_seconds=0.002, max_step_seconds=0.002) as service:
-        requests_seconds, quiet, meanwhile = asyncio.run(requests.opened_and_given_up(service, 500))
+        found = asyncio.run(requests.opened_and_given_up(service, 500, quiet_seconds=0.2))
         assert service.leave() == 0
-    assert requests_seconds > 0
-    assert quiet > 0
-    assert meanwhile < 5.0
+    assert found.held == 0
+    assert found.quiet > 0
+    assert found.meanwhile < 5.0
+    assert found.grown_bytes < 64 * 2**20
+
+
+def test_what_would_be_harm_is_called_harm() -> None:
+    fine = requests.GivenUp(1000, 10.0, quiet=0.01, meanwhile=0.03, grown_bytes=2**20, held=0)
+    assert fine.is_harmless
+    for harm in ({"meanwhile": 0.031}, {"held": 1}, {"grown_bytes": 2**24}):
+        assert not replace(fine, **harm).is_harmless
