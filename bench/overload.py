@@ -34,7 +34,7 @@ from lineclear.client import AsyncClient
 from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-_SLOTS, _TOKENS, _STEP_SECONDS = 32, 32, 0.01
+_SLOTS, _TOKENS, _STEP_SECONDS = 32, 32, 0.05  # so slow that the load of one process is many times too much
 _QUEUE = 64
 _CAPACITY = _SLOTS / (_TOKENS * _STEP_SECONDS)  # requests a second, were there nothing but steps
 _REJECT_GOAL_SECONDS = 0.02
