@@ -1,0 +1,88 @@
+"""What a long prompt does to those who decode: their gaps while it is computed, against their gaps before it came.
+
+    python -m bench.stall --model DIR [--streams 8] [--prompt-tokens 2000]
+
+Through the whole service, as callers see it. One long prompt arrives when all streams have been decoding for a while
+and nobody else waits for a first token: then a step may take `decode_stretch` times what its decodes alone take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from bench.figures import Figure, arguments, main
+from bench.lineclear_serve import Service, serving
+from bench.measure import percentile
+
+_ALONE_SECONDS = 3.0
+_PROMPT_LEN, _LEAST = 32, 20  # of those who decode; tokens before their gaps count
+_ENOUGH_TOKENS = 1200  # for the time that all of it takes
+_GOAL = 2.0
+
+
+async def gaps(service: Service, streams: int, prompt_tokens: int) -> tuple[list[float], list[float], float]:
+    """Seconds between messages: alone, and while the prompt was computed; and how long that took."""
+    times: list[list[float]] = [[] for _ in range(streams)]
+    settled, stop = asyncio.Event(), asyncio.Event()
+
+    async def decode(number: int) -> None:
+        prompt = tuple(range(10 + number, 10 + number + _PROMPT_LEN))
+        async with service.client.stream(prompt, max_tokens=_ENOUGH_TOKENS, ignore_eos=True, temperature=0.0) as stream:
+            async for _ in stream:
+                times[number].append(time.perf_counter())
+                if all(len(seen) >= _LEAST for seen in times):
+                    settled.set()
+                if stop.is_set():
+                    return
+
+    tasks = [asyncio.ensure_future(decode(number)) for number in range(streams)]
+    await settled.wait()
+    begin = time.perf_counter()
+    await asyncio.sleep(_ALONE_SECONDS)
+    arrival = time.perf_counter()
+    prompt = tuple(5 + number * 7 % 3000 for number in range(prompt_tokens))
+    await service.client.generate(prompt, max_tokens=1, ignore_eos=True, temperature=0.0)
+    end = time.perf_counter()
+    stop.set()
+    await asyncio.gather(*tasks)
+    alone = [b - a for seen in times for a, b in pairwise(seen) if a >= begin and b <= arrival]
+    beside = [b - a for seen in times for a, b in pairwise(seen) if b > arrival and a < end]
+    return alone, beside, end - arrival
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """Gaps alone and beside, and their ratios."""
+
+    async def measured() -> tuple[list[float], list[float], float]:
+        async with serving(str(options.model)) as service:
+            await gaps(service, options.streams, options.prompt_tokens)  # the service learns what a step costs
+            return await gaps(service, options.streams, options.prompt_tokens)
+
+    alone, beside, seconds = asyncio.run(measured())
+    case = f"{options.model.resolve().name}, {options.streams} streams, a prompt of {options.prompt_tokens}"
+    step = percentile(alone, 0.5) or 0.0
+    yield Figure("stall: decode step alone, p50", case, step * 1e3, "ms")
+    yield Figure("stall: gap alone, p99", case, (percentile(alone, 0.99) or 0.0) * 1e3, "ms")
+    for name, part in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
+        gap = percentile(beside, part) or 0.0
+        yield Figure(f"stall: gap beside the prompt, {name}", case, gap * 1e3, "ms")
+        yield Figure(f"stall: of the decode step, {name}", case, gap / step, "times", _GOAL)
+    yield Figure("stall: first token of the prompt", case, seconds * 1e3, "ms")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The sizes are options."""
+    found = arguments(__doc__)
+    found.add_argument("--model", type=Path, required=True)
+    found.add_argument("--streams", type=int, default=8)
+    found.add_argument("--prompt-tokens", type=int, default=2000)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, parser()))
