@@ -392,17 +392,6 @@ def test_newest_yields_when_the_setting_says_so() -> None:
     assert next(e.request_id for e in rig.events if isinstance(e, Preempted)) == "large"
 
 
-def test_recomputed_tokens_are_those_computed_twice() -> None:
-    rig = Rig(worker_num_blocks=12, worker_block_size=1, prefix_cache=False)
-    rig.submit("oldest", 2, max_tokens=8)
-    rig.submit("large", 4, max_tokens=6)
-    rig.submit("small", 1, max_tokens=6)
-    rig.run()
-    computed = sum(row.num_tokens for plan in rig.plans for row in plan.rows)
-    needed = (2 + 7) + (4 + 5) + (1 + 5)
-    assert rig.counters.recomputed_tokens == computed - needed > 0
-
-
 def test_a_request_preempted_often_is_pinned_and_then_left_alone() -> None:
     rig = Rig(worker_num_blocks=12, worker_block_size=1, prefix_cache=False, max_preemptions=1)
     for number in range(6):
