@@ -81,7 +81,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     await context.write(Status(status=status))
                     last = status
                 if self._is_closed or request.service in self._closed:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+                    return  # with OK: the last word is the status above, not an error on top of it
                 if changed is self._changed:
                     await changed.wait()
         finally:
