@@ -25,8 +25,13 @@ _ENOUGH_TOKENS = 1200  # for the time that all of it takes
 _GOAL = 2.0
 
 
-async def gaps(service: Service, streams: int, prompt_tokens: int) -> tuple[list[float], list[float], float]:
-    """Seconds between messages: alone, and while the prompt was computed; and how long that took."""
+async def gaps(
+    service: Service, streams: int, prompt_tokens: int, first_id: int
+) -> tuple[list[float], list[float], float]:
+    """Seconds between messages: alone, and while the prompt was computed; and how long that took.
+
+    `first_id` makes the prompt one that nothing of is cached.
+    """
     times: list[list[float]] = [[] for _ in range(streams)]
     settled, stop = asyncio.Event(), asyncio.Event()
 
@@ -45,7 +50,7 @@ async def gaps(service: Service, streams: int, prompt_tokens: int) -> tuple[list
     begin = time.perf_counter()
     await asyncio.sleep(_ALONE_SECONDS)
     arrival = time.perf_counter()
-    prompt = tuple(5 + number * 7 % 3000 for number in range(prompt_tokens))
+    prompt = (first_id, *(5 + number * 7 % 3000 for number in range(prompt_tokens - 1)))
     await service.client.generate(prompt, max_tokens=1, ignore_eos=True, temperature=0.0)
     end = time.perf_counter()
     stop.set()
@@ -60,8 +65,8 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
     async def measured() -> tuple[list[float], list[float], float]:
         async with serving(str(options.model)) as service:
-            await gaps(service, options.streams, options.prompt_tokens)  # the service learns what a step costs
-            return await gaps(service, options.streams, options.prompt_tokens)
+            await gaps(service, options.streams, options.prompt_tokens, 3001)  # the service learns what a step costs
+            return await gaps(service, options.streams, options.prompt_tokens, 3002)
 
     alone, beside, seconds = asyncio.run(measured())
     case = f"{options.model.resolve().name}, {options.streams} streams, a prompt of {options.prompt_tokens}"
