@@ -149,7 +149,8 @@ async def overload(model: str, seconds: float, times: float) -> list[Figure]:
 async def slow_readers(model: str, seconds: float) -> list[Figure]:
     """Streams that nobody reads beside some that are read."""
     tokens = min(_SLOW_TOKENS, round(4 * seconds / _STEP_SECONDS))
-    async with _service(model, "--max-batch-size", str(_SLOW_READERS + _FAST_READERS)) as service:
+    places = str(_SLOW_READERS + _FAST_READERS)
+    async with _service(model, "--max-batch-size", places, "--max-queue-size", places) as service:
         quiet = await _cadence(service, seconds)
         before = rss_bytes(service.pid)
         async with grpc.aio.insecure_channel(
