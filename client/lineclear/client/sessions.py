@@ -126,6 +126,7 @@ class AioSessionCall:
         self._unread: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
+        self._is_cancelled = False
         self._heard = False
         loop = asyncio.get_running_loop()
         self._deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
@@ -147,6 +148,8 @@ class AioSessionCall:
                 raise item
             left = None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
             self._other = self._instead(left)
+            if self._is_cancelled:  # after the end of the one call, before the beginning of the other
+                self._other.cancel()
         response: pb.GenerateResponse = await self._other.__anext__()
         return response
 
@@ -162,6 +165,7 @@ class AioSessionCall:
             self._waiter.set_result(None)
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         if self._other is not None:
             self._other.cancel()
         self._hang_up(errors.Cancelled("the call was cancelled"))
@@ -269,6 +273,7 @@ class SessionCall:
         self._lock = threading.Lock()
         self._is_over = False
         self._is_read = False
+        self._is_cancelled = False
         self._heard = False
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
@@ -288,7 +293,11 @@ class SessionCall:
                 raise StopIteration
             if not (self._session.is_missing and not self._heard and isinstance(item, errors.Unsupported)):
                 raise item
-            self._other = self._instead(self._left())
+            other = self._instead(self._left())
+            with self._lock:
+                self._other, cancelled = other, self._is_cancelled
+            if cancelled:  # between the end of the one call and the beginning of the other
+                other.cancel()
         response: pb.GenerateResponse = next(self._other)
         return response
 
@@ -305,8 +314,11 @@ class SessionCall:
             self._session.forget(self._handle)
 
     def cancel(self) -> None:
-        if self._other is not None:
-            self._other.cancel()
+        with self._lock:
+            self._is_cancelled = True
+            other = self._other
+        if other is not None:
+            other.cancel()
         self._hang_up(errors.Cancelled("the call was cancelled"))
 
     def _left(self) -> float | None:
