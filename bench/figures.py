@@ -19,11 +19,14 @@ from bench.measure import commit, cpu_times, machine, percentile, versions
 
 @dataclass(frozen=True)
 class Figure:
-    """`goal` is a bound: at most, or at least where `more_is_better`. None: there is none."""
+    """`goal` is a bound: at most, or at least where `more_is_better`. None: there is none.
+
+    A `value` of None: nothing was there to be measured, which is neither a small value nor a goal met.
+    """
 
     name: str
     case: str
-    value: float
+    value: float | None
     unit: str
     goal: float | None = None
     more_is_better: bool = False
@@ -33,8 +36,21 @@ class Figure:
         """Whether the goal is met; empty without one."""
         if self.goal is None:
             return ""
+        bound = f"({'>=' if self.more_is_better else '<='} {self.goal:g})"
+        if self.value is None:
+            return f"NOT MEASURED {bound}"
         met = self.value >= self.goal if self.more_is_better else self.value <= self.goal
-        return f"{'met' if met else 'MISSED'} ({'>=' if self.more_is_better else '<='} {self.goal:g})"
+        return f"{'met' if met else 'MISSED'} {bound}"
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return "no figure" if self.value is None else f"{self.value:.4g} {self.unit}"
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    """In another unit; what was not measured stays so."""
+    return None if value is None else value * factor
 
 
 def seconds_per_call_of_wall(call: Callable[[], object], *, calls: int = 1, rounds: int = 7) -> float:
@@ -68,7 +84,7 @@ def seconds_per_call(call: Callable[[], object], *, calls: int = 1, rounds: int 
 def table(figures: Sequence[Figure]) -> str:
     """Markdown."""
     rows = ["| figure | case | value | goal |", "|---|---|---|---|"]
-    return "\n".join([*rows, *(f"| {f.name} | {f.case} | {f.value:.4g} {f.unit} | {f.verdict} |" for f in figures)])
+    return "\n".join([*rows, *(f"| {f.name} | {f.case} | {f.shown} | {f.verdict} |" for f in figures)])
 
 
 def main(make: Callable[[argparse.Namespace], Iterator[Figure]], parser: argparse.ArgumentParser) -> int:
@@ -78,7 +94,7 @@ def main(make: Callable[[argparse.Namespace], Iterator[Figure]], parser: argpars
     before, began_at = cpu_times(), time.perf_counter()
     figures = []
     for figure in make(options):
-        print(f"{figure.name}, {figure.case}: {figure.value:.4g} {figure.unit} {figure.verdict}", flush=True)
+        print(f"{figure.name}, {figure.case}: {figure.shown} {figure.verdict}", flush=True)
         figures.append(figure)
     stolen, busy, own = (b - a for a, b in zip(before, cpu_times(), strict=True))
     seconds = time.perf_counter() - began_at

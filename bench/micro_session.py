@@ -39,9 +39,10 @@ async def by_generate(channel: grpc.aio.Channel, count: int, length: int) -> int
     """`count` calls; the number of messages."""
 
     async def one() -> int:
-        call = channel.unary_stream(
+        generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = channel.unary_stream(
             "/lineclear.v1.InferenceService/Generate", pb.GenerateRequest.SerializeToString, None
-        )(request(length))
+        )
+        call = generate(request(length))
         messages = 0
         while (await call.read()) is not grpc.aio.EOF:
             messages += 1
@@ -61,7 +62,7 @@ async def by_session(channel: grpc.aio.Channel, count: int, length: int) -> int:
         await call.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=handle, request=request(length))))
     await call.done_writing()
     messages = finished = 0
-    while (message := await call.read()) is not grpc.aio.EOF:
+    while isinstance(message := await call.read(), pb.SessionResponse):
         messages += 1
         finished += sum(piece.response.HasField("finished") for piece in message.pieces)
     assert finished == count

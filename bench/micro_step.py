@@ -73,7 +73,7 @@ class Bench:
 
         def watched(made: Decoder, *arguments: Any) -> None:
             *others, packer = arguments
-            build(made, *others, lambda *layers: _Timed(packer(*layers), self.products))
+            build(made, *(*others, lambda *layers: _Timed(packer(*layers), self.products)))
 
         Decoder.__init__ = watched  # type: ignore[assignment,method-assign]
         try:

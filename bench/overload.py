@@ -1,6 +1,6 @@
 """More asked than can be answered: what is refused how fast, what is answered still, and what slow readers cost others.
 
-    python -m bench.overload --model demo/model [--seconds 60] [--times 10]
+    python -m bench.overload --model demo/model [--seconds 60] [--times 10] [--reading-seconds 30]
 
 The real scheduler process, behind a worker that takes a fixed time for a step, so that capacity is known. Open loop:
 requests arrive at their own moments, whatever became of earlier ones; nobody retries. First at capacity, then at
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import grpc.aio
 
@@ -45,8 +46,12 @@ _SLOW_READERS, _FAST_READERS = 200, 8
 _SLOW_TOKENS = 4000
 _SLOW_GOAL_KIB = 64.0
 _CADENCE_GOAL = 1.1
+_READING_SECONDS = 30.0  # 600 steps: of fewer, the 99th percentile is one or two unlucky ones
 _LOOK_SECONDS = 0.25
 _UNREAD_SECONDS = 300.0  # for all their tokens to be made
+
+_Generate: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]"
+_Answer: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]"
 
 
 @dataclass
@@ -138,11 +143,18 @@ async def overload(model: str, seconds: float, times: float) -> list[Figure]:
         Figure("overload: answered", case, over.answered / over.seconds, "requests/s"),
         Figure("overload: goodput against 1x", case, goodput, "", _GOODPUT_GOAL, True),
         Figure("overload: refused", case, float(len(over.refused_seconds)), "requests"),
-        Figure("overload: refusals the prober saw", case, float(len(rejects)), "requests"),
-        Figure("overload: p50 of a refusal", case, percentile(rejects, 0.50) or 0.0, "s"),
-        Figure("overload: p99 of a refusal", case, percentile(rejects, 0.99) or 0.0, "s", _REJECT_GOAL_SECONDS),
+        *refusal_figures(case, rejects),
         Figure("overload: ended otherwise", case, float(len(over.other) + len(base.other)), "requests", 0.0),
         Figure("overload: peak of the second half over that of the first", case, grown / 2**20, "MiB", _GROWN_GOAL_MIB),
+    ]
+
+
+def refusal_figures(case: str, seconds: Sequence[float]) -> list[Figure]:
+    """Of what each refusal of the prober took. One that was never refused knows no time of a refusal."""
+    return [
+        Figure("overload: refusals the prober saw", case, float(len(seconds)), "requests"),
+        Figure("overload: p50 of a refusal", case, percentile(seconds, 0.50), "s"),
+        Figure("overload: p99 of a refusal", case, percentile(seconds, 0.99), "s", _REJECT_GOAL_SECONDS),
     ]
 
 
@@ -156,45 +168,66 @@ async def slow_readers(model: str, seconds: float) -> list[Figure]:
         async with grpc.aio.insecure_channel(
             service.client.target, options=[("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
-            generate = channel.unary_stream(
-                "/lineclear.v1.InferenceService/Generate", response_deserializer=pb.GenerateResponse.FromString
+            generate: _Generate = channel.unary_stream(
+                "/lineclear.v1.InferenceService/Generate",
+                pb.GenerateRequest.SerializeToString,
+                pb.GenerateResponse.FromString,
             )
             message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]))
             message.sampling.max_tokens, message.sampling.ignore_eos = tokens, True
-            calls = [generate(message.SerializeToString()) for _ in range(_SLOW_READERS)]
-            begun = await asyncio.gather(*(call.read() for call in calls))
+            calls = [generate(message) for _ in range(_SLOW_READERS)]
+            begun = await asyncio.gather(*(_begin(call) for call in calls))
             beside = await _cadence(service, seconds)
             async with asyncio.timeout(_UNREAD_SECONDS):
                 while (await service.client.stats()).gauges.requests_running:  # noqa: ASYNC110  # asked of a process
                     await asyncio.sleep(_LOOK_SECONDS)
             held = rss_bytes(service.pid) - before
-            late = [len(first.token_ids) + await _rest(call) for first, call in zip(begun, calls, strict=True)]
-    case = f"{_SLOW_READERS} unread of {tokens} tokens, {_FAST_READERS} read"
+            late = [first + await _rest(call) for first, call in zip(begun, calls, strict=True)]
+    case = f"{_SLOW_READERS} unread of {tokens} tokens, {_FAST_READERS} read for {seconds:g} s"
     return [
         Figure("slow readers: memory of each", case, held / _SLOW_READERS / 1024, "KiB", _SLOW_GOAL_KIB),
         Figure("slow readers: not whole when read at last", case, float(sum(n != tokens for n in late)), "", 0.0),
-        Figure("slow readers: p99 between tokens of those who read, alone", case, quiet, "s"),
-        Figure("slow readers: p99 between tokens of those who read, beside them", case, beside, "s"),
-        Figure("slow readers: the second against the first", case, beside / quiet, "", _CADENCE_GOAL),
+        *cadence_figures(case, quiet, beside),
     ]
 
 
-async def _rest(call: Any) -> int:
+def cadence_figures(case: str, alone: Sequence[float], beside: Sequence[float]) -> list[Figure]:
+    """Of the seconds between messages, alone and beside slow readers: how many, the p99 of each, and their ratio."""
+    first, second = percentile(alone, 0.99), percentile(beside, 0.99)
+    ratio = second / first if first and second is not None else None
+    return [
+        Figure("slow readers: gaps of those who read, alone", case, float(len(alone)), "gaps"),
+        Figure("slow readers: p99 between tokens of those who read, alone", case, first, "s"),
+        Figure("slow readers: gaps of those who read, beside them", case, float(len(beside)), "gaps"),
+        Figure("slow readers: p99 between tokens of those who read, beside them", case, second, "s"),
+        Figure("slow readers: the second p99 against the first", case, ratio, "", _CADENCE_GOAL),
+    ]
+
+
+async def _begin(call: _Answer) -> int:
+    """The tokens of the first message."""
+    response = await call.read()
+    assert isinstance(response, pb.GenerateResponse), "an answer that ended before it began"
+    return len(response.token_ids)
+
+
+async def _rest(call: _Answer) -> int:
     """The tokens a stream still has; a refusal to keep them any longer is no answer."""
     count = 0
     with contextlib.suppress(grpc.aio.AioRpcError):
-        while (response := await call.read()) is not grpc.aio.EOF:
+        while isinstance(response := await call.read(), pb.GenerateResponse):
             count += len(response.token_ids)
     return count
 
 
-async def _cadence(service: Service, seconds: float) -> float:
-    """p99 of the seconds between messages of those who read."""
+async def _cadence(service: Service, seconds: float) -> list[float]:
+    """The seconds between messages of those who read."""
     gaps: list[float] = []
+    tokens = math.ceil(seconds / _STEP_SECONDS) + 2
 
     async def read() -> None:
         times = []
-        async with service.client.stream((7, 8), max_tokens=3000, ignore_eos=True) as stream:
+        async with service.client.stream((7, 8), max_tokens=tokens, ignore_eos=True) as stream:
             async for _ in stream:
                 times.append(time.monotonic())
                 if times[-1] - times[0] > seconds:
@@ -202,7 +235,7 @@ async def _cadence(service: Service, seconds: float) -> float:
         gaps.extend(b - a for a, b in pairwise(times))
 
     await asyncio.gather(*(read() for _ in range(_FAST_READERS)))
-    return percentile(gaps, 0.99) or 0.0
+    return gaps
 
 
 def _service(model: str, *flags: str) -> contextlib.AbstractAsyncContextManager[Service]:
@@ -214,7 +247,7 @@ def _service(model: str, *flags: str) -> contextlib.AbstractAsyncContextManager[
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Both situations."""
     yield from asyncio.run(overload(str(options.model), options.seconds, options.times))
-    yield from asyncio.run(slow_readers(str(options.model), min(options.seconds, 10.0)))
+    yield from asyncio.run(slow_readers(str(options.model), options.reading_seconds))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -222,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True, help="whose tokenizer the service loads")
     found.add_argument("--seconds", type=float, default=60.0)
+    found.add_argument("--reading-seconds", type=float, default=_READING_SECONDS, help="of the streams that are read")
     found.add_argument("--times", type=float, default=10.0)
     return found
 

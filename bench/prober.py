@@ -39,7 +39,12 @@ async def probing(target: str) -> AsyncIterator[list[float]]:
 def main() -> int:
     """Ask until told to stop."""
     ended, seconds = threading.Event(), list[float]()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def listen() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     with Client(sys.argv[1], max_attempts=1, sessions=False) as client:
         while not ended.wait(_PAUSE_SECONDS):
             begin = time.perf_counter()

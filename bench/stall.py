@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from bench.figures import Figure, arguments, main
+from bench.figures import Figure, arguments, main, scaled
 from bench.lineclear_serve import Service, serving
-from bench.measure import percentile
+from bench.measure import median, percentile
 
 _ALONE_SECONDS = 3.0
 _PROMPT_LEN, _LEAST = 32, 20  # of those who decode; tokens before their gaps count
@@ -70,13 +70,13 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
     alone, beside, seconds = asyncio.run(measured())
     case = f"{options.model.resolve().name}, {options.streams} streams, a prompt of {options.prompt_tokens}"
-    step = percentile(alone, 0.5) or 0.0
+    step = median(alone)  # every stream has decoded for seconds
     yield Figure("stall: decode step alone, p50", case, step * 1e3, "ms")
-    yield Figure("stall: gap alone, p99", case, (percentile(alone, 0.99) or 0.0) * 1e3, "ms")
+    yield Figure("stall: gap alone, p99", case, scaled(percentile(alone, 0.99), 1e3), "ms")
     for name, part in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
-        gap = percentile(beside, part) or 0.0
-        yield Figure(f"stall: gap beside the prompt, {name}", case, gap * 1e3, "ms")
-        yield Figure(f"stall: of the decode step, {name}", case, gap / step, "times", _GOAL)
+        gap = percentile(beside, part)
+        yield Figure(f"stall: gap beside the prompt, {name}", case, scaled(gap, 1e3), "ms")
+        yield Figure(f"stall: of the decode step, {name}", case, scaled(gap, 1 / step), "times", _GOAL)
     yield Figure("stall: first token of the prompt", case, seconds * 1e3, "ms")
 
 

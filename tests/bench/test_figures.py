@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from bench import micro_core, micro_wire
-from bench.figures import Figure, seconds_per_call, table
+from bench.figures import Figure, scaled, seconds_per_call, table
 from bench.limits import Costs, makespan
 from bench.micro_core import decoding, queueing
 from bench.micro_wire import decodes
@@ -16,17 +16,29 @@ from lineclear.wire.codec import decode, encode
 
 
 def values(figures: Iterable[Figure]) -> dict[str, float]:
-    return {f"{figure.name}, {figure.case}": figure.value for figure in figures}
+    return {f"{figure.name}, {figure.case}": figure.value for figure in figures if figure.value is not None}
 
 
 @pytest.mark.parametrize(
     ("value", "more_is_better", "verdict"),
-    [(1.0, False, "met (<= 2)"), (3.0, False, "MISSED (<= 2)"), (3.0, True, "met (>= 2)")],
+    [
+        (1.0, False, "met (<= 2)"),
+        (3.0, False, "MISSED (<= 2)"),
+        (3.0, True, "met (>= 2)"),
+        (None, False, "NOT MEASURED (<= 2)"),
+        (None, True, "NOT MEASURED (>= 2)"),
+    ],
 )
-def test_verdicts(value: float, more_is_better: bool, verdict: str) -> None:
+def test_verdicts(value: float | None, more_is_better: bool, verdict: str) -> None:
     figure = Figure("a", "b", value, "us", 2.0, more_is_better)
     assert figure.verdict == verdict
     assert verdict in table([figure])
+
+
+def test_what_was_not_measured_is_no_zero() -> None:
+    assert "| no figure | NOT MEASURED (<= 2) |" in table([Figure("a", "b", None, "s", 2.0)])
+    assert scaled(None, 1e3) is None
+    assert scaled(0.5, 1e3) == 500.0
 
 
 def test_the_clock_counts_calls() -> None:
