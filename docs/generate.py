@@ -76,6 +76,8 @@ def _settings(kind: type[BaseSettings]) -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None or value in ("", ()):
         return ""

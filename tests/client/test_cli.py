@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def test_json_is_recognised_by_its_first_line_where_there_is_no_name(cli: Any, s
     assert [request.text for request in server.requests] == ["a", "{not json", '{"prompt": "a"}']
 
 
+def test_a_line_of_json_that_is_no_request_is_not_taken_for_a_prompt(cli: Any, server: Any) -> None:
+    result = cli("generate", "--file", "-", input='{"text": "one", "max_tokens": 3}\n')
+    assert result.exit_code == 2
+    assert "`prompt` or `messages`" in " ".join(result.output.split())
+    assert server.requests == []
+    assert cli("generate", "--file", "-", "--format", "text", input='{"text": "one"}\n').exit_code == 0
+    assert [request.text for request in server.requests] == ['{"text": "one"}']
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -238,6 +248,12 @@ def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kin
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
 
+def test_the_version_is_told(cli: Any) -> None:
+    result = cli("--version")
+    assert result.exit_code == 0
+    assert result.output == f"lineclear {version('lineclear')}\n"
+
+
 def test_help_lists_every_exit_code(cli: Any) -> None:
     text = " ".join(cli("--help").output.split())
     for code, number in CODE_NUMBERS.items():
@@ -282,6 +298,20 @@ def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
     result = cli("generate", "x", "--target", f"unix:{tmp_path}/nobody", *QUICK)
     assert result.exit_code == 64 + 14
     assert "lineclear serve" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("Tls handshake failed: OPENSSL_internal:WRONG_VERSION_NUMBER", "without TLS"),
+        ("Tls handshake failed: OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed", "--tls-ca"),
+        ("Failed to create security handshaker.", "--tls-ca"),
+        ("Socket closed", "--tls"),
+        ("Connection refused", "lineclear serve"),
+    ],
+)
+def test_a_door_that_is_misunderstood_has_a_hint_of_its_own(said: str, hint: str) -> None:
+    assert hint in (exits.hint(errors.Unreachable(f"no answer from x:1: {said}")) or "")
 
 
 # -- the other commands

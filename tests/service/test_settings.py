@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from lineclear.scheduler.flags import NAMES_ELSEWHERE
 from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, is_local, load, parse_address
 
@@ -93,8 +95,11 @@ def test_policies_are_those_of_the_core() -> None:
         (["--max-batch-size", "0"], "max_batch_size: .* greater than or equal to 1"),
         (["--max-batch-size", "x"], "max_batch_size"),
         (["--order", "best"], "order: .*'fifo'"),
-        (["--no-such-flag"], "no-such-flag"),
-        (["stray"], "stray"),
+        (["--no-such-flag"], "there is no flag --no-such-flag"),
+        (["--max-batch-sise", "3"], "there is no flag --max-batch-sise; is it --max-batch-size?"),
+        (["--device", "cuda", "--demo"], "no flag --device; .*the worker's come after a lone `--`: -- --device cuda"),
+        (["--max-num-seqs=8"], "no flag --max-num-seqs; it is --max-batch-size here"),
+        (["stray"], "there is no argument stray; a model is named by --model stray"),
         (["--listen"], "listen"),
         (["--listen", "0.0.0.0:50051"], "insecure_allow_remote"),
         (["--listen", "[::]:50051"], "insecure_allow_remote"),
@@ -115,6 +120,34 @@ def test_policies_are_those_of_the_core() -> None:
 def test_a_wrong_setting_is_named(flags: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         load(flags)
+
+
+def test_every_flag_that_is_no_flag_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(["--port", "8000", "--max-batch-size", "4", "--dtype", "--host", "0.0.0.0"])
+    assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
+        f"there is no flag {flag}" for flag in ("--port", "--dtype", "--host")
+    ]
+
+
+def test_names_of_elsewhere_lead_to_settings_of_ours() -> None:
+    known = {f"--{name.replace('_', '-')}" for name in SchedulerSettings.model_fields}
+    for name, ours in NAMES_ELSEWHERE.items():
+        assert name not in known
+        assert ours in known
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lineclear-scheduler {version('lineclear')}\n"
+
+
+def test_help_says_where_the_flags_of_the_worker_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help"])
+    assert "lineclear-worker --help" in " ".join(capsys.readouterr().out.split())
 
 
 def test_everything_wrong_is_said_at_once() -> None:

@@ -37,7 +37,8 @@ def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ([*REQUIRED, "--num-slots", "0"], "num_slots: .*greater than or equal to 1"),
         ([*REQUIRED, "--device", "tpu"], "device: .*'cuda'"),
         ([*REQUIRED, "--kv-memory-fraction", "1"], "kv_memory_fraction: .*less than 1"),
-        ([*REQUIRED, "--no-such-flag", "1"], "no-such-flag"),
+        ([*REQUIRED, "--no-such-flag", "1"], "there is no flag --no-such-flag; --help lists them"),
+        ([*REQUIRED, "--num-slot", "1"], "there is no flag --num-slot; is it --num-slots?"),
     ],
 )
 def test_what_is_wrong_is_said(flags: list[str], problem: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from lineclear import flags
+
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "int8"]
@@ -103,15 +105,17 @@ class WorkerSettings(BaseSettings):
 def load(argv: Sequence[str]) -> WorkerSettings:
     """The settings from flags and environment.
 
-    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help.
+    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version.
     """
+    flags.answer_version("lineclear-worker", argv)
     arguments: dict[str, Any] = {"_cli_parse_args": list(argv)}
     try:
         return WorkerSettings(**arguments)
     except ValidationError as error:
         raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
     except SettingsError as error:
-        raise ConfigurationError(str(error)) from None
+        known = flags.of_fields(WorkerSettings.model_fields)
+        raise ConfigurationError(flags.problems(str(error), known, otherwise="--help lists them")) from None
 
 
 def _sentence(error: Any) -> str:

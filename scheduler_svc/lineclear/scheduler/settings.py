@@ -21,7 +21,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from lineclear import flags
 from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.scheduler.flags import NAMES_ELSEWHERE
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
@@ -33,7 +35,11 @@ class ConfigurationError(Exception):
 
 
 class SchedulerSettings(BaseSettings):
-    """Settings of lineclear-scheduler. Everything after a lone `--` is passed to the spawned worker."""
+    """Settings of lineclear-scheduler.
+
+    What comes after a lone `--` are flags of the worker that it starts: -- --device cuda --dtype bfloat16.
+    `lineclear-worker --help` lists those.
+    """
 
     # No field may be called `port`, `service_host` or `service_port`: Kubernetes sets LINECLEAR_PORT and its like in
     # every pod beside a Service named lineclear. Variables that name no field are ignored.
@@ -322,21 +328,32 @@ class SchedulerSettings(BaseSettings):
 def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
     """The settings from flags, environment and file, and the flags after `--` that are the worker's.
 
-    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help.
+    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version.
     """
     cut = list(argv).index("--") if "--" in argv else len(argv)
-    flags, worker_flags = list(argv[:cut]), tuple(argv[cut + 1 :])
+    ours, worker_flags = list(argv[:cut]), tuple(argv[cut + 1 :])
+    flags.answer_version("lineclear-scheduler", [word for word in ours if word != "--spawn-worker"])
     try:
-        file = _config_file(flags)
-        arguments: dict[str, Any] = {**(_read(file) if file else {}), "_cli_parse_args": flags}
+        file = _config_file(ours)
+        arguments: dict[str, Any] = {**(_read(file) if file else {}), "_cli_parse_args": ours}
         return SchedulerSettings(**arguments), worker_flags
     except ValidationError as error:
         raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
     except SettingsError as error:
-        raise ConfigurationError(str(error)) from None
+        raise ConfigurationError(_about_flags(str(error))) from None
 
 
-def _config_file(flags: Sequence[str]) -> str:
+def _about_flags(said: str) -> str:
+    return flags.problems(
+        said,
+        flags.of_fields(SchedulerSettings.model_fields),
+        elsewhere=NAMES_ELSEWHERE,
+        otherwise="--help lists them, and the worker's come after a lone `--`: -- {}",
+        stray="a model is named by --model {}",
+    )
+
+
+def _config_file(ours: Sequence[str]) -> str:
     # A pass of its own, because the file's values must be there when the rest is resolved.
     class OnlyConfig(BaseSettings):
         model_config = SettingsConfigDict(
@@ -344,7 +361,7 @@ def _config_file(flags: Sequence[str]) -> str:
         )
         config: str = ""
 
-    arguments: dict[str, Any] = {"_cli_parse_args": [f for f in flags if f not in ("-h", "--help")]}
+    arguments: dict[str, Any] = {"_cli_parse_args": [f for f in ours if f not in ("-h", "--help")]}
     return OnlyConfig(**arguments).config
 
 

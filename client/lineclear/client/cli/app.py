@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -27,13 +28,28 @@ from .prompts import Entry, PromptFile
 
 app = typer.Typer(
     name="lineclear",
-    help="Ask a lineclear server, watch it, or start one.",
     epilog=exits.table(),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        screen.show(f"lineclear {version('lineclear')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Ask a lineclear server, watch it, or start one."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.", rich_help_panel="Output")]
 

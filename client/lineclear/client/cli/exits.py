@@ -41,8 +41,20 @@ def as_dict(error: LineclearError) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value not in (None, {}, [])}
 
 
+# What gRPC says of a connection that came to nothing, and what that most likely means. It has no codes for these.
+_HINTS = {
+    "WRONG_VERSION_NUMBER": "The server listens without TLS at this address: leave --tls and --tls-ca away.",
+    "CERTIFICATE_VERIFY_FAILED": "Its certificate is not trusted here: --tls-ca names the authority that signed it.",
+    "create security handshaker": "--tls-ca, --tls-cert and --tls-key are files in PEM form; one of them is not.",
+    "Socket closed": "If the server asks for TLS: --tls, or --tls-ca with the authority of its certificate.",
+}
+
+
 def hint(error: LineclearError) -> str | None:
     """What to try, where there is something."""
-    if isinstance(error, Unreachable):
-        return "Is the server running? `lineclear serve --model DIR` starts one; --target names another."
-    return None
+    if not isinstance(error, Unreachable):
+        return None
+    return next(
+        (hint for said, hint in _HINTS.items() if said in str(error)),
+        "Is the server running? `lineclear serve --model DIR` starts one; --target names another.",
+    )

@@ -87,14 +87,14 @@ class PromptFile(Collection[Entry]):
             value = json.loads(first)
         except ValueError:
             return False
-        return isinstance(value, dict) and ("prompt" in value or "messages" in value)
+        return isinstance(value, dict)  # one without a prompt is a mistake, more likely than a prompt
 
     def _parsed(self, line: str) -> Entry:
         if not self._json:
             return Entry(self._make(line), {"prompt": line})
         value = json.loads(line)
         if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
-            raise ValueError("is not a JSON object with `prompt` or `messages`")
+            raise ValueError("is not a JSON object with `prompt` or `messages`; --format text takes lines as they are")
         shown = {name: value.pop(name) for name in ("id", "prompt", "messages") if name in value}
         if unknown := sorted(value.keys() - _PARAMETERS):
             raise ValueError(f"there is no parameter {', '.join(unknown)}")
