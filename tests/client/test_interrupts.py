@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.client import Client
-from lineclear.client.cli.interrupts import cancelling
+from lineclear.client.cli import batch
+from lineclear.client.cli.prompts import Entry
+from lineclear.client.interrupts import cancelling
+from lineclear.client.requests import Request
+from lineclear.client.testing import FakeTransport
 from lineclear.errors import Cancelled
 from lineclear.v1 import inference_pb2 as pb
 
@@ -48,6 +57,40 @@ def test_another_thread_cancels_and_the_block_goes_on_to_its_end() -> None:
     assert steps == ["went on"]
     assert cancelled_by
     assert cancelled_by[0] is not threading.current_thread()
+
+
+def test_a_reader_who_waits_and_does_not_hear_of_it_is_cancelled_all_the_same() -> None:
+    """Python looks for signals between its steps. One that comes on the way into a wait is found after the wait."""
+    reader, taken = threading.get_ident(), threading.Lock()
+    taken.acquire()
+
+    def wait() -> bool:
+        return taken.acquire(timeout=SOON_SECONDS)
+
+    def press() -> None:
+        while sys._current_frames()[reader].f_code is not wait.__code__:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # it is handled here: the reader is not woken
+
+    presser = threading.Thread(target=press, daemon=True)
+    presser.start()
+    was_cancelled = []
+    with pytest.raises(KeyboardInterrupt), cancelling(taken.release):
+        was_cancelled.append(wait())
+    assert was_cancelled == [True]
+
+
+def test_one_who_watches_signals_himself_is_left_alone() -> None:
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.setblocking(False)
+        assert signal.set_wakeup_fd(writer.fileno()) == -1
+        try:
+            with pytest.raises(KeyboardInterrupt), cancelling(lambda: pytest.fail("it is his to decide")):
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            assert signal.set_wakeup_fd(-1) == writer.fileno()
+        assert reader.recv(1) == bytes([signal.SIGINT])
 
 
 def test_the_end_of_a_cancelled_answer_is_the_interrupt() -> None:
@@ -115,3 +158,97 @@ def test_whenever_it_is_pressed_the_next_answer_comes(server: Any) -> None:
             with pytest.raises(KeyboardInterrupt):
                 read(client)
             assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
+
+
+def endless(server: Any) -> None:
+    """Have the server answer "endless" without end, and anything else as ever."""
+    echo = server.script
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text != "endless":
+            yield from echo(request, context)
+            return
+        yield server.started()
+        server.wait_for_end(context)
+
+    server.script = script
+
+
+def test_many_answers_end_where_they_are_and_their_reader_is_not_cut_off(server: Any) -> None:
+    steps: list[str] = []
+
+    def press(done: int, total: int | None) -> None:
+        if done == 1:
+            signal.raise_signal(signal.SIGINT)
+            steps.append("went on")
+
+    endless(server)
+    with Client(server.target) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate_many(["one", *["endless"] * 3], concurrency=4, progress=press)
+        assert steps == ["went on"]
+        assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
+
+
+def test_so_do_those_of_a_file_and_what_is_complete_is_written(server: Any, tmp_path: Path) -> None:
+    class Entries(list[Entry]):
+        """Presses when the reader, who has the first answer, looks up the second prompt."""
+
+        def __iter__(self) -> Iterator[Entry]:
+            for index, entry in enumerate(super().__iter__()):
+                if index == 1 and threading.current_thread() is threading.main_thread():
+                    signal.raise_signal(signal.SIGINT)
+                    steps.append("went on")
+                yield entry
+
+    steps: list[str] = []
+    endless(server)
+    entries = Entries(Entry(Request.of(text), {"prompt": text}) for text in ("one", "endless"))
+    with Client(server.target) as client:
+        with pytest.raises(KeyboardInterrupt):
+            batch.several(client, entries, tmp_path / "out", resume=False, concurrency=2, progress=False)
+        assert steps == ["went on"]
+        assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
+    (line,) = (tmp_path / "out").read_text().splitlines()
+    assert json.loads(line)["text"] == "one"
+
+
+def test_a_whole_answer_is_cancelled_by_another_thread_too() -> None:
+    class Pressed:
+        """A call under which somebody presses: it ends when it is cancelled, and not before."""
+
+        def __init__(self) -> None:
+            self.is_cancelled = threading.Event()
+
+        def cancel(self) -> None:
+            self.is_cancelled.set()
+
+        def __next__(self) -> pb.GenerateResponse:
+            signal.raise_signal(signal.SIGINT)
+            assert self.is_cancelled.wait(PATIENCE_SECONDS)
+            steps.append("went on")
+            raise Cancelled("the call was cancelled")
+
+    class Pressing(FakeTransport):
+        def stream(self, *_: Any, **__: Any) -> Any:
+            return Pressed()
+
+    steps: list[str] = []
+    client = Client(transport=Pressing())
+    with pytest.raises(KeyboardInterrupt):
+        client.generate("x")
+    with pytest.raises(KeyboardInterrupt):
+        client.submitted("x").result()
+    assert steps == ["went on", "went on"]
+
+
+def test_others_are_cancelled_from_any_thread(server: Any) -> None:
+    endless(server)
+    with Client(server.target) as client:
+        outcomes = client.generate_each(["one", "endless"])
+        next(outcomes)
+        threading.Thread(target=outcomes.cancel).start()
+        with pytest.raises(Cancelled):
+            next(outcomes)
+        with pytest.raises(StopIteration):
+            next(outcomes)

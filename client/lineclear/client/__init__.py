@@ -12,6 +12,7 @@ Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a se
 """
 
 from .aio import AsyncClient, AsyncStream, AsyncSubmitted
+from .crew import Outcomes
 from .kept import Snapshot
 from .operator import Operator
 from .requests import ChatMessage, Request, Sampling
@@ -31,7 +32,8 @@ from .results import (
     Usage,
 )
 from .retries import RetryPolicy
-from .sync import Client, Stream, Submitted
+from .stream import Stream
+from .sync import Client, Submitted
 
 __all__ = [
     "AsyncClient",
@@ -46,6 +48,7 @@ __all__ = [
     "Limits",
     "Model",
     "Operator",
+    "Outcomes",
     "Quantiles",
     "Request",
     "RetryPolicy",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from lineclear.errors import Cancelled, DuplicateRequest, LineclearError
+from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-from . import methods
-from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from . import interrupts, methods
+from .calls import DEFAULT_TIMEOUT_SECONDS, settings
 from .channels import DEFAULT_TARGET, Options, Pairs
+from .crew import Crew, Outcomes
 from .kept import Snapshot, snapshot, submission
-from .many import Batch, Item, Outcome, checked_concurrency
+from .many import Batch, checked_concurrency
 from .progress import Progress, display
 from .requests import (
     UNSET,
@@ -32,91 +33,13 @@ from .requests import (
     pairs,
     tokenize_request,
 )
-from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
+from .results import Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import Call, GrpcTransport, Transport
+from .stream import Stream
+from .transport import GrpcTransport, Transport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-
-
-class Stream(Answer):
-    """An answer as it is made: `with client.stream(...) as stream: for delta in stream: ...`, then `stream.result`.
-
-    The call is made on entering the block, and cancelled on leaving it before the answer's end.
-    """
-
-    def __init__(self, transport: Transport, outgoing: Outgoing) -> None:
-        super().__init__(outgoing)
-        self._transport = transport
-        self._call: Call[pb.GenerateResponse] | None = None
-        self._stop = threading.Event()
-
-    def __enter__(self) -> Self:
-        assert self._call is None, "a stream is entered once"
-        self._begin()
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._ended:
-            self.cancel()
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self
-
-    def __next__(self) -> Delta:
-        """The next piece. Raises the LineclearError the call ended with."""
-        if self._call is None:
-            raise RuntimeError("a stream is read inside its `with` block")
-        if self._ended:
-            raise StopIteration
-        try:
-            while (message := self._read()) is not None:
-                delta = self._take(message)
-                if delta is not None:
-                    return delta
-            self._assembly.close()
-        except BaseException:
-            self.cancel()
-            self._ended = True
-            raise
-        self._ended = True
-        raise StopIteration
-
-    def cancel(self) -> None:
-        """Cancel the request; from any thread. A loop over the pieces ends with Cancelled."""
-        self._stop.set()
-        if self._call is not None:
-            self._call.cancel()
-
-    def _open(self) -> None:
-        outgoing = self._outgoing
-        method, message = self._next_call()
-        self._call = self._transport.stream(
-            method,
-            message,
-            timeout_seconds=self._attempts.begin(),
-            metadata=outgoing.metadata,
-        )
-        if self._stop.is_set():  # cancelled by another thread while the call was being made
-            self._call.cancel()
-
-    def _read(self) -> pb.GenerateResponse | None:
-        while True:
-            assert self._call is not None
-            try:
-                return next(self._call)
-            except StopIteration:
-                return None
-            except LineclearError as error:
-                if self._stop.is_set():
-                    raise
-                if self._stop.wait(self._pause_after(error)):
-                    raise Cancelled("the call was cancelled") from None
-                self._open()
 
 
 class Submitted:
@@ -138,10 +61,7 @@ class Submitted:
 
     def result(self, *, timeout_seconds: float | None = None) -> Generation:
         """The whole answer, waited for. Raises the LineclearError the request ended with."""
-        with self.attach(timeout_seconds=timeout_seconds) as stream:
-            for _ in stream:
-                pass
-        return stream.result
+        return self.attach(timeout_seconds=timeout_seconds).read_all()
 
     def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> Snapshot:
         """What there is of the answer now. Raises UnknownRequest where nothing is kept (any more)."""
@@ -208,11 +128,8 @@ class Client:
     def generate(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
     ) -> Generation:
-        """The whole answer. Raises the LineclearError the call ended with."""
-        with self.stream(prompt, sampling, **params) as stream:
-            for _ in stream:
-                pass
-        return stream.result
+        """The whole answer. Raises the LineclearError the call ended with. Ctrl-C cancels it on the server too."""
+        return self.stream(prompt, sampling, **params).read_all()
 
     def generate_each(
         self,
@@ -224,12 +141,12 @@ class Client:
         return_exceptions: bool = True,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> Generator[Outcome, None, None]:
+    ) -> Outcomes:
         """Answers in the order of the prompts, each as soon as it and all before it are there.
 
         Prompts are read as they are needed: at most `window` (default: the larger of 256 and 8 * concurrency) are
         under way or waiting for an earlier one. A request that fails yields its LineclearError, or raises it and
-        cancels the rest if not `return_exceptions`. Stopping early cancels the rest.
+        cancels the rest if not `return_exceptions`. Stopping early cancels the rest, and so does `Outcomes.cancel`.
         """
         window = checked_concurrency(concurrency, window)
         return self._each(Batch(prompts, window), concurrency, return_exceptions, progress, sampling, params)
@@ -247,11 +164,13 @@ class Client:
         """All answers, in the order of the prompts, `concurrency` at a time.
 
         `progress` is True for a bar on a terminal, or a function of (done, total). The first failure is raised and
-        cancels the rest, or takes the place of its answer if `return_exceptions`.
+        cancels the rest, or takes the place of its answer if `return_exceptions`. Ctrl-C cancels all.
         """
         batch = Batch(prompts, 2**62)  # every answer is kept anyway: no reason to hold back
         checked_concurrency(concurrency, None)
-        return list(self._each(batch, concurrency, return_exceptions, progress, sampling, params))
+        outcomes = self._each(batch, concurrency, return_exceptions, progress, sampling, params)
+        with interrupts.cancelling(outcomes.cancel):
+            return list(outcomes)
 
     def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
         """Begin an answer and leave it to the server; see `Submitted`. The answer may take
@@ -336,111 +255,8 @@ class Client:
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
-    ) -> Generator[Outcome, None, None]:
+    ) -> Outcomes:
         def open_stream(prompt: Prompt | Request) -> Stream:
             return self.stream(prompt, sampling, **params)
 
-        crew = _Crew(batch, concurrency, return_exceptions, open_stream)
-        shown = display(progress)
-        try:
-            yield from crew.outcomes(
-                lambda: shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
-            )
-        finally:
-            shown.close()
-            crew.stop()
-
-
-class _Crew:
-    """The threads that work on one batch. All state is behind `_changed`."""
-
-    def __init__(self, batch: Batch[Item], concurrency: int, return_exceptions: bool, open_stream: Any) -> None:
-        self._batch = batch
-        self._return_exceptions = return_exceptions
-        self._open_stream = open_stream
-        self._changed = threading.Condition()
-        self._running: set[Stream] = set()
-        self._stopped = False
-        count = concurrency if batch.total is None else min(concurrency, batch.total)
-        self._threads = [threading.Thread(target=self._work, name=f"lineclear-{n}", daemon=True) for n in range(count)]
-
-    def outcomes(self, report: Any) -> Iterator[Outcome]:
-        """In order. `report` is called here, on the reader's thread, whenever more of the batch is complete."""
-        for thread in self._threads:
-            thread.start()
-        reported = -1
-        while True:
-            with self._changed:
-                if not self._threads:
-                    self._batch.take()  # nobody else finds out that there is nothing
-                while not self._batch.done and self._batch.completed == reported:
-                    self._changed.wait()
-                due, done, failure = self._batch.ready(), self._batch.done, self._batch.failure
-                reported = self._batch.completed
-                self._changed.notify_all()  # the window may have moved
-            report()
-            if failure is not None:
-                raise failure
-            yield from due
-            if done:
-                return
-
-    def stop(self) -> None:
-        """Cancel what is running and wait for the threads."""
-        with self._changed:
-            self._stopped = True
-            running = list(self._running)
-            self._changed.notify_all()
-        for stream in running:
-            stream.cancel()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-
-    def _work(self) -> None:
-        while (taken := self._take()) is not None:
-            index, item = taken
-            try:
-                outcome: Outcome = self._run(item)
-            except LineclearError as error:
-                outcome = error
-            except BaseException as error:  # a bug, or a wrong argument: the reader's to see
-                self._fail(error)
-                return
-            with self._changed:
-                if isinstance(outcome, LineclearError) and not self._return_exceptions:
-                    self._batch.fail(outcome)
-                self._batch.put(index, outcome)
-                self._changed.notify_all()
-
-    def _take(self) -> tuple[int, Any] | None:
-        with self._changed:
-            while not self._stopped:
-                taken = self._batch.take()
-                if taken is not None:
-                    return taken
-                if self._batch.exhausted or self._batch.failure is not None:
-                    self._changed.notify_all()  # that there is no more may be what the reader waits for
-                    return None
-                self._changed.wait()
-            return None
-
-    def _run(self, item: Any) -> Generation:
-        stream: Stream = self._open_stream(item)
-        with self._changed:
-            self._running.add(stream)
-            if self._stopped:
-                stream.cancel()
-        try:
-            with stream:
-                for _ in stream:
-                    pass
-            return stream.result
-        finally:
-            with self._changed:
-                self._running.discard(stream)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._batch.fail(error)
-            self._changed.notify_all()
+        return Outcomes(Crew(batch, concurrency, return_exceptions, open_stream), display(progress))

@@ -14,9 +14,11 @@ from typing import Any, TextIO, TypeVar
 
 from lineclear.errors import LineclearError
 
+from .. import interrupts
 from ..requests import Request
-from ..sync import Client, Stream
-from . import exits, interrupts, screen
+from ..stream import Stream
+from ..sync import Client
+from . import exits, screen
 from .prompts import Entry
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ def several(
         requests = _Counted((entry.request for entry in asked), max(len(entries) - have, 0))
         failed = 0
         outcomes = client.generate_each(requests, concurrency=concurrency, progress=progress)
-        with closing(outcomes):
+        with interrupts.cancelling(outcomes.cancel), closing(outcomes):
             for index, (entry, outcome) in enumerate(zip(shown, outcomes, strict=False), have):
                 if isinstance(outcome, LineclearError):
                     if outcome.code == "UNAVAILABLE":

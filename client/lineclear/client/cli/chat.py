@@ -11,9 +11,10 @@ from typing import Any
 
 from lineclear.errors import LineclearError
 
+from .. import interrupts
 from ..requests import SAMPLING_FIELDS, ChatMessage, Sampling
 from ..sync import Client
-from . import interrupts, screen
+from . import screen
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:

@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is read: the answer is cancelled, and nothing is cut off half way.
+"""Ctrl-C while answers are read: they are cancelled, and nothing is cut off half way.
 
 A KeyboardInterrupt comes between any two steps of what runs. Where that is after gRPC took a lock and before it knows,
 the lock is never given back, and the next call waits for ever. So another thread cancels, and the reader hears of it
@@ -8,8 +8,8 @@ where it hears of any end.
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,14 +21,16 @@ from lineclear.errors import Cancelled
 def cancelling(cancel: Callable[[], None]) -> Iterator[None]:
     """In the block Ctrl-C calls `cancel`, on another thread; the block's end then raises KeyboardInterrupt.
 
-    A second Ctrl-C waits for nothing. Where the program does not listen to Ctrl-C, or not in this thread, the block is
-    left as it is.
+    A second Ctrl-C waits for nothing. Where the program does not listen to Ctrl-C, not in this thread, or in a way of
+    its own (a handler, `signal.set_wakeup_fd`), the block is left as it is.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not _is_ours_to_hear():
         yield
         return
-    orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # of all queues the one whose put() may interrupt itself
+    # The signal itself wakes the other thread, through a socket: this one may be about to wait, when Python's handler
+    # comes too late to end the wait.
+    heard, told = socket.socketpair()
+    told.setblocking(False)
     was_pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -36,23 +38,36 @@ def cancelling(cancel: Callable[[], None]) -> Iterator[None]:
         if was_pressed:
             raise KeyboardInterrupt
         was_pressed = True
-        orders.put(True)
 
     def obey() -> None:
-        if orders.get():
-            cancel()
+        while numbers := heard.recv(64):
+            if signal.SIGINT in numbers:
+                cancel()
 
     canceller = threading.Thread(target=obey, name="interrupts", daemon=True)
     canceller.start()
-    signal.signal(signal.SIGINT, press)
     try:
+        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, press)
         yield
     except Cancelled:
         if not was_pressed:
             raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        orders.put(False)
+        signal.set_wakeup_fd(-1)
+        told.close()
         canceller.join()
+        heard.close()
     if was_pressed:
         raise KeyboardInterrupt
+
+
+def _is_ours_to_hear() -> bool:
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return False
+    watched = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(watched)
+    return watched == -1
