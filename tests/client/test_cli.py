@@ -54,8 +54,15 @@ def process(server: Any, *arguments: str, **settings: Any) -> subprocess.Complet
 
 
 def spawn(*arguments: str, stdin: int | None = None, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """The command, listening to SIGINT also where the tests were started in the background and ignore it."""
     environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a handler is not inherited, SIG_IGN is
+    try:
+        return subprocess.Popen(
+            [*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=environment
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def lines(text: str) -> list[Any]:
@@ -464,6 +471,8 @@ def test_a_wrong_parameter_is_an_error_of_the_next_message_not_of_the_program(ta
 
 def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
     history = tmp_path / "history"
+    history.write_text("asked before\n")
+    history.chmod(0o644)
     told, ours = pty.openpty()
     run = spawn("chat", "--target", server.target, "--history", str(history), *QUICK, stdin=ours, stdout=ours)
     os.close(ours)

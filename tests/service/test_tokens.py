@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,10 +55,15 @@ def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytes
     for shown in (ALICE, BOB, "nobody's"):
         tokens.name_of(shown)
     assert compared == [32] * 6
+    tokens.name_of("x" * 4097)  # longer than any token, and not even hashed
+    assert compared == [32] * 6
 
 
 def test_nothing_secret_is_shown(tmp_path: Path) -> None:
-    assert ALICE not in repr(read_tokens(token_file(tmp_path, f"alice {ALICE}")))
+    shown = repr(read_tokens(token_file(tmp_path, f"alice {ALICE}")))
+    digest = sha256(ALICE.encode())
+    for secret in ("alice", digest.hexdigest(), repr(digest.digest())):
+        assert secret not in shown
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,11 @@ def test_a_wrong_file_is_refused_and_its_contents_are_not_repeated(tmp_path: Pat
 def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigurationError, match="chmod 0400"):
         read_tokens(token_file(tmp_path, f"alice {ALICE}", mode=mode))
+
+
+def test_a_file_larger_than_any_list_of_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="larger than 1048576 bytes"):
+        read_tokens(token_file(tmp_path, f"alice {ALICE}", "#" * 2**20))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -129,12 +140,47 @@ def test_a_link_that_is_swapped_is_a_change(tmp_path: Path) -> None:
         token_file(tmp_path / name, f"x {token}")
     link = tmp_path / "data"
     link.symlink_to("one")
-    file = link / "tokens"
+    file = tmp_path / "tokens"
+    file.symlink_to("data/tokens")
     watched = Watched([file], lambda: read_tokens(file), clock)
     (tmp_path / "new").symlink_to("two")
     (tmp_path / "new").rename(link)
     clock.now += LOOK_SECONDS
     assert watched.current().name_of(BOB) == "x"
+
+
+@pytest.mark.parametrize("way", ["rewritten", "replaced"])
+def test_a_change_of_the_same_size_is_seen(tmp_path: Path, way: str) -> None:
+    clock, times = Clock(), (1_700_000_000, 1_700_000_000)
+    file = token_file(tmp_path, f"alice {ALICE}", mode=0o600)
+    os.utime(file, times)
+    watched = Watched([file], lambda: read_tokens(file), clock)
+    other = f"carol {ALICE}\n"
+    assert len(other) == file.stat().st_size
+    if way == "rewritten":  # in place: another time
+        file.write_text(other)
+    else:  # by a copy that keeps its time: another file
+        (tmp_path / "new").write_text(other)
+        (tmp_path / "new").chmod(0o600)
+        os.utime(tmp_path / "new", times)
+        (tmp_path / "new").rename(file)
+    clock.now += LOOK_SECONDS
+    assert watched.current().name_of(ALICE) == "carol"
+
+
+def test_files_that_do_not_change_are_not_read_again(tmp_path: Path) -> None:
+    clock = Clock()
+    reads: list[float] = []
+    watched = Watched([token_file(tmp_path, f"alice {ALICE}")], lambda: reads.append(clock.now), clock)
+    for _ in range(5):
+        clock.now += LOOK_SECONDS
+        watched.current()
+    token_file(tmp_path, f"bob {BOB}")
+    for _ in range(5):
+        clock.now += LOOK_SECONDS
+        watched.current()
+    assert len(reads) == 2
+    assert watched.version == 1
 
 
 def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path: Path) -> None:

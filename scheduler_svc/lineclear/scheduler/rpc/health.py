@@ -75,12 +75,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         try:
             last = None
             while True:
+                # Taken together, before the write: whatever changes while that takes is another turn's.
                 changed = self._changed
+                is_last = self._is_closed or request.service in self._closed
                 status = self._status(request.service)
                 if status != last:
                     await context.write(Status(status=status))
                     last = status
-                if self._is_closed or request.service in self._closed:
+                if is_last:
                     return  # with OK: the last word is the status above, not an error on top of it
                 if changed is self._changed:
                     await changed.wait()

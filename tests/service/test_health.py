@@ -1,0 +1,59 @@
+"""What watchers of health hear when things change while a message to them is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from service.serving import run
+
+from lineclear.scheduler.rpc.health import Health
+
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+
+
+class SlowContext:
+    """A call whose messages are on their way until they are let through."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.begun, self.through = asyncio.Event(), asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message.status)
+        self.begun.set()
+        await self.through.wait()
+
+
+@pytest.mark.parametrize("closed", [("",), ("", "other")], ids=["its name", "all names"])
+def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str, ...]) -> None:
+    """The caller has the first message before the server knows that it is sent: it may act on it at once."""
+
+    async def scenario() -> None:
+        health, context = Health(("", "other")), SlowContext()
+        health.set(("",), True)
+        watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
+        await context.begun.wait()
+        health.close(closed)
+        context.through.set()
+        await watch
+        assert context.written == [SERVING, NOT_SERVING]
+
+    run(scenario())
+
+
+def test_a_change_that_is_taken_back_while_a_message_is_on_its_way_is_not_told() -> None:
+    async def scenario() -> None:
+        health, context = Health(("",)), SlowContext()
+        watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
+        await context.begun.wait()
+        health.set(("",), True)
+        health.set(("",), False)
+        context.through.set()
+        health.close()
+        await watch
+        assert context.written == [NOT_SERVING]
+
+    run(scenario())
