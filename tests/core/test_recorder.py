@@ -106,7 +106,7 @@ def test_a_core_that_decides_otherwise_is_told_from_this_one(
     path = tmp_path / "flight.jsonl"
     write(path, rig.recorded.recording())
     assert replay.main([str(path)]) == 0
-    monkeypatch.setattr("lineclear.scheduler.scheduling.planning._SMALLEST_CHUNK", 1)
+    monkeypatch.setattr("lineclear.scheduler.scheduling.planning._ENOUGH", 1)
     monkeypatch.setattr(
         "lineclear.scheduler.scheduling.planning.Planning._decode", lambda planning: planning._decode_by_age()
     )

@@ -69,18 +69,31 @@ def test_max_tokens_1_takes_one_step_and_no_block_for_the_output() -> None:
     assert (end.reason, end.record.completion_tokens) == (FinishReason.LENGTH, 1)
 
 
-@pytest.mark.parametrize(("target", "prompt_tokens"), [(0.05, pytest.approx(49, abs=6)), (1e-9, 16)])
+@pytest.mark.parametrize(("target", "prompt_tokens"), [(0.05, pytest.approx(49, abs=6)), (1e-9, 8)])
 def test_the_inter_token_target_cuts_prompts_but_never_to_nothing(target: float, prompt_tokens: int) -> None:
-    # At 1 ms a token, 50 ms hold 50 tokens, one of them the decode's. A target that cannot be met leaves prompts 16
+    # At 1 ms a token, 50 ms hold 50 tokens, one of them the decode's. A target that cannot be met leaves prompts 8
     # tokens a step: slow, not stuck.
     rig = Rig(target_batch_tokens=256, inter_token_target_seconds=target, decode_stretch=1000.0, worker_num_blocks=512)
     rig.seconds_per_token = 0.001
     rig.submit("old", 20, max_tokens=100)
-    for number, length in enumerate((3, 9, 12, 5, 14, 11, 2, 8, 16, 7)):
+    for number, length in enumerate((3, 8, 7, 5, 6, 4, 2, 8, 1, 7)):
         rig.submit(f"teach{number}", length, max_tokens=1)
         rig.step()
     rig.submit("long", 200, max_tokens=1)
     assert [end - start for _, start, end in rig.rows(rig.step())] == [1, prompt_tokens]
+
+
+@pytest.mark.parametrize(("decodes", "prompt_tokens"), [(1, 8), (11, 11), (20, 16)])
+def test_prompts_get_as_many_tokens_as_there_are_decodes_within_bounds_whatever_they_cost(
+    monkeypatch: pytest.MonkeyPatch, decodes: int, prompt_tokens: int
+) -> None:
+    monkeypatch.setattr(StepModel, "more_within", lambda *_: 0.0)
+    rig = Rig(target_batch_tokens=256, worker_num_blocks=512, worker_num_slots=32)
+    for number in range(decodes):
+        rig.submit(f"old{number}", 2, max_tokens=100)
+    rig.step()
+    rig.submit("long", 200, max_tokens=1)
+    assert [end - start for _, start, end in rig.rows(rig.step())] == [*[1] * decodes, prompt_tokens]
 
 
 def taught(decode_stretch: float = 2.0) -> Rig:
@@ -128,8 +141,8 @@ def test_who_would_begin_where_a_token_is_too_dear_for_this_step_joins_the_next_
     rig.submit("old", 4, max_tokens=100)
     rig.step()
     rig.step()
-    rig.submit("short", 16, max_tokens=1)  # the tokens that prompts get in any case
+    rig.submit("short", 8, max_tokens=1)  # the tokens that prompts get in any case
     rig.submit("behind", [*prefix, 1, 2, 3], max_tokens=1)
     rig.submit("later", 1, max_tokens=1)
-    assert [(start, end) for _, start, end in rig.rows(rig.step())] == [(5, 6), (0, 16)]
+    assert [(start, end) for _, start, end in rig.rows(rig.step())] == [(5, 6), (0, 8)]
     assert [(start, end) for _, start, end in rig.rows(rig.step())] == [(6, 7), (800, 803), (0, 1)]

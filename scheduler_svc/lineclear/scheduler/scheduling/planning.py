@@ -19,7 +19,7 @@ from lineclear.scheduler.scheduling.waiting import WaitingQueue
 from lineclear.wire.types import Decodes, Row, SlotInit
 
 _LOOKAHEAD = 8  # how many that do not fit are passed over in a step before admission gives up
-_SMALLEST_CHUNK = 16  # prompt tokens a step may take whatever the inter-token target says
+_SMALLEST_CHUNK, _ENOUGH = 8, 16  # a step may take as many prompt tokens as decodes, within these, whatever it costs
 
 
 @dataclass(slots=True)
@@ -222,7 +222,8 @@ class Planning:
             seconds = self._longest(decodes)
             fitting = self._world.model.more_within(seconds, self.num_tokens, self.kv_tokens, position)
             if fitting is not None:
-                room = min(room, max(_SMALLEST_CHUNK - self._prompt_tokens, int(fitting)))
+                least = min(max(_SMALLEST_CHUNK, decodes), _ENOUGH)
+                room = min(room, max(least - self._prompt_tokens, int(fitting)))
         return room
 
     def _longest(self, decodes: int) -> float:
