@@ -8,6 +8,7 @@ COPY protos protos
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
+COPY demo/model demo/model
 # No compiler is here, so the worker's kernels are not built.
 RUN python -m venv /opt/lineclear && /opt/lineclear/bin/python -m pip install --no-cache-dir '.[scheduler]'
 
@@ -21,7 +22,7 @@ ENV PATH=/opt/lineclear/bin:$PATH \
     LINECLEAR_SOCKET_DIRECTORY=/run/lineclear/sockets
 # A number, because Kubernetes cannot tell from a name that it is not root.
 USER 10001:10001
-EXPOSE 50051 50052
+EXPOSE 50051 50052 50053
 # The service "liveness": a scheduler that waits for its worker, or drains, is well.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15s --retries=3 \
     CMD ["python", "-c", "import grpc; from grpc_health.v1 import health_pb2 as pb, health_pb2_grpc as rpc; stub = rpc.HealthStub(grpc.insecure_channel('127.0.0.1:50052')); raise SystemExit(stub.Check(pb.HealthCheckRequest(service='liveness'), timeout=4).status != pb.HealthCheckResponse.SERVING)"]

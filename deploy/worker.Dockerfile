@@ -18,6 +18,7 @@ COPY protos protos
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
+COPY demo/model demo/model
 RUN /opt/lineclear/bin/python -m pip install --no-cache-dir "$TORCH" '.[worker]'
 
 FROM python:3.12-slim-bookworm

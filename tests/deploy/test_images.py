@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -113,6 +115,28 @@ def health_check(target: str) -> subprocess.CompletedProcess[str]:
     assert command[:2] == ["python", "-c"]
     code = command[2].replace("127.0.0.1:50052", target)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
+    """Images are not built here; this is the step of theirs that asks most of the files they have."""
+    copies = [rest.split() for word, rest in instructions(dockerfile) if word == "COPY" and "--from" not in rest]
+    context = tmp_path / "src"
+    context.mkdir()
+    for *sources, target in copies:
+        for source in sources:
+            where = context / target if target.endswith("/") else (context / target).parent
+            where.mkdir(parents=True, exist_ok=True)
+            name = where / Path(source).name if target.endswith("/") else context / target
+            if (REPOSITORY / source).is_dir():
+                shutil.copytree(REPOSITORY / source, name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                shutil.copy(REPOSITORY / source, name)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    # Whether there is a compiler is the image's; compiling here would only take long.
+    environment = os.environ | {"LINECLEAR_NATIVE": "0"}
+    done = subprocess.run(build, cwd=context, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list((context / "dist").glob("*.whl"))
 
 
 def test_the_health_check_fails_where_nobody_answers(tmp_path: Path) -> None:
