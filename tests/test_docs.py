@@ -74,6 +74,15 @@ def test_every_make_target_of_the_readme_exists() -> None:
     assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)]
 
 
+def test_the_stubs_of_the_readme_are_made(tmp_path: Path) -> None:
+    make, protoc = (c for c in commands() if c == "mkdir stubs" or "grpc_tools" in c)
+    (tmp_path / "protos").symlink_to(REPOSITORY / "protos")
+    script = f"{make} && {protoc.replace('.venv/bin/python', sys.executable)}"
+    subprocess.run(script, shell=True, cwd=tmp_path, check=True, timeout=120)
+    made = {p.name for p in (tmp_path / "stubs/lineclear/v1").iterdir()}
+    assert made == {f"{n}_pb2{g}.py" for n in ("inference", "sampling", "admin") for g in ("", "_grpc")}
+
+
 def test_what_grpcurl_would_be_told_works_with_buf_curl() -> None:
     buf = find_buf()
     grpcurl = next(shlex.split(c) for c in commands() if c.startswith("grpcurl"))

@@ -102,6 +102,7 @@ ROOMS = {
         ("lineclear.scheduler.rpc",),
         (
             *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
+            "prometheus_client",
             *(f"lineclear.scheduler.{name}" for name in ("access", "scheduling", "text", "settings", "engine")),
             *CONTRACT,
         ),
@@ -116,6 +117,7 @@ ROOMS = {
                 "grpc_reflection",
                 PROTOBUF,
                 "uvloop",
+                "prometheus_client",
                 "structlog",
                 "tokenizers",
                 "jinja2",

@@ -124,7 +124,7 @@ def test_probes_ask_the_health_port() -> None:
     assert address == ("0.0.0.0", 50052)
     probes = {kind: scheduler[kind]["grpc"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert {probe["port"] for probe in probes.values()} == {50052}
-    assert {p["containerPort"] for p in scheduler["ports"]} == {50052}
+    assert {p["name"]: p["containerPort"] for p in scheduler["ports"]} == {"health": 50052, "metrics": 50053}
     assert [probe["service"] for probe in probes.values()] == ["readiness", "liveness", "readiness"]
     worker = CONTAINERS["lineclear-worker"]
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
@@ -158,8 +158,17 @@ def test_labels_agree() -> None:
     assert service["spec"]["selector"] == labels
     assert budget["spec"]["selector"]["matchLabels"] == labels
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
-    (rule,) = policy["spec"]["ingress"]
-    assert [p["port"] for p in rule["ports"]] == [p["name"] for p in CONTAINERS["app"]["ports"]]
+    everybody, monitoring = policy["spec"]["ingress"]
+    assert "from" not in everybody
+    assert [p["port"] for p in everybody["ports"]] == [p["name"] for p in CONTAINERS["app"]["ports"]]
+    assert monitoring["ports"] == [{"port": "metrics"}]
+    assert monitoring["from"]
+
+
+def test_prometheus_may_fetch_figures() -> None:
+    for container in (CONTAINERS["lineclear-scheduler"], SERVICES["scheduler"]):
+        assert parse_address(flags(container)["metrics-listen"]) == ("0.0.0.0", 50053)
+    assert "127.0.0.1:50053:50053" in SERVICES["scheduler"]["ports"]
 
 
 # --- compose -------------------------------------------------------------------------------------------------------

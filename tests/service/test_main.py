@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,29 @@ def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> 
     assert stats.step_seconds.count > 0
     model = server.stub.GetModel(pb.GetModelRequest())
     assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
+
+
+def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(start: Callable[..., Running]) -> None:
+    server = start(
+        "--metrics-listen", "127.0.0.1:0", "--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02
+    )
+    address = server.wait_for("metrics")["address"]
+
+    def figures() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
+            lines = (line.split() for line in page.read().decode().splitlines() if not line.startswith("#"))
+            return {name: float(value) for name, value in lines}
+
+    list(server.stub.Generate(pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3})))
+    found = figures()
+    assert found["lineclear_requests_finished_total"] == found["lineclear_total_seconds_count"] == 1
+    assert found["lineclear_worker_joined"] == 1
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    until(lambda: figures()["lineclear_draining"])
+    call.cancel()
+    assert server.exit_code() == 0
 
 
 def test_the_demonstration_model_is_found(start: Callable[..., Running]) -> None:

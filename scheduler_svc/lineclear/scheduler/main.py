@@ -16,12 +16,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 import uvloop
+from prometheus_client.core import Metric
 
 from lineclear import logs
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
@@ -48,6 +49,7 @@ from lineclear.scheduler.rpc.server import Server
 from lineclear.scheduler.rpc.service import VERSION, InferenceService, drained
 from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
 from lineclear.scheduler.scheduling.policy import PolicySettings
+from lineclear.scheduler.scrapes import Scrapes
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.scheduler.text.chat import load_chat_template
@@ -63,6 +65,7 @@ _WITHOUT_WORKER = {
     GiveUp.BUG: INTERNAL,
 }
 
+_METRICS_SECONDS = 2.0  # for the event loop to say its figures
 _STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
 
 
@@ -139,9 +142,29 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         )
         pulse.start()
         stack.callback(pulse.stop)
-        await _run(settings, leaving, service, server, supervisor)
+        async with _scraped(settings, service):
+            await _run(settings, leaving, service, server, supervisor)
     log.info("left", exit_code=leaving.exit_code)
     return leaving.exit_code
+
+
+@contextlib.asynccontextmanager
+async def _scraped(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
+    """Prometheus finds its figures, where a place for them is set; also while the server leaves."""
+    if not settings.metrics_listen:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def collect() -> list[Metric]:
+        return asyncio.run_coroutine_threadsafe(service.metrics(), loop).result(_METRICS_SECONDS)
+
+    scrapes = Scrapes(settings.metrics_listen, collect)
+    log.info("metrics", address=scrapes.address)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(scrapes.close)
 
 
 async def _run(

@@ -72,6 +72,11 @@ class SchedulerSettings(BaseSettings):
         "",
         description="A further, plaintext address with grpc.health.v1 alone, for probes. May be on any interface.",
     )
+    metrics_listen: str = Field(
+        "",
+        description="A further host:port where Prometheus finds, over plain HTTP, what GetStats says. May be on any"
+        " interface.",
+    )
     admin_listen: str = Field(
         "",
         description="A further address for operators, with AdminService, and with GetStats and reflection, which"
@@ -272,6 +277,13 @@ class SchedulerSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments of the constructor stand for the file, so variables beat them; pydantic puts flags first."""
         return env_settings, init_settings
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _is_a_port(cls, value: str) -> str:
+        if value and not is_tcp(value):
+            raise ValueError("Prometheus reads from host:port alone")
+        return value
 
     @field_validator("listen", "health_listen", "admin_listen")
     @classmethod

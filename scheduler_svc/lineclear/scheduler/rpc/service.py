@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 import structlog
+from prometheus_client.core import Metric
 
 from lineclear.errors import Drained, Draining, LineclearError, Starting, UnknownRequest
 from lineclear.scheduler.access import identity
@@ -24,6 +25,7 @@ from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.rpc import overview, responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.rpc.detached import DetachedAnswers
+from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
 from lineclear.scheduler.rpc.prompts import Prompts
 from lineclear.scheduler.rpc.session import Session
@@ -341,6 +343,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """The engine's figures and ours."""
+        return self._overview()
+
+    async def metrics(self) -> list[Metric]:
+        """The same for Prometheus."""
+        return list(families(self._overview(), self._stats.spreads))
+
+    def _overview(self) -> pb.GetStatsResponse:
         return overview.stats(
             self._settings,
             self._engine.snapshot(),

@@ -6,6 +6,7 @@ comes from its snapshot and is not kept here.
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from typing import NamedTuple
 
 from lineclear.scheduler.scheduling.events import Record
 
+BOUNDS_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
+)
 WINDOW_REQUESTS = 1024
 RATE_SECONDS = 10
 
@@ -71,17 +76,34 @@ def durations(record: Record, arrival: float, completion_tokens: int, now: float
     )
 
 
+class Spread:
+    """How often a duration was at most each of BOUNDS_SECONDS (and more than the one before), or more than all."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_SECONDS) + 1)
+        self.sum_seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect.bisect_left(BOUNDS_SECONDS, seconds)] += 1
+        self.sum_seconds += seconds
+
+
 class Stats:
-    """The last requests that finished, and the last seconds of output."""
+    """The last requests that finished, all of them by how long they took, and the last seconds of output."""
 
     def __init__(self, now: float) -> None:
         self._since = now
+        self.spreads = {name: Spread() for name in ("queue", "first_token", "inter_token", "total")}
         self._window: deque[Durations] = deque(maxlen=WINDOW_REQUESTS)
         self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
 
     def add_finished(self, spent: Durations) -> None:
         """A request finished."""
         self._window.append(spent)
+        for name, spread in self.spreads.items():
+            if (seconds := getattr(spent, name)) is not None:
+                spread.add(seconds)
 
     def add_tokens(self, count: int, now: float) -> None:
         """So many output tokens came from the worker."""

@@ -1,0 +1,62 @@
+"""The figures of GetStats in the form that Prometheus reads: which they are and what they are called.
+
+A counter or gauge that joins GetStats is here with it. Nothing about requests, callers or content: no label has a value
+from outside. How they are fetched is in `scrapes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from google.protobuf.message import Message
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Spread
+from lineclear.v1 import inference_pb2 as pb
+
+
+def families(stats: pb.GetStatsResponse, spreads: Mapping[str, Spread]) -> Iterator[Metric]:
+    """All there is. `spreads` are those of Stats: of requests that finished, since the start."""
+    for name, value in _numbers(stats.totals):
+        if isinstance(value, int):  # a share can be had from the counters, over any time
+            yield CounterMetricFamily(f"lineclear_{name}", f"Totals.{name} of GetStats.", value=value)
+    for name, value in _numbers(stats.gauges):
+        yield GaugeMetricFamily(f"lineclear_{name}", f"Gauges.{name} of GetStats.", value=value)
+    for name, spread in spreads.items():
+        yield _histogram(name, spread)
+    yield GaugeMetricFamily("lineclear_step_seconds_p99", "Quantiles.p99 of step_seconds.", stats.step_seconds.p99)
+    uptime_seconds = stats.uptime.ToTimedelta().total_seconds()
+    yield GaugeMetricFamily("lineclear_uptime_seconds", "Since the scheduler started.", uptime_seconds)
+    yield GaugeMetricFamily("lineclear_worker_joined", "Whether a worker is there.", int(stats.worker.joined))
+    yield CounterMetricFamily("lineclear_workers_joined", "Since the scheduler started.", stats.worker.incarnation)
+    what = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
+    yield InfoMetricFamily("lineclear", "What is running.", what)
+    yield from _names_elsewhere(stats.gauges)
+
+
+def _names_elsewhere(gauges: pb.Gauges) -> Iterator[Metric]:
+    """What autoscalers and the endpoint pickers of the Gateway API look for, whoever the server is."""
+    usage = gauges.blocks_used / max(1, gauges.blocks_total)
+    yield GaugeMetricFamily("vllm:num_requests_running", "As lineclear_requests_running.", gauges.requests_running)
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "As lineclear_requests_waiting.", gauges.requests_waiting)
+    yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Blocks used, as a share of all.", usage)
+
+
+def _numbers(message: Message) -> Iterator[tuple[str, float]]:
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        yield field.name, int(value) if isinstance(value, bool) else value
+
+
+def _histogram(name: str, spread: Spread) -> Metric:
+    bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(spread.counts), strict=True))
+    text = f"Seconds, of requests that finished; {name}_seconds of GetStats."
+    return HistogramMetricFamily(f"lineclear_{name}_seconds", text, buckets=buckets, sum_value=spread.sum_seconds)
