@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 from support.buf import find_buf
 from support.service import Service, running
+from support.sources import ROOTS
+
+from lineclear.scheduler.flags import NAMES_ELSEWHERE
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.worker.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted(p for p in REPOSITORY.glob("**/*.md") if not {".venv", "node_modules"} & set(p.parts))
@@ -37,6 +42,28 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
     gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not gone
+
+
+@pytest.mark.parametrize("page", ["life-of-a-request.md", "design.md"])
+def test_every_file_that_is_named_exists(page: str) -> None:
+    sources = {f"/{path.relative_to(root).as_posix()}" for root in ROOTS for path in root.rglob("*.py")}
+    named = set(re.findall(r"`([\w./]+\.py)`", (REPOSITORY / "docs" / page).read_text(encoding="utf-8")))
+    named -= {"lineclear/__init__.py"}  # named because it must not be there
+    assert named
+    gone = [n for n in named if not any(s.endswith(f"/{n}") for s in sources) and not (REPOSITORY / n).exists()]
+    assert not gone
+
+
+def test_flags_of_ours_beside_those_of_other_servers_exist() -> None:
+    page = (REPOSITORY / "docs/coming-from.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    ours = {flag for row in rows for flag in re.findall(r"--[a-z-]+[a-z]", row[2])}
+    fields = [*SchedulerSettings.model_fields, *WorkerSettings.model_fields]
+    known = {f"--{no}{name.replace('_', '-')}" for name in fields for no in ("", "no-")}
+    assert len(ours) > 10
+    assert not ours - known
+    there = {flag for row in rows for flag in re.findall(r"--[a-z-]+[a-z]", row[1])}
+    assert not [f for f, o in NAMES_ELSEWHERE.items() if f in there and o not in ours and f"--no-{o[2:]}" not in ours]
 
 
 def blocks(language: str) -> list[str]:

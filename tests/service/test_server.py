@@ -25,7 +25,6 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.rpc.health import Health
 from lineclear.scheduler.rpc.server import LIVE, READY
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import ConfigurationError
@@ -96,25 +95,6 @@ def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
                 assert await watch.code() is grpc.StatusCode.OK
 
     run(scenario())
-
-
-def test_a_watcher_that_is_told_serving_in_the_moment_of_leaving_hears_of_the_leaving_too() -> None:
-    health, heard = Health(["x"]), []
-
-    class Slow:
-        async def write(self, message: Any) -> None:
-            heard.append(message.status)
-            if message.status == SERVING:
-                health.close()  # before the caller has it, and before this returns
-
-    async def scenario() -> None:
-        health.set(["x"], True)
-        async with asyncio.timeout(BOUND_SECONDS):
-            context: Any = Slow()
-            await health.Watch(health_pb2.HealthCheckRequest(service="x"), context)
-
-    asyncio.run(scenario())
-    assert heard == [SERVING, NOT_SERVING]
 
 
 def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:

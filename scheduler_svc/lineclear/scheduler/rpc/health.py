@@ -79,8 +79,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 changed = self._changed
                 is_last = self._is_closed or request.service in self._closed
                 status = self._status(request.service)
-                # Read with the status: who was told SERVING is not let go for a leaving that begins while it is sent.
-                is_last = self._is_closed or request.service in self._closed
                 if status != last:
                     await context.write(Status(status=status))
                     last = status
