@@ -17,7 +17,7 @@ class Missing:
 
     is_missing = True
 
-    def order(self, order: pb.SessionRequest) -> None:
+    def order(self, order: pb.SessionSubmit | pb.SessionCancel) -> None:
         pass
 
     def forget(self, handle: int) -> None:

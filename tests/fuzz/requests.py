@@ -81,6 +81,8 @@ def seeds() -> list[tuple[str, bytes]]:
     found += [("Submit", pb.SubmitRequest(request=request)) for request in generate[:3]]
     found += [
         ("Session", pb.SessionRequest(cancel=pb.SessionCancel(handle=1))),
+        ("Session", pb.SessionRequest(submits=[pb.SessionSubmit(handle=n) for n in (1, 2)])),
+        ("Session", pb.SessionRequest(cancels=[pb.SessionCancel(handle=n) for n in (1, 2)])),
         ("Tokenize", pb.TokenizeRequest(text="some text")),
         ("Tokenize", pb.TokenizeRequest(chat=chat)),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),

@@ -17,8 +17,11 @@ from service.serving import TOKENIZER, Serving, run, serving, until
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.routing import names_one_server
 from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, NonFiniteLogits
+from lineclear.scheduler.rpc import service
+from lineclear.scheduler.rpc.session import Session
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.v1 import inference_pb2 as pb
 
 IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
 COUNT = 12
@@ -180,6 +183,33 @@ def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path
     def whole(request: Request) -> list[int]:
         return IDS
 
+    run(scenario())
+
+
+@pytest.mark.parametrize("takes_many", [True, False])
+def test_many_at_once_reach_the_server_in_few_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_many: bool
+) -> None:
+    """A server of before, which takes one order in a message, gets one."""
+    counts: list[int] = []
+    obey = Session._obey
+
+    async def counted(self: Session, message: pb.SessionRequest) -> None:
+        counts.append(len(message.submits))
+        await obey(self, message)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+            first = await occupied(s, client)
+            asked = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
+            await s.engine.next_request(1 + COUNT)
+            assert counts == ([COUNT] if takes_many else [0] * COUNT)
+            for call in (first, *asked):
+                call.cancel()
+
+    monkeypatch.setattr(Session, "_obey", counted)
+    if not takes_many:
+        monkeypatch.setattr(service, "greeting", lambda max_message_bytes: [])
     run(scenario())
 
 

@@ -47,17 +47,12 @@ def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateRespons
         row = end
 
 
-def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SessionRequest:
+def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SessionSubmit:
     """The order that begins a request."""
-    order = pb.SessionRequest(submit=pb.SessionSubmit(handle=handle, request=request))
+    order = pb.SessionSubmit(handle=handle, request=request)
     if timeout_seconds is not None:
-        order.submit.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
+        order.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
     return order
-
-
-def cancellation(handle: int) -> pb.SessionRequest:
-    """The order that ends one."""
-    return pb.SessionRequest(cancel=pb.SessionCancel(handle=handle))
 
 
 def error_of(failure: pb.Failure) -> LineclearError:

@@ -19,7 +19,8 @@ from typing import Any
 from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb
 
-from .routing import Item, cancellation, items, submission
+from .outbox import Order, Outbox, most_orders
+from .routing import Item, items, submission
 
 
 def _late() -> errors.DeadlineExceeded:
@@ -47,7 +48,7 @@ class AioSession:
         self._failure = failure
         self._calls: dict[int, AioSessionCall] = {}
         self._handles = itertools.count(1)
-        self._orders: deque[pb.SessionRequest] = deque()
+        self._outbox = Outbox()
         self._bell = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
 
@@ -61,8 +62,8 @@ class AioSession:
         self.order(submission(handle, request, timeout_seconds))
         return call
 
-    def order(self, order: pb.SessionRequest) -> None:
-        self._orders.append(order)
+    def order(self, order: Order) -> None:
+        self._outbox.put(order)
         self._bell.set()
 
     def forget(self, handle: int) -> None:
@@ -80,12 +81,12 @@ class AioSession:
     async def _write(self) -> None:
         with contextlib.suppress(Exception):  # what ended the call is the reader's to say
             # A write that fails hides the status: so first hear that the server has a Session at all.
-            await self._call.initial_metadata()
+            self._outbox.most_orders = most_orders(await self._call.initial_metadata())
             while True:
-                while self._orders:
-                    await self._call.write(self._orders.popleft())
-                self._bell.clear()
                 await self._bell.wait()
+                self._bell.clear()
+                while (message := self._outbox.take()) is not None:
+                    await self._call.write(message)
 
     async def _read(self) -> None:
         try:
@@ -175,7 +176,7 @@ class AioSessionCall:
 
     def _hang_up(self, error: errors.LineclearError) -> None:
         if not self._is_over:
-            self._session.order(cancellation(self._handle))
+            self._session.order(pb.SessionCancel(handle=self._handle))
             self.put(error)
 
     def _finish(self) -> None:
@@ -204,8 +205,9 @@ class Session:
         self._lock = threading.Lock()
         self._calls: dict[int, SessionCall] = {}
         self._handles = itertools.count(1)
-        self._orders: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        self._call = open_call(iter(self._orders.get, None))
+        self._outbox = Outbox()
+        self._bell = threading.Event()
+        self._call = open_call(self._messages())
         threading.Thread(target=self._read, name="lineclear-session", daemon=True).start()
 
     def begin(
@@ -222,9 +224,10 @@ class Session:
         self.order(submission(handle, request, timeout_seconds))
         return call
 
-    def order(self, order: pb.SessionRequest) -> None:
+    def order(self, order: Order) -> None:
         if not self.is_over:
-            self._orders.put(order)
+            self._outbox.put(order)
+            self._bell.set()
 
     def forget(self, handle: int) -> None:
         """Whatever still comes for it is nobody's."""
@@ -235,8 +238,17 @@ class Session:
         """End it, and with it the requests."""
         self._call.cancel()
 
+    def _messages(self) -> Iterator[pb.SessionRequest]:
+        """All that is to be told, on gRPC's thread; it ends with the session."""
+        while not self.is_over:
+            self._bell.wait()
+            self._bell.clear()
+            while (message := self._outbox.take()) is not None:
+                yield message
+
     def _read(self) -> None:
         try:
+            self._outbox.most_orders = most_orders(self._call.initial_metadata())
             for message in self._call:
                 for handle, item in items(message):
                     with self._lock:
@@ -250,7 +262,7 @@ class Session:
         with self._lock:
             self.is_over = True
             calls = list(self._calls.values())
-        self._orders.put(None)  # gRPC's thread, which waits for more of them, may go
+        self._bell.set()  # gRPC's thread, which waits for orders, may go
         for call in calls:
             call.put(error)
 
@@ -326,5 +338,5 @@ class SessionCall:
 
     def _hang_up(self, error: errors.LineclearError) -> None:
         if not self._is_over:
-            self._session.order(cancellation(self._handle))
+            self._session.order(pb.SessionCancel(handle=self._handle))
             self.put(error)

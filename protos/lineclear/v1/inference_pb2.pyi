@@ -602,12 +602,19 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """An order within a session."""
+    """Orders within a session: one, or as many as have gathered.
+
+    A server that takes several in a message says so in the initial metadata of
+    the call: "lineclear-session-orders" is how many, `order` not counted. One
+    that does not say it knows `order` alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    SUBMITS_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___SessionSubmit:
         """Begin a request."""
@@ -618,15 +625,25 @@ class SessionRequest(_message.Message):
         where the handle is not in use (the answer may just have ended).
         """
 
+    @_builtins.property
+    def submits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSubmit]:
+        """More requests to begin, in their order and after `order`."""
+
+    @_builtins.property
+    def cancels(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCancel]:
+        """More requests to end, after all of those have begun."""
+
     def __init__(
         self,
         *,
         submit: Global___SessionSubmit | None = ...,
         cancel: Global___SessionCancel | None = ...,
+        submits: _abc.Iterable[Global___SessionSubmit] | None = ...,
+        cancels: _abc.Iterable[Global___SessionCancel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "order", b"order", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "order", b"order", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "cancels", b"cancels", "order", b"order", "submit", b"submit", "submits", b"submits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015

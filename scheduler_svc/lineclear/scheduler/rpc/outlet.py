@@ -6,6 +6,7 @@ Decides when a caller is too slow, and when a status can follow what was written
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -38,9 +39,9 @@ class Outlet:
         if isinstance(error, SlowConsumer) and self._first is not None:
             await asyncio.wait((self._first,))
 
-    async def greet(self) -> None:
+    async def greet(self, metadata: Sequence[tuple[str, str]]) -> None:
         """Send the headers alone, to say that the call is taken."""
-        await self._context.send_initial_metadata(())
+        await self._context.send_initial_metadata(tuple(metadata))
         self._is_open = True
 
     async def write(self, message: Message) -> None:

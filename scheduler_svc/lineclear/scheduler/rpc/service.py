@@ -28,7 +28,7 @@ from lineclear.scheduler.rpc.detached import DetachedAnswers
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
 from lineclear.scheduler.rpc.prompts import Prompts
-from lineclear.scheduler.rpc.session import Session
+from lineclear.scheduler.rpc.session import Session, greeting
 from lineclear.scheduler.rpc.stats import Stats
 from lineclear.scheduler.rpc.streams import Mailbox, Streams
 from lineclear.scheduler.rpc.validation import Bounds
@@ -252,7 +252,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_requests=self._settings.max_streams_per_connection,
         )
         outlet = self._outlet(context)
-        await outlet.greet()  # callers wait for this sign that there is a Session here
+        # Callers wait for this sign that there is a Session here.
+        await outlet.greet(greeting(self._settings.max_message_bytes))
         if self._refusal is not None:
             session.leave(self._refusal())
         self._sessions.add(session)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull, Violation
+from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import responses
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
@@ -19,6 +20,12 @@ from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.v1 import inference_pb2 as pb
 
 _MAX_UNSENT_FAILURES = 256
+
+
+def greeting(max_message_bytes: int) -> list[tuple[str, str]]:
+    """What a session says before anything else: how many orders it takes in a message, if that could be so large."""
+    fits = max_message_bytes >= 2 * MAX_GATHERED_BYTES  # with all that is around the orders
+    return [(SESSION_ORDERS_KEY, str(MAX_SESSION_ORDERS))] if fits else []
 
 
 class Session:
@@ -68,8 +75,7 @@ class Session:
         """Obey until the caller ends its side. What is wrong with the stream itself ends the session."""
         try:
             async for order in orders:
-                self._obey(order)
-                await self._room.wait()
+                await self._obey(order)
         except LineclearError as error:
             self._broken = error
         except Exception as error:
@@ -90,26 +96,41 @@ class Session:
             self._admission.close(ticket, "cancelled")
         self._live.clear()
 
-    def _obey(self, order: pb.SessionRequest) -> None:
-        kind = order.WhichOneof("order")
-        if kind == "submit":
-            handle = order.submit.handle
-            if handle in self._live:
-                # Not a Failure of the handle: that would end the request that has it.
-                violation = Violation("submit.handle", "is that of another live request")
-                raise InvalidRequest("submit.handle is that of another live request", violations=[violation])
-            try:
-                self._begin(handle, order.submit)
-            except LineclearError as error:
-                self._refuse(handle, error)
-            except Exception as error:
-                self._refuse(handle, self._incident(error))
-        elif kind == "cancel":
-            ticket = self._live.get(order.cancel.handle)
-            if ticket is not None:
-                ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
-        else:
+    async def _obey(self, message: pb.SessionRequest) -> None:
+        kind = message.WhichOneof("order")
+        count = len(message.submits) + len(message.cancels)
+        if kind is None and not count:
             raise InvalidRequest("order: is missing: set submit or cancel", violations=[Violation("order", "missing")])
+        if count > MAX_SESSION_ORDERS:
+            description = f"are {count} orders with cancels; at most {MAX_SESSION_ORDERS} go into a message"
+            raise InvalidRequest(f"submits {description}", violations=[Violation("submits", description)])
+        if kind == "submit":
+            await self._admit("submit.handle", message.submit)
+        elif kind == "cancel":
+            self._cancel(message.cancel.handle)
+        for index, order in enumerate(message.submits):
+            await self._admit(f"submits[{index}].handle", order)
+        for cancel in message.cancels:
+            self._cancel(cancel.handle)
+
+    async def _admit(self, field: str, order: pb.SessionSubmit) -> None:
+        handle = order.handle
+        if handle in self._live:
+            # Not a Failure of the handle: that would end the request that has it.
+            violation = Violation(field, "is that of another live request")
+            raise InvalidRequest(f"{field} is that of another live request", violations=[violation])
+        try:
+            self._begin(handle, order)
+        except LineclearError as error:
+            self._refuse(handle, error)
+        except Exception as error:
+            self._refuse(handle, self._incident(error))
+        await self._room.wait()
+
+    def _cancel(self, handle: int) -> None:
+        ticket = self._live.get(handle)
+        if ticket is not None:
+            ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
 
     def _begin(self, handle: int, order: pb.SessionSubmit) -> None:
         if self._leaving is not None:
