@@ -269,7 +269,6 @@ class World:
         if worker.broken:
             return
         if effect := self._poison_in(plan):
-            self.happened[f"poison {effect}"] += 1
             worker.broken = True
             memory = StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY, "toy")
             worker.results.append(memory if effect == "memory" else None)
@@ -287,9 +286,12 @@ class World:
         if worker is None or not worker.results:
             return
         result = worker.results.popleft()
+        # Counted when the core hears of it; what a worker meant to say before it was replaced costs nobody anything.
         if result is None:
+            self.happened["fallen"] += 1
             self._lose(Loss.BROKE)
         elif isinstance(result, StepError):
+            self.happened["fallen"] += 1
             self._fail_step(result)
         else:
             self._apply(result)
@@ -469,8 +471,7 @@ class World:
         self._turn()
         if self.peaceful:
             worst = (2 + self.scenario.limits.max_lone_crashes) * self.happened["poison"]
-            fallen = self.happened["poison crash"] + self.happened["poison memory"]
-            hold(fallen <= worst, "isolation", "a poisonous request costs three workers")
+            hold(self.happened["fallen"] <= worst, "isolation", "a poisonous request costs three workers")
         snapshot = self.core.snapshot()
         hold(not self.live and self.core.num_live == 0, "I22", "all have ended")
         idle = (0, 0, 0, 0, 0)
