@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from lineclear.client.retries import Attempts, RetryPolicy, may_retry
+from lineclear.client.retries import Attempts, Resumptions, RetryPolicy, may_retry
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -33,6 +35,13 @@ class Clock:
 def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: Clock | None = None) -> Attempts:
     policy = RetryPolicy(max_attempts=4, first_pause_seconds=1.0, max_pause_seconds=3.0)
     return Attempts(policy, timeout_seconds, clock or Clock(), lambda: dice)
+
+
+def waits_through(patience: Any, clock: Clock, error: LineclearError, seconds: float) -> None:
+    """Go on with `patience` for so long, while every call ends with `error`."""
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.now += patience.pause_after(error)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +80,50 @@ def test_pauses_double_up_to_their_limit_and_attempts_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionLost("x"), Starting("x", retry_after_seconds=0.1), Draining("x", retry_after_seconds=0.1)]
+    ("error", "most_seconds"),
+    [
+        (ConnectionLost("x"), 60.0),
+        (Draining("x", retry_after_seconds=0.1), 60.0),
+        (Starting("x", retry_after_seconds=0.1), 600.0),
+    ],
 )
-def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: LineclearError) -> None:
+def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: LineclearError, most_seconds: float) -> None:
     clock = Clock()
     calls = attempts(clock=clock)
-    for _ in range(40):
-        clock.now += calls.pause_after(error)
-        if clock.now - 100.0 > 60.0:
-            break
-    else:
-        raise AssertionError("40 pauses of at most 3 s are 60 s")
+    waits_through(calls, clock, error, most_seconds)
+    clock.now += 0.1
     with pytest.raises(type(error)):
         calls.pause_after(error)
+
+
+STARTING = Starting("x", retry_after_seconds=1.0)
+
+
+def cut_off(policy: RetryPolicy, clock: Clock) -> Resumptions:
+    return Resumptions(policy, Attempts(policy, None, clock), clock, lambda: 0.5)
+
+
+@pytest.mark.parametrize("make", [lambda policy, clock: Attempts(policy, None, clock), cut_off])
+def test_a_server_that_says_it_is_starting_is_not_away(make: Callable[[RetryPolicy, Clock], Any]) -> None:
+    """A restart that loads a large model takes minutes, of which it is away for the first few seconds."""
+    clock = Clock()
+    patience = make(RetryPolicy(), clock)
+    waits_through(patience, clock, ConnectionLost("x"), 50.0)
+    waits_through(patience, clock, STARTING, 300.0)
+    waits_through(patience, clock, ConnectionLost("x"), 50.0)
+    waits_through(patience, clock, STARTING, 200.0)
+    with pytest.raises(Starting):  # it has been at it for start_timeout_seconds, whatever came between
+        waits_through(patience, clock, STARTING, 100.0)
+
+
+def test_to_hear_that_a_server_is_starting_is_no_resumption() -> None:
+    clock = Clock()
+    patience = cut_off(RetryPolicy(max_resumes=1), clock)
+    patience.pause_after(ConnectionLost("x"))
+    waits_through(patience, clock, STARTING, 100.0)
+    assert patience.count == 1
+    with pytest.raises(ConnectionLost):
+        patience.pause_after(ConnectionLost("x"))
 
 
 def test_a_server_that_came_back_and_left_again_is_waited_for_again() -> None:

@@ -12,24 +12,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Unreachable
+from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Starting, Unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """How often and how patiently. `max_attempts` 1 switches all of it off.
 
-    A server that was there and is not, or is not ready yet, is waited for: with as many attempts as that takes, until
-    it has been away for `resume_timeout_seconds`. So a request that waited in its queue outlives its restart. One that
-    has no room, and an address where nobody has answered yet, are tried `max_attempts` times, the first one included.
+    A server that was there and is not is waited for: with as many attempts as that takes, until it has been away for
+    `resume_timeout_seconds`. One that says that it is starting is not away, and loading a large model takes its time:
+    it gets `start_timeout_seconds`. So a request that waited in its queue outlives its restart. One that has no room,
+    and an address where nobody has answered yet, are tried `max_attempts` times, the first one included.
 
     The n-th pause is drawn from the upper half of `first_pause_seconds * 2**n`, which never exceeds
     `max_pause_seconds`; a server that names a longer pause gets it, plus up to half of that draw again so that callers
     refused together do not come back together. One that asks not to be asked again is not.
 
     An answer that is cut off (the server left, died or cannot be reached) is resumed: at most `max_resumes` times, and
-    not once it has got nothing new for `resume_timeout_seconds`. The pause before is drawn from all of the same
-    ceiling. 0, or `max_attempts` 1, switches resuming off.
+    not once it has got nothing new for `resume_timeout_seconds`, the starting of a server aside. The pause before is
+    drawn from all of the same ceiling. 0, or `max_attempts` 1, switches resuming off.
 
     The deadline of the call bounds everything together.
     """
@@ -39,6 +40,7 @@ class RetryPolicy:
     max_pause_seconds: float = 5.0
     max_resumes: int = 64
     resume_timeout_seconds: float = 60.0
+    start_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -74,6 +76,32 @@ def may_resume(error: LineclearError, resumed: bool) -> bool:
     return resumed and (isinstance(error, DuplicateRequest) or may_retry(error))
 
 
+class _Patience:
+    """How long a server has been waited for that is away, and how long while it said that it is starting."""
+
+    def __init__(self, policy: RetryPolicy, clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self._clock = clock
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """It is there: whatever comes next is another absence."""
+        self._away_since: float | None = None
+        self._starting_since: float | None = None
+
+    def holds(self, error: LineclearError) -> bool:
+        """Whether it is waited for once more, of which `error` has been heard now."""
+        now = self._clock()
+        if isinstance(error, Starting):
+            self._away_since = None
+            if self._starting_since is None:
+                self._starting_since = now
+            return now - self._starting_since <= self._policy.start_timeout_seconds
+        if self._away_since is None:
+            self._away_since = now
+        return now - self._away_since <= self._policy.resume_timeout_seconds
+
+
 class Attempts:
     """The attempts of one call and the time they have together.
 
@@ -98,7 +126,7 @@ class Attempts:
         self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
         self._failed = 0
         self._refused = 0
-        self._absent_since: float | None = None
+        self._patience = _Patience(policy, clock)
 
     def begin(self) -> float | None:
         """The seconds an attempt has that begins now; None is no limit. Raises DeadlineExceeded if there are none."""
@@ -114,7 +142,7 @@ class Attempts:
         own_shadow = self._meets_itself and self._was_lost and isinstance(error, DuplicateRequest)
         if self._policy.max_attempts == 1 or not (own_shadow or may_retry(error)):
             raise error
-        if not self._has_patience(is_absence(error) or own_shadow):
+        if not self._has_patience(error, is_absence(error) or own_shadow):
             raise error
         ceiling = min(
             self._policy.first_pause_seconds * 2.0 ** min(self._failed - 1, 30), self._policy.max_pause_seconds
@@ -125,13 +153,10 @@ class Attempts:
             pause = asked + ceiling * self._uniform() / 2
         return self.within(pause, error)
 
-    def _has_patience(self, absent: bool) -> bool:
+    def _has_patience(self, error: LineclearError, absent: bool) -> bool:
         if absent:
-            now = self._clock()
-            if self._absent_since is None:
-                self._absent_since = now
-            return now - self._absent_since <= self._policy.resume_timeout_seconds
-        self._absent_since = None
+            return self._patience.holds(error)
+        self._patience.begin_anew()
         self._refused += 1
         return self._refused < self._policy.max_attempts
 
@@ -160,26 +185,25 @@ class Resumptions:
         """Attempts to go on so far."""
         self._policy = policy
         self._attempts = attempts
-        self._clock = clock
         self._uniform = uniform
-        self._standing_since: float | None = None
+        self._patience = _Patience(policy, clock)
         self._in_vain = 0
 
     def progressed(self) -> None:
         """Something new of the answer came."""
-        self._standing_since = None
+        self._patience.begin_anew()
         self._in_vain = 0
 
     def pause_after(self, error: LineclearError) -> float:
         """Seconds to wait before going on. Raises `error` when that is not to be."""
-        policy, now = self._policy, self._clock()
-        if self._standing_since is None:
-            self._standing_since = now
-        stood = now - self._standing_since
-        allowed = policy.max_attempts > 1 and self.count < policy.max_resumes
-        if not allowed or not may_resume(error, self._in_vain > 0) or stood > policy.resume_timeout_seconds:
+        policy = self._policy
+        was_cut = not isinstance(error, Starting)  # who says that he is starting has not gone on with the answer
+        allowed = (
+            policy.max_attempts > 1 and policy.max_resumes > 0 and (self.count < policy.max_resumes or not was_cut)
+        )
+        if not allowed or not may_resume(error, self._in_vain > 0) or not self._patience.holds(error):
             raise error
         ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._in_vain, 30), policy.max_pause_seconds)
-        self.count += 1
+        self.count += was_cut
         self._in_vain += 1
         return self._attempts.within((error.retry_after_seconds or 0.0) + ceiling * self._uniform(), error)
