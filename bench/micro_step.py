@@ -10,79 +10,35 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
 from lineclear.logs import configure
 from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepPlan
-from lineclear.worker.decoder import Decoder
-from lineclear.worker.linear import Linear
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings, load
 from lineclear.worker.start import make_runner
-from lineclear.worker.tape import Call, Count
+from lineclear.worker.tape import Tape
 
 BATCHES = (1, 8, 32, 64)
 CHUNK = 256
 CONTEXT = 256
+PRODUCTS = ("lineclear_bf16_product", "lineclear_int8_product", "multiply")
+"""What multiplies, by its name on the tape: our kernels, and what Python calls for oneDNN."""
+ATTENTION = ("lineclear_attend", "attend")
 _STEPS = 20
-
-
-class Watch:
-    """Adds up the time inside functions. Exact on a CPU, where they return when they are done."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def of(self, call: Call) -> Call:
-        """The call, watched."""
-        function, arguments = call
-
-        def watched(*arguments: Any) -> None:
-            begin = time.perf_counter()
-            function(*arguments)
-            self.seconds += time.perf_counter() - begin
-
-        return watched, arguments
-
-
-class _Timed(Linear):
-    """A Linear whose bound calls are watched."""
-
-    def __init__(self, inner: Linear, watch: Watch) -> None:
-        self._inner, self._watch = inner, watch
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self._inner(x, out)
-
-    def bind(self, rows: Count, x: torch.Tensor, out: torch.Tensor) -> Call:
-        return self._watch.of(self._inner.bind(rows, x, out))
 
 
 class Bench:
     """Plans for a runner, with block tables that grow by hand."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.products, self.attention = Watch(), Watch()
-        build = Decoder.__init__
-
-        def watched(made: Decoder, *arguments: Any) -> None:
-            *others, packer = arguments
-            build(made, *(*others, lambda *layers: _Timed(packer(*layers), self.products)))
-
-        Decoder.__init__ = watched  # type: ignore[assignment,method-assign]
-        try:
-            self.runner: ModelRunner = make_runner(settings)
-        finally:
-            Decoder.__init__ = build  # type: ignore[method-assign]
-        backend = self.runner._backend
-        bind = backend.bind
-        backend.bind = lambda *arguments: self.attention.of(bind(*arguments))  # type: ignore[method-assign]
+        self.runner: ModelRunner = make_runner(settings)
+        self.spent = Counter[str]()
+        Tape.play = lambda tape: self.spent.update(tape.timed())  # type: ignore[assignment,method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 
@@ -130,10 +86,10 @@ def decodes(bench: Bench, count: int) -> Iterator[Figure]:
     bench.run(rows)
     steps, products, attention = [], [], []
     for _ in range(_STEPS):
-        bench.products.seconds = bench.attention.seconds = 0.0
+        bench.spent.clear()
         steps.append(bench.run(rows))
-        products.append(bench.products.seconds)
-        attention.append(bench.attention.seconds)
+        products.append(sum(bench.spent[name] for name in PRODUCTS) / 1e9)
+        attention.append(sum(bench.spent[name] for name in ATTENTION) / 1e9)
     case = f"{count} decodes at {CONTEXT}"
     over = [step - product for step, product in zip(steps, products, strict=True)]
     rest = [all_else - attend for all_else, attend in zip(over, attention, strict=True)]

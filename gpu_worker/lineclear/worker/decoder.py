@@ -21,7 +21,7 @@ from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from .linear import Linear, Packer
 from .pages import Pages
 from .rotary import Turns
-from .tape import Call, Count, bare, play, pointer
+from .tape import Call, Count, Kernel, Place, Tape, pointer
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
@@ -108,15 +108,16 @@ class Decoder:
         self._norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
         self._element = ctypes.c_int64(ELEMENTS[model.dtype])
         native = library()
-        self._add_norm_kernel = bare(native, "lineclear_add_norm")
-        self._split_heads_kernel = bare(native, "lineclear_split_heads")
-        self._gate_kernel = bare(native, "lineclear_gate")
+        self._take_rows_kernel = Kernel(native, "lineclear_take_rows")
+        self._add_norm_kernel = Kernel(native, "lineclear_add_norm")
+        self._split_heads_kernel = Kernel(native, "lineclear_split_heads")
+        self._gate_kernel = Kernel(native, "lineclear_gate")
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = Count(0), Count(0)
+        self._input_ids, self._positions, self._rows = Place(), Place(), Place()
         self._memory: _Memory | None = None
         self._ending: _Ending | None = None
-        self._layers_tape: list[Call] = []
-        self._ending_tape: list[Call] = []
+        self._layers_tape, self._ending_tape = Tape(), Tape()
         self._still: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
@@ -127,26 +128,19 @@ class Decoder:
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """[len(rows), vocabulary] for the packed tokens at `rows`, good until the next call.
 
-        The backend has begun the step.
+        The backend has begun the step. Ids and positions are int64, and the model has them: nobody looks again.
         """
+        assert all(x.dtype is torch.int64 and x.is_contiguous() for x in (input_ids, positions, rows))
         tokens, samples = input_ids.shape[0], rows.shape[0]
-        memory, ending = self._room_for_tokens(tokens), self._room_for_samples(samples)
+        ending = self._room_for_samples(samples, self._room_for_tokens(tokens))
+        self._turns.learn(int(positions.max()) + 1)
         self._tokens.value, self._samples.value = tokens, samples
-        residual = memory.residual[:tokens]
-        torch.index_select(self._embedding, 0, input_ids, out=residual)
-        if self._embedding_scale != 1.0:
-            residual.mul_(self._embedding_scale)
-        self._turns.put(positions, memory.cosine[:tokens], memory.sine[:tokens])
-        play(self._layers_tape)
-        torch.index_select(residual, 0, rows, out=ending.residual[:samples])
-        torch.index_select(self._last_part(memory)[:tokens], 0, rows, out=ending.part[:samples])
-        play(self._ending_tape)
+        self._input_ids.value, self._positions.value = input_ids.data_ptr(), positions.data_ptr()
+        self._rows.value = rows.data_ptr()
+        self._layers_tape.play()
+        self._ending_tape.play()
         logits = ending.logits[:samples]
         return logits if self._logits_scale == 1.0 else logits.mul_(self._logits_scale)
-
-    def _last_part(self, memory: _Memory) -> Tensor:
-        """The output of the last part, which nobody has added to the residual yet."""
-        return memory.part if self._layers[-1].norm_after_mlp is None else memory.normed_part
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -160,26 +154,39 @@ class Decoder:
             dtypes = dict.fromkeys(_Memory._fields, self._dtype) | {"cosine": torch.float32, "sine": torch.float32}
             made = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
             self._memory = _Memory(*made)
-            self._layers_tape = self._record(self._memory)
+            self._layers_tape = Tape(self._record(self._memory))
+            self._ending = None  # its calls read this memory
         return self._memory
 
-    def _room_for_samples(self, samples: int) -> _Ending:
+    def _room_for_samples(self, samples: int, m: _Memory) -> _Ending:
         if self._ending is None or samples > len(self._ending.logits):
             widths = (self._hidden, self._hidden, self._hidden, self._vocabulary)
             e = self._ending = _Ending(*(torch.empty(samples, width, dtype=self._dtype) for width in widths))
-            self._ending_tape = [
-                self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
-                self._head.bind(self._samples, e.normed, e.logits),
-            ]
+            # The last part's output, which nobody has added to the residual yet.
+            part = m.part if self._layers[-1].norm_after_mlp is None else m.normed_part
+            self._ending_tape = Tape(
+                [
+                    self._take_rows(self._samples, m.residual, self._rows, e.residual),
+                    self._take_rows(self._samples, part, self._rows, e.part),
+                    self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
+                    self._head.bind(self._samples, e.normed, e.logits),
+                ]
+            )
         return self._ending
 
     def _record(self, m: _Memory) -> list[Call]:
-        """All layers, on the first `_tokens` rows of `m`. Residual and rotary tables are filled in before."""
+        """From ids and positions through all layers, on the first `_tokens` rows of `m`."""
         backend, count = self._backend, self._tokens
         assert backend is not None
         width = self._turns.width
         still = (torch.ones(len(m.cosine), width), torch.zeros(len(m.sine), width))
-        tape: list[Call] = []
+        tape = [
+            self._take_rows(count, self._embedding, self._input_ids, m.residual),
+            self._take_rows(count, self._turns.cosine, self._positions, m.cosine),
+            self._take_rows(count, self._turns.sine, self._positions, m.sine),
+        ]
+        if self._embedding_scale != 1.0:
+            tape.append((lambda: m.residual[: count.value].mul_(self._embedding_scale), ()))
         pending: Tensor | None = None  # output of the last part, not yet added to the residual
         for index, layer in enumerate(self._layers):
             x, turn = m.residual, (m.cosine, m.sine) if layer.rotates else still
@@ -208,6 +215,11 @@ class Decoder:
                 pending = m.normed_part
         self._still = still  # the calls only know where they are
         return tape
+
+    def _take_rows(self, count: Count, table: Tensor, indices: Place, out: Tensor) -> Call:
+        """Those rows of `table` whose numbers lie at `indices`."""
+        size = ctypes.c_int64(table.shape[1] * table.itemsize)
+        return self._take_rows_kernel, (count, size, pointer(table), indices, pointer(out))
 
     def _add_norm(self, count: Count, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Call:
         """Add to the residual, in place; and norm it into `out`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .kernels import ELEMENTS, library
 from .linear import Linear, joined
 from .pages import Pages
-from .tape import Call, Count, bare, pointer
+from .tape import Call, Count, Kernel, pointer, pointer_to
 
 _LARGEST = 127
 _CHANNELS = 64  # of a block: the layout is the kernel's
@@ -63,7 +63,7 @@ class _Product(Linear):
 
     def __init__(self, weight: Quantised, bias: Tensor | None, pages: Pages) -> None:
         kernels: Any = library()
-        self._function = bare(kernels, "lineclear_int8_product")
+        self._function = Kernel(kernels, "lineclear_int8_product")
         outputs, inputs = weight.values.shape
         padding = -outputs % _CHANNELS
         values = F.pad(weight.values, (0, 0, 0, padding))
@@ -86,4 +86,4 @@ class _Product(Linear):
 
     def bind(self, rows: Count, x: Tensor, out: Tensor) -> Call:
         element = ctypes.c_int64(ELEMENTS[x.dtype])
-        return self._function, (ctypes.byref(self._weights), element, rows, pointer(x), pointer(out))
+        return self._function, (pointer_to(self._weights), element, rows, pointer(x), pointer(out))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .kernels import LANES, library, multiplies_bfloat16
 from .pages import Pages
-from .tape import Call, Count, bare, pointer
+from .tape import Call, Count, Kernel, pointer
 
 
 class Linear(ABC):
@@ -90,7 +90,7 @@ class Widened(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None, pages: Pages) -> None:
         native = library()
         assert native is not None
-        self._multiply = bare(native, "lineclear_bf16_product")
+        self._multiply = Kernel(native, "lineclear_bf16_product")
         self._outputs, self._inputs = weight.shape
         self._panels = pages.take((native.lineclear_bf16_size(*weight.shape),), torch.bfloat16)
         native.lineclear_bf16_lay_out(*weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())

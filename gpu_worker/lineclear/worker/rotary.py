@@ -15,7 +15,7 @@ _PIECE = 1024  # positions asked for at once: about a millisecond
 
 
 class Turns:
-    """Cosines and sines [positions, width] of a transformers rotary embedding. Grows as positions come up."""
+    """Cosines and sines [positions, width] of a transformers rotary embedding, filled in as positions come up."""
 
     def __init__(self, rotary: Any, dtype: torch.dtype, max_positions: int) -> None:
         """`dtype` is the model's, which `rotary` may round to.
@@ -28,19 +28,14 @@ class Turns:
         self._known = 0
         self.width = int(self._ask(0, 1)[0].shape[-1])
         # Memory that nobody has written yet costs nothing.
-        self._cosine, self._sine = (torch.empty(max_positions, self.width) for _ in range(2))
+        self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
-    def put(self, positions: Tensor, cosine: Tensor, sine: Tensor) -> None:
-        """Those of `positions` into `cosine` and `sine` [len(positions), width]."""
-        self._learn(int(positions.max()) + 1)
-        torch.index_select(self._cosine, 0, positions, out=cosine)
-        torch.index_select(self._sine, 0, positions, out=sine)
-
-    def _learn(self, end: int) -> None:
+    def learn(self, end: int) -> None:
+        """Fill in the positions before `end`."""
         while self._known < end:
             begin, self._known = self._known, min(self._limit, self._known + _PIECE)
             piece = slice(begin, self._known)
-            self._cosine[piece], self._sine[piece] = self._ask(begin, self._known)
+            self.cosine[piece], self.sine[piece] = self._ask(begin, self._known)
 
     def _ask(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
-from lineclear.worker.tape import Call, Count, bare, pointer
+from lineclear.worker.tape import Call, Count, Kernel, pointer, pointer_to
 
 from . import AttentionBackend, Batch, LayerSpec
 
@@ -80,7 +80,7 @@ class NativeAttention(AttentionBackend):
         if problem:
             raise ValueError(f"the native attention backend cannot be used: {problem}")
         native: Any = library()
-        self._library = native
+        self._attend = Kernel(native, "lineclear_attend")
         sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
         # Not zeroed: a pool of gigabytes would take its memory at once instead of as it is used.
         self._keys = [torch.empty(size, dtype=self.kv_dtype) for size in sizes]
@@ -133,8 +133,8 @@ class NativeAttention(AttentionBackend):
         assert all(x.dtype is self.dtype and x.is_contiguous() for x in (query, key, value, out))
         spec = self.layers[layer]
         step = self._steps[spec.num_heads, spec.num_kv_heads].description  # it knows the number of tokens, too
-        described = ctypes.byref(self._descriptions[layer]), ctypes.byref(step)
-        return bare(self._library, "lineclear_attend"), (*described, *map(pointer, (query, key, value, out)))
+        described = pointer_to(self._descriptions[layer]), pointer_to(step)
+        return self._attend, (*described, *map(pointer, (query, key, value, out)))
 
     def _as_stored(self, x: Tensor) -> Tensor:
         return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()

@@ -20,10 +20,10 @@ LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
 
-_ABI = 6
+_ABI = 7
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-_FUNCTIONS: dict[str, list[Any]] = {
+FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_queries_per_item": [_INTEGER] * 2,
     "lineclear_attend": [_POINTER] * 6,
     "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
@@ -35,7 +35,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_bf16_lay_out": [*[_INTEGER] * 2, *[_POINTER] * 2],
     "lineclear_bf16_product": [*[_INTEGER] * 3, *[_POINTER] * 4],
     "lineclear_int8_product": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 2],
+    "lineclear_take_rows": [*[_INTEGER] * 2, *[_POINTER] * 3],
+    "lineclear_play": [_POINTER, _INTEGER, _POINTER],
 }
+"""The types of each one's arguments."""
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 # Best first: the library, and what the processor must be able to do for it.
 _X86 = (
@@ -85,7 +88,7 @@ def load(name: str) -> Any | None:
             return None
     except (OSError, AttributeError):
         return None
-    for function, arguments in _FUNCTIONS.items():
+    for function, arguments in FUNCTIONS.items():
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
     for function in ("lineclear_queries_per_item", "lineclear_widening_pays", "lineclear_bf16_size"):

@@ -7,6 +7,7 @@
 
 #include <atomic>
 
+#include "recorded.h"
 #include "scratch.h"
 #include "vectors.h"
 
@@ -234,3 +235,5 @@ void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const
   }
 }
 }
+
+RECORDABLE(lineclear_bf16_product)

@@ -8,6 +8,7 @@
 // channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
 
 #include "bytes.h"
+#include "recorded.h"
 #include "scratch.h"
 
 #if defined(_OPENMP)
@@ -180,3 +181,5 @@ void lineclear_int8_product(const LineclearInt8Weights* w, int64_t element, int6
     product(*w, rows, (const bf16*)x, bytes, row_scale, (bf16*)out);
 }
 }
+
+RECORDABLE(lineclear_int8_product)

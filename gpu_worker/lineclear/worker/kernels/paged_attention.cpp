@@ -12,6 +12,7 @@
 // sums of integers: they are exact, so they do not depend on how the work is cut.
 
 #include "bytes.h"
+#include "recorded.h"
 
 namespace {
 
@@ -444,7 +445,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Changes whenever a struct or a function of these files changes its meaning.
-int64_t lineclear_abi(void) { return 6; }
+int64_t lineclear_abi(void) { return 7; }
 
 // A chunk is cut into work items of so many queries; `num_items` of a batch are all of them, before the factor of KV heads.
 int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {
@@ -464,3 +465,5 @@ void lineclear_attend(const LineclearLayer* layer, const LineclearBatch* batch, 
         static_cast<const bf16*>(value), static_cast<bf16*>(out));
 }
 }
+
+RECORDABLE(lineclear_attend)

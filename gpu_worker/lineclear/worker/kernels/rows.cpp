@@ -3,6 +3,7 @@
 //
 // Rows are contiguous; element type: 0 fp32, 1 bf16. Widths are multiples of 16.
 
+#include "recorded.h"
 #include "vectors.h"
 
 namespace {
@@ -175,4 +176,15 @@ void lineclear_gate(int64_t element, int64_t rows, int64_t dim, int64_t activati
   else
     gate(rows, dim, activation, (const bf16*)gate_up, (bf16*)out);
 }
+
+// out [rows] = those rows of `from` that `indices` [rows] name; a row is so many bytes.
+void lineclear_take_rows(int64_t rows, int64_t bytes, const void* from, const int64_t* indices, void* out) {
+#pragma omp parallel for if (rows * bytes > WORTH_THREADS * 8) schedule(static)
+  for (int64_t r = 0; r < rows; r++) std::memcpy((char*)out + r * bytes, (const char*)from + indices[r] * bytes, bytes);
 }
+}
+
+RECORDABLE(lineclear_add_norm)
+RECORDABLE(lineclear_split_heads)
+RECORDABLE(lineclear_gate)
+RECORDABLE(lineclear_take_rows)

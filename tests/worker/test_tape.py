@@ -1,0 +1,72 @@
+"""Recorded calls: made in order, with the numbers and places of the moment, kernels and Python side by side."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineclear.worker.kernels import library
+from lineclear.worker.tape import Call, Count, Kernel, Place, Tape, pointer
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+
+
+def take_rows(rows: Count, table: Tensor, indices: Place, out: Tensor) -> Call:
+    """out[i] = table[indices[i]] for the first `rows` of them."""
+    size = ctypes.c_int64(table.shape[1] * table.itemsize)
+    return Kernel(library(), "lineclear_take_rows"), (rows, size, pointer(table), indices, pointer(out))
+
+
+def test_a_play_reads_what_counts_and_places_hold_now() -> None:
+    table, out = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
+    rows, indices = Count(0), Place()
+    tape = Tape([take_rows(rows, table, indices, out)])
+    gc.collect()  # the tape alone keeps what it plays from
+    tape.play()
+    assert not out.any(), "no rows yet"
+    first, second = torch.tensor([3, 1]), torch.tensor([2, 2])
+    rows.value, indices.value = 2, first.data_ptr()
+    tape.play()
+    assert out.tolist() == [[9, 10, 11], [3, 4, 5]]
+    rows.value, indices.value = 1, second.data_ptr()
+    tape.play()
+    assert out.tolist() == [[6, 7, 8], [3, 4, 5]]
+
+
+def test_calls_are_made_in_order_whoever_makes_them() -> None:
+    a, b = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
+    swapped = torch.tensor([1, 0])
+    indices = Place(swapped.data_ptr())
+    there, back = take_rows(Count(2), a, indices, b), take_rows(Count(2), b, indices, a)
+    tape = Tape([there, (lambda: b.mul_(10), ()), (lambda: b.add_(1), ()), back, there])
+    tape.play()
+    assert a.tolist() == [[11], [21]]
+    assert b.tolist() == [[21], [11]]
+
+
+def test_the_time_of_each_function_is_known_by_its_name() -> None:
+    def double() -> None:
+        table.mul_(2)
+
+    table, out = torch.ones(1, 3), torch.zeros(1, 3)
+    zero = torch.tensor([0])
+    take = take_rows(Count(1), table, Place(zero.data_ptr()), out)
+    spent = Tape([take, (double, ()), take, (double, ()), take]).timed()
+    assert out.tolist() == [[4, 4, 4]]
+    assert set(spent) == {"lineclear_take_rows", "double"}
+    assert all(nanoseconds > 0 for nanoseconds in spent.values())
+
+
+def test_arguments_of_other_types_are_not_recorded() -> None:
+    kernel, (rows, size, table, indices, out) = take_rows(Count(1), torch.ones(1, 1), Place(), torch.ones(1, 1))
+    for wrong in ((rows, ctypes.c_int32(4), table, indices, out), (rows, size, table, indices)):
+        with pytest.raises(AssertionError, match="lineclear_take_rows"):
+            Tape([(kernel, wrong)])
+
+
+def test_an_empty_tape_plays() -> None:
+    Tape().play()
