@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="the demonstration model is run as it is published")
+transformers = pytest.importorskip("transformers", reason="as torch")
 
 DEMO = Path(__file__).parents[2] / "demo"
 MODEL = DEMO / "model"

@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from service.processes import Running, endless, starting
+from service.processes import error_of as failure_of
 from service.serving import Serving, error_of, run, serving, text_request, until
-from service.small_tokenizers import byte_level, save
-from service.test_main import Running, endless
-from service.test_main import error_of as failure_of
 from support.toy import expected
 from support.world import ENVIRONMENT
 from typer.testing import CliRunner, Result
@@ -85,22 +84,10 @@ def test_a_drain_says_what_remains(tmp_path: Path) -> None:
 # --- a real process --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), byte_level())
-
-
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def begin(*flags: str, **options: Any) -> Running:
-        started.append(Running(model, "--admin-listen", f"unix:{tmp_path}/a", *flags, **options))
-        return started[-1]
-
-    yield begin
-    for running in started:
-        running.end()
+    with starting(model, "--admin-listen", f"unix:{tmp_path}/a") as begin:
+        yield begin
 
 
 @pytest.fixture
@@ -113,7 +100,7 @@ def order(tmp_path: Path) -> Callable[..., Result]:
 
 def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable[..., Result]) -> None:
     """The short answer ends exact, the endless one is cut with what it takes to go on; asking twice hurries nothing."""
-    server = start("--drain-timeout-seconds", "2", min_step_seconds=0.02, max_step_seconds=0.02)
+    server = start("--drain-timeout-seconds", "5", min_step_seconds=0.02, max_step_seconds=0.02)
     request = endless(3)
     request.sampling.max_tokens = 20
     short, long = server.stub.Generate(request), server.stub.Generate(endless())
@@ -123,7 +110,7 @@ def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable
         assert result.exit_code == 0, result.stderr
         left = json.loads(result.stdout)
         assert left["requests_in_progress"] == 2
-        assert 0 < left["seconds"] <= 2
+        assert 0 < left["seconds"] <= 5
     assert failure_of(server.stub.Generate(endless())).reason == "DRAINING"
     tokens += [token for response in short for token in response.token_ids]
     assert tokens == expected([5], Sampling(seed=3), 20, 512)

@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from service.small_tokenizers import byte_level, save
-from service.test_main import RUN, TOKENIZER, VOCABULARY, Running, endless, until
+from service.processes import RUN, TOKENIZER, VOCABULARY, Running, endless, starting, until
 from support.toy import expected
 
 from lineclear.scheduler.text.detokenizer import decode
@@ -24,22 +23,10 @@ RARE = [307, 311, 313, 317, 331, 337]
 """Token ids that stand side by side nowhere else."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), byte_level())
-
-
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def begin(*flags: str, **options: Any) -> Running:
-        started.append(Running(model, "--log-level", "debug", *flags, **options))
-        return started[-1]
-
-    yield begin
-    for running in started:
-        running.end()
+    with starting(model, "--log-level", "debug") as begin:
+        yield begin
 
 
 def everything_wrong() -> Iterator[pb.GenerateRequest]:

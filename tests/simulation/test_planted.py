@@ -9,7 +9,7 @@ import pytest
 from simulation.breach import Breach
 from simulation.planted import BUGS, Bug, planted
 from simulation.sweep import regressions
-from simulation.world import run_seed
+from simulation.world import World, run_seed
 
 MOST_SEEDS = 1000
 
@@ -38,6 +38,18 @@ def test_every_planted_bug_is_caught(bug: Bug) -> None:
     caught = hunt(bug)
     assert caught is not None, f"{MOST_SEEDS} seeds and nothing noticed: {bug.title}"
     print(f"{bug.title:55} {caught[1]:4} seeds   {caught[0]}")
+
+
+def test_a_plan_for_who_has_expired_is_seen() -> None:
+    """The driver's bug, not the core's: an engine that plans without letting deadlines pass before."""
+    said = set()
+    with planted(Bug("deadlines do not pass", World, "_turn", "self._let_deadlines_pass()", "pass")):
+        for seed in range(60):
+            try:
+                run_seed(seed, twice=False)
+            except Breach as breach:
+                said.add(str(breach))
+    assert "I16: no plan has a request whose deadline has passed" in said
 
 
 def test_nothing_is_left_planted() -> None:

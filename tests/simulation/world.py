@@ -132,12 +132,7 @@ class World:
     # --- the engine's part ------------------------------------------------------------------------------------------
 
     def _turn(self, late: bool = False) -> None:
-        events = self.core.expire(self.now)
-        self._saw("expire", events)
-        if self.oracle:
-            self.oracle.expired(self.now, events)
-            if events:
-                self._settled()
+        self._let_deadlines_pass()
         most = self.rng.randrange(2) if late else 99
         preempted = self.happened["Preempted"]
         while most and (plan := self._plan()) is not None:
@@ -148,6 +143,14 @@ class World:
                 self._cancel(self.rng.choice([i for i in self.live if i in self.started] or ["nobody"]), None)
         if self.oracle:
             self.oracle.next_moment(self.core.next_deadline(), self.now, planned_to_the_end=most > 0)
+
+    def _let_deadlines_pass(self) -> None:
+        events = self.core.expire(self.now)
+        self._saw("expire", events)
+        if self.oracle:
+            self.oracle.expired(self.now, events)
+            if events:
+                self._settled()
 
     def _plan(self) -> StepPlan | None:
         plan = self.core.plan(self.now)

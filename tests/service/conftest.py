@@ -1,0 +1,21 @@
+"""A model for schedulers that run as processes: a tokenizer is all of it, the workers are toys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from service.processes import Running, starting
+from service.small_tokenizers import byte_level, save
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), byte_level())
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    with starting(model) as begin:
+        yield begin

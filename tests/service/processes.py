@@ -1,0 +1,162 @@
+"""The scheduler as a process, with a worker process beside it, and all it says; what tests ask of it.
+
+It runs where torch and transformers cannot be imported: every scheduler here is started with both blocked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service.small_tokenizers import byte_level, definition
+from support.patience import PATIENCE_SECONDS
+from support.world import ENVIRONMENT
+
+from lineclear.errors import LineclearError
+from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.status import TRAILER, from_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+
+VOCABULARY, EOS = 512, 0
+BOUND_SECONDS = PATIENCE_SECONDS
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy"):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Blocked())
+"""
+RUN = WITHOUT_TORCH + "from lineclear.scheduler.main import main\nsys.exit(main(sys.argv[1:]))"
+TOKENIZER = Tokenizer(definition(byte_level()))
+
+
+class Process:
+    """A scheduler and all it says."""
+
+    def __init__(self, flags: list[str], code: str = RUN, **toy: Any) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
+        environment |= {
+            "PYTHONPATH": ENVIRONMENT["PYTHONPATH"],
+            "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy}),
+        }
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.other: list[str] = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            try:
+                parsed = json.loads(line)
+            except ValueError:
+                parsed = None
+            with self._said:
+                if isinstance(parsed, dict):
+                    self.lines.append(parsed)
+                else:
+                    self.other.append(line.decode())
+                self._said.notify_all()
+
+    def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
+        """The count-th log line of that event."""
+
+        def found() -> list[dict[str, Any]]:
+            return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
+
+        with self._said:
+            assert self._said.wait_for(lambda: len(found()) >= count, BOUND_SECONDS), (event, self.lines, self.other)
+            return found()[count - 1]
+
+    def exit_code(self, seconds: float = BOUND_SECONDS) -> int:
+        code = self.popen.wait(seconds)
+        self._reader.join(BOUND_SECONDS)
+        return code
+
+    def end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+        self._reader.join(BOUND_SECONDS)
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+
+
+class Running(Process):
+    """A scheduler that listens and has a worker, and a client."""
+
+    def __init__(self, model: Path, *flags: str, code: str = RUN, demo: bool = False, **toy: Any) -> None:
+        worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+        which = ["--demo"] if demo else ["--model", str(model)]
+        common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
+        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, **toy)
+        try:
+            self.address = self.wait_for("listening")["address"]
+            self.wait_for("worker_joined")
+        except BaseException:
+            self.end()
+            raise
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+        until(lambda: self.health.Check(health_pb2.HealthCheckRequest()).status == 1)
+
+    def end(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+        super().end()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextmanager
+def starting(model: Path, *flags: str) -> Iterator[Callable[..., Running]]:
+    """What starts schedulers with these flags and further ones; all are gone after the block."""
+    started: list[Running] = []
+
+    def begin(*more: str, **options: Any) -> Running:
+        started.append(Running(model, *flags, *more, **options))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for running in started:
+            running.end()
+
+
+def endless(seed: int = 1) -> pb.GenerateRequest:
+    """Goes on until the context is full; no token ends it."""
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": seed, "max_tokens": 500, "ignore_eos": True}
+    )
+
+
+def error_of(call: Any) -> LineclearError:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error: Any = caught.value
+    return from_trailer(error.code().name, error.details(), dict(error.trailing_metadata()).get(TRAILER))

@@ -1,0 +1,119 @@
+"""What the scheduler process ends with, and what it says then; what it never imports."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from service.processes import BOUND_SECONDS, RUN, WITHOUT_TORCH, Process, Running, endless, error_of
+
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+
+
+def test_workers_that_die_too_often_end_it_with_1(start: Callable[..., Running]) -> None:
+    server = start("--max-worker-crashes", "1", fault="exit", fault_step=5)
+    error = error_of(server.stub.Generate(endless()))
+    assert (error.code, error.reason) == ("UNAVAILABLE", "WORKER_UNAVAILABLE")
+    assert server.exit_code() == 1
+
+
+def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> None:
+    worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", "raise SystemExit(78)"]
+    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker])
+    try:
+        assert process.exit_code() == 79
+    finally:
+        process.end()
+
+
+@pytest.mark.parametrize("part", ["scheduling.core.Scheduler.apply", "text.detokenizer.AnswerText.push"])
+def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
+    module, cls, method = part.rsplit(".", 2)
+    broken = RUN.replace(
+        "sys.exit",
+        f"from lineclear.scheduler.{module} import {cls}\n"
+        "def broken(*_): raise RuntimeError('secret-of-a-user')\n"
+        f"{cls}.{method} = broken\nsys.exit",
+    )
+    server = start(code=broken)
+    error = error_of(server.stub.Generate(endless()))
+    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+    assert server.exit_code() == 70
+    incident = server.wait_for("incident")
+    assert incident["incident_id"] == error.metadata["incident_id"]
+    assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
+
+
+def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
+    cases: list[tuple[list[str], str]] = [
+        (["--no-such-flag"], "no-such-flag"),
+        (["--order", "best"], "order"),
+        (spawn, "no model is named"),
+        ([*spawn, "--model", str(tmp_path / "absent")], "does not exist"),
+        ([*spawn, "--model", str(tmp_path / "file")], "is a file"),
+        ([*spawn, "--model", str(tmp_path / "empty")], "tokenizer.json"),
+        ([*spawn, "--model", "nobody/nothing"], "local cache"),
+        (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
+        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "something else"),
+        (["--listen", "10.0.0.1:1", "--model", str(model)], "insecure_allow_remote"),
+        ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
+    ]
+    processes = [(Process([*flags]), flags, says) for flags, says in cases]
+    for process, flags, says in processes:
+        try:
+            code = process.exit_code()
+            said = str(process.lines) + "".join(process.other)
+            assert code == 78, (flags, said)
+            assert says in said
+            assert "Traceback" not in said
+        finally:
+            process.end()
+
+
+def test_help_is_not_an_error() -> None:
+    found = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, timeout=BOUND_SECONDS)
+    assert found.returncode == 0
+    assert "--max-batch-size" in found.stdout
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    code = WITHOUT_TORCH + "import lineclear.scheduler.main\nprint(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_SECONDS, check=True
+    )
+    loaded = {name.split(".")[0] for name in found.stdout.split()}
+    assert "lineclear" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "triton"}
+    assert "lineclear.worker" not in found.stdout
+    assert "lineclear.client" not in found.stdout
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "session"])
+def test_a_caller_who_hangs_up_is_no_incident(start: Callable[..., Running], how: str) -> None:
+    server = start(min_step_seconds=0.002, max_step_seconds=0.002)
+    if how == "session":
+        channel = grpc.insecure_channel(server.address)
+        orders: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(iter(orders.get, None))
+        call.initial_metadata()
+        channel.close()
+    else:
+        channel = grpc.insecure_channel(server.address)
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(endless())
+        next(call)
+        call.cancel() if how == "cancel" else channel.close()
+        server.wait_for("request_ended", outcome="cancelled")
+    assert [t for r in server.stub.Generate(endless(2)) for t in r.token_ids]
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert [line for line in server.lines if line["event"] in ("incident", "status_not_taken", "loop_error")] == []

@@ -1,0 +1,174 @@
+"""How the scheduler process leaves, or does not: signals, what stands still, a second signal, who comes late."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from service.processes import BOUND_SECONDS, EOS, VOCABULARY, WITHOUT_TORCH, Running, endless, error_of, until
+from support.toy import expected
+
+from lineclear.status import TRAILER, from_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.types import Sampling
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    begin = time.monotonic()
+    server.popen.send_signal(number)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.exit_code() == 0
+    assert time.monotonic() - begin < 8
+    assert server.wait_for("worker_stopped")["exit_code"] == 0
+    assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
+
+
+def test_sigterm_lets_short_answers_finish_and_ends_long_ones(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "1.5", min_step_seconds=0.02, max_step_seconds=0.02)
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    short = [
+        server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": n, "max_tokens": 20}))
+        for n in range(8)
+    ]
+    long = [server.stub.Generate(endless(n)) for n in range(2)]
+    begun = [next(call) for call in (*short, *long)]
+    assert all(response.HasField("started") for response in begun)
+    server.popen.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert error_of(server.stub.Generate(endless())).reason == "DRAINING"
+    for seed, call in enumerate(short):
+        tokens = [*begun[seed].token_ids, *(t for r in call for t in r.token_ids)]
+        assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+    for number, call in enumerate(long):
+        tokens = list(begun[8 + number].token_ids)
+        error = error_of(tokens.extend(response.token_ids) for response in call)
+        assert error.reason == "DRAINED"
+        assert int(error.metadata["next_index"]) == len(tokens)
+        assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
+        assert 1.0 < time.monotonic() - begin < 4
+    assert server.exit_code() == 0
+
+
+def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]) -> None:
+    """Callers without a pause, from before the signal until nobody answers. None ends without a reason of ours, or of a
+    connection that is closed: a bare CANCELLED would say that the caller hung up."""
+    server = start("--drain-linger-seconds", "2")
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+    outcomes: list[tuple[str, str]] = []
+
+    def call() -> tuple[str, str]:
+        try:
+            list(server.stub.Generate(request))
+            return "OK", "OK"
+        except grpc.RpcError as caught:
+            error: Any = caught
+            found = from_trailer(error.code().name, error.details(), dict(error.trailing_metadata() or ()).get(TRAILER))
+            return error.code().name, found.reason
+
+    def keep_calling() -> None:
+        while True:
+            outcomes.append(outcome := call())
+            if outcome[1] not in ("OK", "DRAINING"):
+                return
+
+    callers = [threading.Thread(target=keep_calling) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    server.popen.send_signal(signal.SIGTERM)
+    for caller in callers:
+        caller.join(BOUND_SECONDS)
+    assert not any(caller.is_alive() for caller in callers)
+    assert [reason for _, reason in outcomes].count("DRAINING") > 10
+    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
+    assert server.exit_code() == 0
+
+
+def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    check = server.health.Check
+    until(lambda: check(health_pb2.HealthCheckRequest(service="readiness")).status == 2)
+    for name in ("liveness", "worker"):
+        assert check(health_pb2.HealthCheckRequest(service=name)).status == 1
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("target", ["loop", "engine"])
+def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..., Running], target: str) -> None:
+    """SIGALRM makes the event loop, or the engine's next turn, stand still for three seconds."""
+    stall = {
+        "loop": "loop.add_signal_handler(signal.SIGALRM, time.sleep, 3)",
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._order(lambda now: time.sleep(3)))",
+    }[target]
+    code = WITHOUT_TORCH + (
+        "import asyncio, signal, time\n"
+        "from lineclear.scheduler import main as module\n"
+        "engines = []\n"
+        "class Kept(module.Engine):\n"
+        "    def __init__(self, *a, **k):\n"
+        "        super().__init__(*a, **k)\n"
+        "        engines.append(self)\n"
+        "        loop = asyncio.get_running_loop()\n"
+        f"        {stall}\n"
+        "module.Engine = Kept\n"
+        "sys.exit(module.main(sys.argv[1:]))\n"
+    )
+    server = start("--standstill-seconds", "1", code=code)
+    live = health_pb2.HealthCheckRequest(service="liveness")
+    server.popen.send_signal(signal.SIGALRM)
+    if target == "loop":
+        server.wait_for("event_loop_stands_still")
+        with pytest.raises(grpc.RpcError) as caught:
+            server.health.Check(live, timeout=0.3)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        server.wait_for("event_loop_goes_on")
+    else:
+        server.wait_for("engine_stands_still")
+        until(lambda: server.health.Check(live).status == 2)
+        server.wait_for("engine_goes_on")
+    until(lambda: server.health.Check(live).status == 1)
+    assert any("most recent call first" in line for line in list(server.other))
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+
+
+def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    server.wait_for("leaving")
+    begin = time.monotonic()
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code(10) == 0
+    assert time.monotonic() - begin < 3
+    assert error_of(call).code == "UNAVAILABLE"
+    pid = server.wait_for("worker_started")["pid"]
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE])
+def test_other_signals_do_not_end_it(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    server.popen.send_signal(number)
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+    if number == signal.SIGUSR1:
+        until(lambda: any("most recent call first" in line for line in list(server.other)))
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
