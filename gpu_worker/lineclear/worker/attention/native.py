@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
+from lineclear.worker.pages import Pages
 from lineclear.worker.tape import Call, Count, Kernel, pointer, pointer_to
 
 from . import AttentionBackend, Batch, LayerSpec
@@ -82,9 +83,10 @@ class NativeAttention(AttentionBackend):
         native: Any = library()
         self._attend = Kernel(native, "lineclear_attend")
         sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
-        # Not zeroed: a pool of gigabytes would take its memory at once instead of as it is used.
-        self._keys = [torch.empty(size, dtype=self.kv_dtype) for size in sizes]
-        self._values = [torch.empty(size, dtype=self.kv_dtype) for size in sizes]
+        # The system gives the memory as it is used; a pool of gigabytes is not there at once.
+        pages = Pages()
+        self._keys = [pages.take((size,), self.kv_dtype) for size in sizes]
+        self._values = [pages.take((size,), self.kv_dtype) for size in sizes]
         shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
         self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
         self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
