@@ -90,6 +90,7 @@ clean: ## Remove what make and the tools made, .venv too
 
 # The stamp is written last: an interrupted set-up is taken up again. The pin of torch leaves the constraints because
 # TORCH says it. hatchling goes first so that the project is built with the pinned one, outside an isolated download.
+# pip compiles nothing, because it would compile all of torch and transformers; a server imports a fraction of them.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo "No Python >= 3.11 with the venv module was found. Install one (on Debian or Ubuntu:" \
 		"apt install python3 python3-venv), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
@@ -102,4 +103,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "--- set-up: $(TORCH), 0.2 GB for a CPU and some GB with CUDA" && $(PIP) '$(TORCH)'
 	@echo "--- set-up: lineclear, its dependencies and the development tools"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@echo "--- set-up: what a server imports, compiled, so that the first start is as quick as the next"
+	@$(BIN)/python -c 'import lineclear.scheduler.serving, lineclear.worker.start'
 	@touch $@ && echo "--- set-up: done"

@@ -232,6 +232,29 @@ def test_stop_during_a_back_off_starts_nothing() -> None:
     asyncio.run(scenario())
 
 
+def has_ended(pid: int) -> None:
+    """Returns when it has, and leaves it to be reaped by others."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
+    """The worker has ended by then, and the loop has not turned: the engine is made while the worker is starting."""
+    calls = Calls()
+
+    async def scenario() -> None:
+        supervisor = Supervisor(["/bin/false"])
+        supervisor.start()
+        pid = supervisor.pid
+        assert pid is not None
+        has_ended(pid)
+        supervisor.on_exit = calls.exited
+        await until(lambda: bool(calls.exits))
+        assert [found for _, found in calls.exits] == [pid]
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_callback_that_fails_is_not_swallowed() -> None:
     give_ups: list[str] = []
 

@@ -49,3 +49,29 @@ main.main = serve
 main.run()
 """)
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
+
+
+def test_what_imports_leave_behind_is_not_looked_through_for_garbage() -> None:
+    """Modules that make many objects which stay, as torch and transformers do: not one collection, and none later that
+    would look at these objects; while a model is loaded there are collections again."""
+    done = run("""
+import gc, sys, types
+from lineclear.worker import serving, settings
+collections, counts, kept = [], [], []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+def make_runner(found):
+    print(counts, gc.isenabled(), gc.get_freeze_count() > 300_000)
+    raise settings.ConfigurationError("enough")
+class Imported(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        before = len(collections)
+        kept.extend([] for _ in range(100_000))
+        counts.append(len(collections) - before)
+        return make_runner if name == "make_runner" else type(name, (Exception,), {})
+for name in ("golden", "loader", "start"):
+    sys.modules[f"lineclear.worker.{name}"] = Imported(name)
+sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
+""")
+    assert (done.returncode, done.stdout) == (78, "[0, 0, 0] True True\n"), done.stderr

@@ -52,6 +52,7 @@ def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: s
 
 
 def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> None:
+    """Most is seen before a worker is started. What only the parts themselves can see takes the worker along."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
@@ -68,6 +69,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> N
         (["--listen", "10.0.0.1:1", "--model", str(model)], "insecure_allow_remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]
+    late = {"tokenizer.json", "something else"}
     processes = [(Process([*flags]), flags, says) for flags, says in cases]
     for process, flags, says in processes:
         try:
@@ -76,6 +78,10 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> N
             assert code == 78, (flags, said)
             assert says in said
             assert "Traceback" not in said
+            started = [line["pid"] for line in process.lines if line["event"] == "worker_started"]
+            assert len(started) == (says in late), flags
+            assert [line["pid"] for line in process.lines if line["event"] == "worker_stopped"] == started
+            assert not any(Path(f"/proc/{pid}").exists() for pid in started)
         finally:
             process.end()
 
@@ -87,7 +93,7 @@ def test_help_is_not_an_error() -> None:
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
-    code = WITHOUT_TORCH + "import lineclear.scheduler.main\nprint(*sys.modules)"
+    code = WITHOUT_TORCH + "import lineclear.scheduler.main, lineclear.scheduler.serving\nprint(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_SECONDS, check=True
     )
@@ -96,6 +102,22 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert not loaded & {"torch", "transformers", "numpy", "triton"}
     assert "lineclear.worker" not in found.stdout
     assert "lineclear.client" not in found.stdout
+
+
+def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: Path) -> None:
+    """The worker's own imports take longest. Here the service cannot be imported: the worker is there, and ends."""
+    blocked = WITHOUT_TORCH.replace('"numpy"', '"numpy", "grpc", "jinja2", "tokenizers"')
+    code = RUN.replace(WITHOUT_TORCH, blocked)
+    loads_for_ever = "from lineclear.lifeline import hold; import signal; hold(); signal.pause()"
+    worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", loads_for_ever]
+    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker], code)
+    try:
+        pid = process.wait_for("worker_started")["pid"]
+        assert process.exit_code() == 1
+        assert "grpc is not installed here" in "".join(process.other)
+        assert process.wait_for("worker_stopped")["pid"] == pid
+    finally:
+        process.end()
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "session"])

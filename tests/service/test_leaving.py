@@ -118,7 +118,8 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..
     }[target]
     code = WITHOUT_TORCH + (
         "import asyncio, signal, time\n"
-        "from lineclear.scheduler import main as module\n"
+        "from lineclear.scheduler import serving as module\n"
+        "from lineclear.scheduler.main import main\n"
         "engines = []\n"
         "class Kept(module.Engine):\n"
         "    def __init__(self, *a, **k):\n"
@@ -127,7 +128,7 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(start: Callable[..
         "        loop = asyncio.get_running_loop()\n"
         f"        {stall}\n"
         "module.Engine = Kept\n"
-        "sys.exit(module.main(sys.argv[1:]))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
     )
     server = start("--standstill-seconds", "1", code=code)
     live = health_pb2.HealthCheckRequest(service="liveness")

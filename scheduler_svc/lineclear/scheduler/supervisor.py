@@ -57,9 +57,9 @@ class SupervisorLimits:
 class Supervisor:
     """Runs `command`, and runs it again when it ends. All but the methods marked so is for the main thread.
 
-    `on_exit(pid, exit_code)` is called within milliseconds of a worker's end. `on_give_up(reason)` is called once, when
-    no further worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be
-    killed.
+    `on_exit(pid, exit_code)` is called on the event loop within milliseconds of a worker's end; it may be set after
+    `start`, and misses nothing if the loop has not turned since. `on_give_up(reason)` is called once, when no further
+    worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be killed.
     The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
     """
 
@@ -78,7 +78,8 @@ class Supervisor:
         self._command = list(command)
         self._limits = limits or SupervisorLimits()
         self._environment = dict(os.environ if environment is None else environment)
-        self._on_exit, self._on_give_up = on_exit, on_give_up
+        self.on_exit = on_exit
+        self._on_give_up = on_give_up
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lifeline: Lifeline | None = None
         self._worker: _Worker | None = None
@@ -174,7 +175,7 @@ class Supervisor:
         self._set_timer(None)
         pid = worker.process.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
-        self._on_exit(pid, code)
+        self.on_exit(pid, code)
         if self._stopping or self.given_up is not None:
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return

@@ -1,0 +1,218 @@
+"""All of the scheduler but its worker: core, engine, service and listeners, put together, run and taken apart in order.
+
+`main` imports this while the worker it has started is importing torch. What the parts do is theirs: core -> engine ->
+service -> server. When it is time to leave is `leaving`'s, and what becomes of the worker then is `main`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+from prometheus_client.core import Metric
+
+from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
+from lineclear.scheduler.access.interceptor import anatomy, incident
+from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.leaving import CLEAN, INTERNAL, Leaving
+from lineclear.scheduler.link import Link
+from lineclear.scheduler.model_files import read_json
+from lineclear.scheduler.operations import Operations
+from lineclear.scheduler.pulse import Pulse
+from lineclear.scheduler.recording.recorder import RecordedScheduler
+from lineclear.scheduler.recording.recordings import Recordings
+from lineclear.scheduler.rpc.admin import AdminService
+from lineclear.scheduler.rpc.server import Server
+from lineclear.scheduler.rpc.service import InferenceService, drained
+from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
+from lineclear.scheduler.scheduling.policy import PolicySettings
+from lineclear.scheduler.scrapes import Scrapes
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.supervisor import Supervisor
+from lineclear.scheduler.text.chat import load_chat_template
+from lineclear.scheduler.text.tokenizer import load_tokenizer
+
+log = structlog.get_logger()
+
+_METRICS_SECONDS = 2.0  # for the event loop to say its figures
+_STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
+
+
+async def serve(
+    settings: SchedulerSettings,
+    model: Path,
+    leaving: Leaving,
+    link: Link,
+    supervisor: Supervisor,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Serve the model in that directory until `leaving` has begun, then leave.
+
+    What must stay until the worker has said its last word, the engine first of all, is left to `stack` to end. Raises
+    ConfigurationError.
+    """
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+    tokenizer = load_tokenizer(model)
+    chat = load_chat_template(model, tokenizer)
+    service = InferenceService(settings, tokenizer, chat, read_json(model / "generation_config.json"))
+    admin = AdminService(settings, service)
+    server = Server(settings, service, admin)
+    stack.callback(service.close)
+    core, recordings = _core(settings)
+    stack.callback(recordings.wait)
+    engine = Engine(
+        core,
+        link,
+        service.publish,
+        limits=_engine_limits(settings),
+        on_joined=supervisor.worker_joined,
+        on_broken=supervisor.worker_broken,
+        on_explained=supervisor.crashes_explained,
+        on_anomaly=recordings.dump,
+        on_fatal=leaving.on_fatal,
+    )
+    supervisor.on_exit = engine.worker_exited
+    operations = Operations(leaving, engine, recordings)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.begin_recording, "SIGUSR2")
+    service.attach(engine)
+    admin.attach(operations)
+    service.on_worker = server.set_ready
+    service.on_fatal = leaving.on_fatal
+    engine.start()
+    stack.callback(engine.stop)
+    pulse = Pulse(
+        engine.busy_seconds,
+        server.set_live,
+        limit_seconds=settings.standstill_seconds,
+        on_beat=lambda: server.set_worker_hung(engine.is_worker_hung),
+    )
+    pulse.start()
+    stack.callback(pulse.stop)
+    async with _scraped(settings, service):
+        await _run(settings, leaving, service, server)
+
+
+@contextlib.asynccontextmanager
+async def _scraped(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
+    """Prometheus finds its figures, where a place for them is set; also while the server leaves."""
+    if not settings.metrics_listen:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def collect() -> list[Metric]:
+        return asyncio.run_coroutine_threadsafe(service.metrics(), loop).result(_METRICS_SECONDS)
+
+    scrapes = Scrapes(settings.metrics_listen, collect)
+    log.info("metrics", address=scrapes.address)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(scrapes.close)
+
+
+async def _run(settings: SchedulerSettings, leaving: Leaving, service: InferenceService, server: Server) -> None:
+    """Serve until it is time to leave, then leave."""
+    await server.start()
+    log.info(
+        "listening",
+        address=server.address,
+        admin_address=server.admin_address,
+        health_address=server.health_address,
+    )
+    # What starting left behind stays; looking through it again and again for garbage would hold up everybody.
+    gc.collect()
+    gc.freeze()
+    await leaving.begun.wait()
+    if not await leaving.unless_hurried(_leave(leaving, settings, service, server)):
+        service.fail_all(drained)
+        await server.stop(0)
+
+
+async def _leave(leaving: Leaving, settings: SchedulerSettings, service: InferenceService, server: Server) -> None:
+    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
+
+    Whoever comes is told why not here, until the listeners are closed.
+    """
+    exit_code = leaving.exit_code
+    server.leave()
+    linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
+    if exit_code == CLEAN:
+        await service.drain(settings.drain_timeout_seconds)
+    else:
+        error = _died(leaving.failure) if exit_code == INTERNAL else _no_worker
+        service.refuse(error)
+        service.fail_all(lambda mailbox: error())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STATUS_SECONDS):
+            await service.streams.wait_until_idle()
+    await linger
+    await server.stop(_STATUS_SECONDS)
+
+
+def _no_worker() -> WorkerUnavailable:
+    return WorkerUnavailable(
+        "there is no worker, and there will be none; the server is shutting down", retry_after_seconds=5.0
+    )
+
+
+def _died(failure: BaseException) -> Callable[[], LineclearError]:
+    error = incident("scheduler", failure)
+    return lambda: InternalError(str(error), metadata=error.metadata)
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """In place of asyncio's own, which prints the text of exceptions."""
+    error = context.get("exception")
+    log.error("loop_error", problem=context["message"], **(anatomy(error) if error is not None else {}))
+
+
+# --- from settings ---------------------------------------------------------------------------------------------------
+
+
+def _core(settings: SchedulerSettings) -> tuple[Scheduler, Recordings]:
+    core = RecordedScheduler(_core_limits(settings), settings.recorded_calls)
+    directory = Path(settings.recording_directory) if settings.recording_directory else None
+    return core, Recordings(core, directory)
+
+
+def _core_limits(settings: SchedulerSettings) -> CoreLimits:
+    return CoreLimits(
+        max_batch_size=settings.max_batch_size,
+        target_batch_tokens=settings.target_batch_tokens,
+        pipeline_depth=settings.pipeline_depth,
+        max_queue_size=settings.max_queue_size,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_preemptions=settings.max_preemptions,
+        max_bypasses=settings.max_bypasses,
+        max_lone_crashes=settings.max_lone_crashes,
+        # Two strikes come before; then the verdict falls when the next death would be one too many.
+        max_lone_kills=max(1, settings.max_worker_crashes - 2),
+        prefix_cache=settings.prefix_cache,
+        cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
+        strategy=settings.batching_strategy,
+        order=settings.order,
+        victim=settings.victim,
+        policy=PolicySettings(
+            min_batch_size=settings.min_batch_size,
+            batch_timeout_seconds=settings.batch_timeout_ms / 1000,
+            ageing_seconds=settings.ageing_seconds,
+            inter_token_target_seconds=settings.inter_token_target_ms / 1000,
+            decode_stretch=settings.decode_stretch,
+        ),
+    )
+
+
+def _engine_limits(settings: SchedulerSettings) -> EngineLimits:
+    return EngineLimits(
+        step_timeout_seconds=settings.step_timeout_seconds,
+        cold_step_timeout_seconds=max(settings.cold_step_timeout_seconds, settings.step_timeout_seconds),
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
+    )
