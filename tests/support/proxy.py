@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
-from support.patience import PATIENCE_SECONDS
 
 from lineclear.sockets import private_sockets
 from lineclear.wire.codec import DecodeError, decode, encode
@@ -42,6 +40,7 @@ class Proxy:
         self._results_out = self._socket(zmq.PUSH)
         self._results_out.connect(f"ipc://{theirs.result}")
         self._plans_in: dict[bytes, zmq.Socket[bytes]] = {}
+        self._hellos: list[tuple[int, bytes]] = []  # epoch and frame, of workers that no plan could reach yet
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="proxy")
 
@@ -69,6 +68,7 @@ class Proxy:
                 self._results_out.send(self._injected.popleft())
             if self._results_in.poll(2):
                 self._pass_result(self._results_in.recv())
+            self._hellos = [hello for hello in self._hellos if not self._pass_hello(*hello)]
             for epoch, socket in self._plans_in.items():
                 while socket.poll(0):
                     frame = socket.recv()
@@ -86,14 +86,22 @@ class Proxy:
             return False
         return True
 
-    def _is_reachable(self, epoch: int) -> bool:
-        """Wait until that epoch's worker hears us: its plan socket may be behind the one its Hello came through."""
+    def _pass_hello(self, epoch: int, frame: bytes) -> bool:
+        """Pass it on if that epoch's worker hears us. Its plan socket may be behind the one its Hello came through.
+
+        Or the worker may be dead, its Hello the last thing it said: then nobody waits for it.
+        """
         # The scheduler, too, lets nobody join whom a plan cannot reach, and finds out so: workers ignore a heartbeat.
-        probe = encode(Heartbeat(epoch, 0))
-        give_up = time.monotonic() + PATIENCE_SECONDS
-        while not self._pass_plan(_identity(epoch), probe):
-            if time.monotonic() > give_up or self._stopped.wait(0.001):
-                return False
+        identity = _identity(epoch)
+        if not self._pass_plan(identity, encode(Heartbeat(epoch, 0))):
+            return False
+        # The scheduler addresses plans by epoch: from here on we are who bears that name.
+        socket = self._socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, identity)
+        socket.connect(self._to_plans)
+        self._plans_in[identity] = socket
+        for changed in self._tamper("result", frame):
+            self._results_out.send(changed)
         return True
 
     def _pass_result(self, frame: bytes) -> None:
@@ -102,14 +110,8 @@ class Proxy:
         with contextlib.suppress(DecodeError):
             message = decode(frame)
         if isinstance(message, Hello):
-            if not self._is_reachable(message.epoch):
-                return
-            # The scheduler addresses plans by epoch: from here on we are who bears that name.
-            identity = _identity(message.epoch)
-            socket = self._socket(zmq.DEALER)
-            socket.set(zmq.IDENTITY, identity)
-            socket.connect(self._to_plans)
-            self._plans_in[identity] = socket
+            self._hellos.append((message.epoch, frame))
+            return
         for changed in self._tamper("result", frame):
             self._results_out.send(changed)
 
