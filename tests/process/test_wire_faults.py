@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 from support.proxy import Proxy, Tamper
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
 from lineclear.scheduler.engine import EngineLimits
 from lineclear.scheduler.supervisor import Supervisor
-from lineclear.wire.codec import decode
-from lineclear.wire.types import Heartbeat, StepPlan, StepResult
+from lineclear.sockets import private_sockets
+from lineclear.wire.codec import decode, encode
+from lineclear.wire.types import Heartbeat, Hello, StepPlan, StepResult
 
 # Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
 LIMITS = EngineLimits(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
@@ -116,6 +118,25 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
 
     world = serve(tamper, lambda world, proxy, supervisor: all_exact(world))
     assert count > 0
+    assert world.fatal == []
+
+
+def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
+    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+        world.wait_joined()
+        (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(f"ipc://{private_sockets(world.directory).result}")
+            socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
+            eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
+        pid = supervisor.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        world.wait_joined(2)
+        all_exact(world)
+        assert world.joins[1][1] != hello.epoch ^ 1
+
+    world = serve(lambda direction, frame: (frame,), body)
     assert world.fatal == []
 
 
