@@ -16,46 +16,15 @@ import time
 from collections.abc import Sequence
 
 import zmq
-from support.mutation import mutate, sealed
+from support.examples import EXAMPLES
+from support.mutation import damaged_payload, mutate
 from support.toy_worker import ToyOptions
 from support.world import World, request
 
 from lineclear.wire.codec import DecodeError, decode, encode
-from lineclear.wire.types import (
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Logprobs,
-    Message,
-    Rejoin,
-    Row,
-    Sampling,
-    SlotInit,
-    StepError,
-    StepErrorKind,
-    StepPlan,
-    StepResult,
-)
 
-_HEADER_BYTES, _FIELDS_BYTES = 28, 24
 _MAX_SECONDS = 0.05
 _CANARIES_EVERY = 5000
-
-SEEDS: tuple[Message, ...] = (
-    StepPlan(
-        7,
-        3,
-        (Row(0, 5, 1, True, (4,)), Row(1, 0, 3, False, (1, 2))),
-        (SlotInit(1, (5, 6, 7), 3, (9,), Sampling(temperature=0.7, logit_bias=((3, 1.5),), stop_ids=(1,))),),
-        (8,),
-    ),
-    StepResult(7, 3, (1, 2), (Logprobs(-0.5, ((1, -0.5),)), None), frozenset({1}), 0.01),
-    Hello(7, 64, 16, 8, 128, 512, (1,), 256, model_id="m", family="llama", dtype="float32", device="cpu", pid=1),
-    Heartbeat(7, 3, 0.5),
-    StepError(7, 3, StepErrorKind.EXCEPTION, "RuntimeError at x.py:1"),
-    Rejoin(7),
-    Goodbye(7, "bye"),
-)
 
 
 class Wrong(Exception):
@@ -65,14 +34,11 @@ class Wrong(Exception):
 def decoder(count: int, seed: int) -> dict[str, int]:
     """Decode `count` damaged frames; half of them have a right checksum, or none would reach the payload."""
     dice = random.Random(seed)
-    frames = [encode(message) for message in SEEDS]
+    frames = [encode(message) for message in EXAMPLES]
     refused = 0
     for number in range(count):
         frame = dice.choice(frames)
-        if dice.random() < 0.5:
-            damaged = mutate(frame, dice)
-        else:
-            damaged = sealed(frame[:_FIELDS_BYTES], mutate(frame[_HEADER_BYTES:], dice))
+        damaged = mutate(frame, dice) if dice.random() < 0.5 else damaged_payload(frame, dice)
         began = time.perf_counter()
         try:
             encode(decode(damaged))
@@ -99,7 +65,7 @@ def decode_seconds(frame: bytes) -> float:
 def live(count: int, seed: int) -> dict[str, int]:
     """Send `count` damaged frames into a link that serves; canaries all the while."""
     dice = random.Random(seed)
-    frames = [encode(message) for message in SEEDS]
+    frames = [encode(message) for message in EXAMPLES]
     num_canaries = 0
     with World(options=ToyOptions()) as world:
         world.start_worker()

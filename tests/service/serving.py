@@ -65,6 +65,10 @@ HELLO = Hello(
     transformers_version="0",
 )
 TOKENIZER = Tokenizer(definition(byte_level()))
+HELLO_IDS = TOKENIZER.encode_sealed("Hello, how are you?")
+SMILE = "Hello, how are you? 😀"
+"""Its last character is of several tokens."""
+SMILE_IDS = TOKENIZER.encode_sealed(SMILE)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -293,11 +297,12 @@ async def error_of(call: Any) -> LineclearError:
     raise AssertionError("the call went well")
 
 
-async def read_all(call: Any) -> list[pb.GenerateResponse]:
-    """Every response of a call that ends well, checked for gaps."""
+async def read_all(call: Any, first_index: int = 0) -> list[pb.GenerateResponse]:
+    """Every response of a Generate, or of an Attach from `first_index`, that ends well; checked for gaps."""
     responses: list[pb.GenerateResponse] = []
-    expected = 0
-    while (response := await call.read()) is not grpc.aio.EOF:
+    expected = first_index
+    while (message := await call.read()) is not grpc.aio.EOF:
+        response = message.response if isinstance(message, pb.AttachResponse) else message
         assert response.first_index == expected
         expected += len(response.token_ids)
         responses.append(response)

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import TOKENIZER, Serving, run, serving, until
+from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
 
 from lineclear.client import AsyncClient, Client
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import DuplicateRequest, NonFiniteLogits, QueueFull, UnknownRequest
 from lineclear.scheduler.scheduling.events import FinishReason
-
-IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
-TEXT = "Hello, how are you? 😀"
 
 
 def threaded(target: str, work: Callable[[Client], Any]) -> Any:
@@ -32,7 +29,7 @@ def threaded(target: str, work: Callable[[Client], Any]) -> Any:
 async def finish(s: Serving, number: int = 1) -> None:
     key = await s.engine.next_request(number)
     s.engine.start(key)
-    s.engine.tokens(key, IDS)
+    s.engine.tokens(key, SMILE_IDS)
     s.engine.finish_by(key, FinishReason.LENGTH)
 
 
@@ -44,13 +41,13 @@ def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
             waiting = asyncio.ensure_future(submitted.result())
             await finish(s)
             result = await waiting
-            assert (result.text, list(result.token_ids)) == (TEXT, IDS)
-            assert result.usage.completion_tokens == len(IDS)
+            assert (result.text, list(result.token_ids)) == (SMILE, SMILE_IDS)
+            assert result.usage.completion_tokens == len(SMILE_IDS)
             name = submitted.request_id
             found = await threaded(s.server.address, lambda c: c.submitted(name).result())
-            assert found.text == TEXT
+            assert found.text == SMILE
             snapshot = await threaded(s.server.address, lambda c: c.submitted(name).poll())
-            assert (snapshot.state, snapshot.text, list(snapshot.token_ids)) == ("finished", TEXT, IDS)
+            assert (snapshot.state, snapshot.text, list(snapshot.token_ids)) == ("finished", SMILE, SMILE_IDS)
             assert await threaded(s.server.address, lambda c: c.submitted(name).cancel())
             with pytest.raises(UnknownRequest):
                 await submitted.poll()
@@ -67,7 +64,7 @@ def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
             async with submitted.attach(3) as stream:
                 deltas = [delta async for delta in stream]
             assert deltas[0].first_index == 3
-            assert list(stream.token_ids) == IDS[3:]
+            assert list(stream.token_ids) == SMILE_IDS[3:]
 
             def read(c: Client) -> list[int]:
                 with c.submitted("mine").attach(5) as listening:
@@ -75,7 +72,7 @@ def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
                         pass
                 return list(listening.token_ids)
 
-            assert await threaded(s.server.address, read) == IDS[5:]
+            assert await threaded(s.server.address, read) == SMILE_IDS[5:]
 
     run(scenario())
 

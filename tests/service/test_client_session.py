@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import TOKENIZER, Serving, run, serving, until
+from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
 
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.routing import names_one_server
@@ -23,7 +23,6 @@ from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.v1 import inference_pb2 as pb
 
-IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
 COUNT = 12
 
 
@@ -86,14 +85,14 @@ def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect: Open)
             keys = [r.request_id for r in s.engine.submitted[1:]]
             for key in keys:
                 s.engine.start(key)
-            for token in IDS:
+            for token in SMILE_IDS:
                 s.engine.step({key: [token] for key in keys})
             for key in keys:
                 s.engine.finish_by(key, FinishReason.LENGTH)
             for result in await asyncio.gather(*asked):
-                assert list(result.token_ids) == IDS
-                assert result.text == "Hello, how are you? 😀"
-                assert result.usage.completion_tokens == len(IDS)
+                assert list(result.token_ids) == SMILE_IDS
+                assert result.text == SMILE
+                assert result.usage.completion_tokens == len(SMILE_IDS)
                 assert result.started.prompt_tokens
             await finish(s, first)
             await s.idle()
@@ -114,7 +113,7 @@ def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tmp_path
             failing = asyncio.ensure_future(client.generate("x"))
             key = await s.engine.next_request(3)
             s.engine.start(key)
-            s.engine.tokens(key, IDS[:2])
+            s.engine.tokens(key, SMILE_IDS[:2])
             s.engine.fail(key, NonFiniteLogits("nan"))
             with pytest.raises(NonFiniteLogits, match="nan"):
                 await failing
@@ -170,18 +169,18 @@ def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path
             await s.engine.next_request(5)
             for request in s.engine.submitted:
                 s.engine.start(request.request_id)
-                s.engine.tokens(request.request_id, IDS[:3])
+                s.engine.tokens(request.request_id, SMILE_IDS[:3])
             await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
             s.engine.answer = whole
             s.service.fail_all(lambda mailbox: Drained("gone", retry_after_seconds=0.0))
             for session in list(s.service._sessions):
                 session.leave(Drained("gone", retry_after_seconds=0.0))
             for result in await asyncio.gather(first, *asked):
-                assert list(result.token_ids) == IDS
+                assert list(result.token_ids) == SMILE_IDS
                 assert result.resumes >= 1
 
     def whole(request: Request) -> list[int]:
-        return IDS
+        return SMILE_IDS
 
     run(scenario())
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
-from service.serving import BOUND_SECONDS, TOKENIZER, Serving, error_of, run, serving, text_request, until
+from service.serving import (
+    SMILE,
+    SMILE_IDS,
+    Serving,
+    error_of,
+    read_all,
+    run,
+    serving,
+    text_of,
+    text_request,
+    tokens_of,
+    until,
+)
 
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity
@@ -18,42 +31,39 @@ from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.types import Logprobs
 
-IDS = TOKENIZER.encode_sealed("Hello, how are you? 😀")
-TEXT = "Hello, how are you? 😀"
-
 
 async def submit(s: Serving, request: pb.GenerateRequest | None = None, **options: Any) -> str:
     answer = await s.stub.Submit(pb.SubmitRequest(request=request or text_request()), **options)
     return str(answer.request_id)
 
 
-async def result(s: Serving, request_id: str) -> pb.GetResultResponse:
-    found: pb.GetResultResponse = await s.stub.GetResult(pb.GetResultRequest(request_id=request_id))
+async def submit_to_the_end(
+    s: Serving, request: pb.GenerateRequest | None = None, answer: Sequence[int] = SMILE_IDS
+) -> str:
+    """Its answer is complete on return, with nobody there."""
+    s.engine.answer = lambda request: answer
+    name = await submit(s, request)
+    await s.idle()
+    s.engine.answer = None
+    return name
+
+
+async def result(s: Serving, request_id: str, **options: Any) -> pb.GetResultResponse:
+    found: pb.GetResultResponse = await s.stub.GetResult(pb.GetResultRequest(request_id=request_id), **options)
     return found
 
 
-def attach(s: Serving, request_id: str, from_index: int = 0) -> Any:
-    return s.stub.Attach(pb.AttachRequest(request_id=request_id, from_index=from_index))
+def attach(s: Serving, request_id: str, from_index: int = 0, **options: Any) -> Any:
+    return s.stub.Attach(pb.AttachRequest(request_id=request_id, from_index=from_index), **options)
 
 
-async def everything(call: Any, from_index: int = 0) -> tuple[list[int], str, list[pb.GenerateResponse]]:
-    tokens: list[int] = []
-    text = ""
-    messages = []
-    async with asyncio.timeout(BOUND_SECONDS):
-        async for message in call:
-            response = message.response
-            assert response.first_index == from_index + len(tokens)
-            tokens += response.token_ids
-            text += response.text
-            messages.append(response)
-    assert [m.HasField("started") for m in messages] == [True] + [False] * (len(messages) - 1)
-    assert [m.HasField("finished") for m in messages] == [False] * (len(messages) - 1) + [True]
-    return tokens, text, messages
+async def attached(s: Serving, request_id: str, from_index: int = 0) -> list[pb.GenerateResponse]:
+    """All there is from an index on, and all that comes."""
+    return await read_all(attach(s, request_id, from_index), from_index)
 
 
-def cancel(s: Serving, request_id: str) -> Any:
-    return s.stub.Cancel(pb.CancelRequest(request_id=request_id))
+def cancel(s: Serving, request_id: str, **options: Any) -> Any:
+    return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
 
 
 def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: Path) -> None:
@@ -63,28 +73,27 @@ def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: P
             assert name == "mine"
             key = await s.engine.next_request()
             assert (await result(s, name)).state == pb.RESULT_STATE_WAITING
-            early = asyncio.ensure_future(everything(attach(s, name)))
+            early = asyncio.ensure_future(attached(s, name))
             s.engine.start(key)
-            s.engine.tokens(key, IDS[:4])
+            s.engine.tokens(key, SMILE_IDS[:4])
             await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 4)
             now = await result(s, name)
-            assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, IDS[:4])
-            late = asyncio.ensure_future(everything(attach(s, name, 2), 2))
-            for token in IDS[4:]:
+            assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
+            late = asyncio.ensure_future(attached(s, name, 2))
+            for token in SMILE_IDS[4:]:
                 s.engine.tokens(key, [token])
             s.engine.finish_by(key, FinishReason.LENGTH)
-            assert (await early)[:2] == (IDS, TEXT)
-            assert (await late)[0] == IDS[2:]
-            text_of_first = [text for *_, text in [(await everything(attach(s, name, n), n))[:2] for n in (0, 3)]]
-            for have in range(len(IDS) + 1):
-                tokens, text, _ = await everything(attach(s, name, have), have)
-                assert tokens == IDS[have:]
-                assert TEXT.endswith(text)
-            assert text_of_first[0] == TEXT
+            assert (tokens_of(await early), text_of(await early)) == (SMILE_IDS, SMILE)
+            assert tokens_of(await late) == SMILE_IDS[2:]
+            for have in range(len(SMILE_IDS) + 1):
+                responses = await attached(s, name, have)
+                assert tokens_of(responses) == SMILE_IDS[have:]
+                assert SMILE.endswith(text_of(responses))
+            assert text_of(await attached(s, name)) == SMILE
             last = await result(s, name)
             assert last.state == pb.RESULT_STATE_FINISHED
-            assert (last.response.text, list(last.response.token_ids)) == (TEXT, IDS)
-            assert last.response.finished.usage.completion_tokens == len(IDS)
+            assert (last.response.text, list(last.response.token_ids)) == (SMILE, SMILE_IDS)
+            assert last.response.finished.usage.completion_tokens == len(SMILE_IDS)
             assert last.response.started.request_id == "mine"
             await s.idle()
 
@@ -94,12 +103,10 @@ def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: P
 def test_text_that_was_held_back_comes_with_the_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: IDS
-            name = await submit(s, text_request(stop={"strings": ["😀😀"]}))
-            await s.idle()
-            assert (await result(s, name)).response.text == TEXT
-            assert (await everything(attach(s, name)))[1] == TEXT
-            assert (await everything(attach(s, name, len(IDS)), len(IDS)))[1] == "😀"
+            name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
+            assert (await result(s, name)).response.text == SMILE
+            assert text_of(await attached(s, name)) == SMILE
+            assert text_of(await attached(s, name, len(SMILE_IDS))) == "😀"
 
     run(scenario())
 
@@ -107,12 +114,10 @@ def test_text_that_was_held_back_comes_with_the_end(tmp_path: Path) -> None:
 def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, max_unread_tokens=10_000) as s:
-            s.engine.answer = lambda request: [5] * 2500
-            name = await submit(s)
-            await s.idle()
-            tokens, _, messages = await everything(attach(s, name))
-            assert tokens == [5] * 2500
-            assert [len(m.token_ids) for m in messages] == [1024, 1024, 452]
+            name = await submit_to_the_end(s, answer=[5] * 2500)
+            responses = await attached(s, name)
+            assert tokens_of(responses) == [5] * 2500
+            assert [len(r.token_ids) for r in responses] == [1024, 1024, 452]
 
     run(scenario())
 
@@ -124,10 +129,10 @@ def test_logprobs_and_times_stay_with_their_tokens(tmp_path: Path) -> None:
             name = await submit(s, text_request(output=options))
             key = await s.engine.next_request()
             s.engine.start(key)
-            s.engine.tokens(key, IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
+            s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
             s.engine.finish_by(key, FinishReason.LENGTH)
             await s.idle()
-            _, _, (message,) = await everything(attach(s, name, 1), 1)
+            (message,) = await attached(s, name, 1)
             assert [entry.logprob for entry in message.logprobs] == [-2.0, -3.0]
             assert len(message.token_times_us) == 2
             assert not (await result(s, name)).response.logprobs
@@ -141,14 +146,14 @@ def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
             name = await submit(s)
             key = await s.engine.next_request()
             s.engine.start(key)
-            s.engine.tokens(key, IDS[:2])
+            s.engine.tokens(key, SMILE_IDS[:2])
             s.engine.fail(key, NonFiniteLogits("nan"))
             await s.idle()
             found = await result(s, name)
             assert (found.state, found.failure.reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
-            assert list(found.response.token_ids) == IDS[:2]
+            assert list(found.response.token_ids) == SMILE_IDS[:2]
             call = attach(s, name)
-            assert list((await call.read()).response.token_ids) == IDS[:2]
+            assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
             assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
 
     run(scenario())
@@ -174,7 +179,7 @@ def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path: Path
             assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
             assert (await result(s, name)).failure.reason == "CANCELLED"
             assert (await cancel(s, name)).found  # forgotten
-            for call in (s.stub.GetResult(pb.GetResultRequest(request_id=name)), attach(s, name)):
+            for call in (result(s, name), attach(s, name)):
                 assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
 
     run(scenario())
@@ -183,10 +188,8 @@ def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path: Path
 def test_from_an_index_that_is_not_there_nobody_can_listen(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: IDS
-            name = await submit(s)
-            await s.idle()
-            error = await error_of(attach(s, name, len(IDS) + 1))
+            name = await submit_to_the_end(s)
+            error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
             assert [v.field for v in error.violations] == ["from_index"]
 
     run(scenario())
@@ -198,7 +201,7 @@ def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
             s.engine.answer = lambda request: [5] * 10
             small = {"sampling": {"max_tokens": 15}}  # of which the answer needs ten
             names = [await submit(s, text_request(**small)) for _ in range(4)]
-            assert (await error_of(s.stub.GetResult(pb.GetResultRequest(request_id=names[0])))).code == "NOT_FOUND"
+            assert (await error_of(result(s, names[0]))).code == "NOT_FOUND"
             for name in names[1:]:
                 assert (await result(s, name)).state == pb.RESULT_STATE_FINISHED
             # 30 tokens are kept; 45 more need the room of two of the three.
@@ -207,7 +210,7 @@ def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
             assert len(s.service._detached) == 2
             assert s.service._detached.num_tokens == 55
             # What is in progress is never pushed out.
-            error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(sampling={"max_tokens": 20}))))
+            error = await error_of(submit(s, text_request(sampling={"max_tokens": 20})))
             assert (error.reason, error.metadata["limit_tokens"]) == ("QUEUE_FULL", "60")
             assert error.retry_after_seconds is not None
             await until(lambda: len(s.service.streams) == 1)  # the one refused is gone from the engine too
@@ -218,9 +221,7 @@ def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
 def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, detached_ttl_seconds=0.2) as s:
-            s.engine.answer = lambda request: IDS
-            name = await submit(s)
-            await s.idle()
+            name = await submit_to_the_end(s)
             kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
             await until(lambda: len(s.service._detached) == 0)
             assert s.service._detached.num_tokens == 0
@@ -233,9 +234,7 @@ def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path: Path
 def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: IDS
-            name = await submit(s)
-            await s.idle()
+            name = await submit_to_the_end(s)
             kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
             await cancel(s, name)
             gc.collect()
@@ -256,14 +255,11 @@ def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         async with serving(tmp_path) as s:
             name = await submit(s, metadata=(("who", "alice"),))
             bob = {"metadata": (("who", "bob"),)}
-            for call in (
-                s.stub.GetResult(pb.GetResultRequest(request_id=name), **bob),
-                s.stub.Attach(pb.AttachRequest(request_id=name), **bob),
-            ):
+            for call in (result(s, name, **bob), attach(s, name, **bob)):
                 assert (await error_of(call)).code == "NOT_FOUND"
-            assert not (await s.stub.Cancel(pb.CancelRequest(request_id=name), **bob)).found
+            assert not (await cancel(s, name, **bob)).found
             assert s.engine.cancelled == []
-            assert (await s.stub.Cancel(pb.CancelRequest(request_id=name), metadata=(("who", "alice"),))).found
+            assert (await cancel(s, name, metadata=(("who", "alice"),))).found
 
     run(scenario())
 
@@ -271,11 +267,8 @@ def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_name_is_taken_while_its_answer_is_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: IDS
-            await submit(s, text_request(request_id="a"))
-            await s.idle()
-            again = s.stub.Submit(pb.SubmitRequest(request=text_request(request_id="a")))
-            assert (await error_of(again)).reason == "DUPLICATE_REQUEST"
+            await submit_to_the_end(s, text_request(request_id="a"))
+            assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
 
     run(scenario())
 
@@ -286,7 +279,7 @@ def test_a_drain_ends_it_with_what_another_server_needs(tmp_path: Path) -> None:
             name = await submit(s)
             key = await s.engine.next_request()
             s.engine.start(key)
-            s.engine.tokens(key, IDS[:2])
+            s.engine.tokens(key, SMILE_IDS[:2])
             call = attach(s, name)
             assert (await call.read()).response.HasField("started")
             await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 2)

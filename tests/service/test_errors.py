@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 from service.serving import BOUND_SECONDS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_request, until
-from structlog.testing import capture_logs
 
 from lineclear.errors import (
     CannotFit,
@@ -27,9 +24,6 @@ from lineclear.errors import (
     tree,
 )
 from lineclear.v1 import inference_pb2 as pb
-
-GENERATE = "/lineclear.v1.InferenceService/Generate"
-MARKER = "open-sesame"
 
 
 def test_before_a_worker_joined(tmp_path: Path) -> None:
@@ -248,221 +242,6 @@ def test_the_deadline_of_the_call(tmp_path: Path) -> None:
     run(scenario())
 
 
-# --- readers that do not read ----------------------------------------------------------------------------------------
-
-
-def test_too_many_unread_tokens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=16) as s:
-            call = s.generate()
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            assert error.metadata == {"unread_tokens": "17", "limit": "16"}
-            await s.idle()
-            assert key in s.engine.cancelled
-
-    run(scenario())
-
-
-def test_exactly_as_many_unread_tokens_as_allowed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=16) as s:
-            s.engine.answer = lambda request: [40] * 16
-            await read_all(s.generate())
-
-    run(scenario())
-
-
-def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
-    """The transport's windows fill up, a write blocks, and the request does not keep its place for ever."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
-            before = len(asyncio.all_tasks())
-            call = s.generate(text_request(output={"token_timings": True}))
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            await call.read()
-            while s.engine.requests:  # until a write blocks
-                s.engine.tokens(key, [40] * 5000)
-                await asyncio.sleep(0.001)
-            await s.idle()
-            assert key in s.engine.cancelled
-            error = await error_of(call)  # reads what was sent, then the status
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            await until(lambda: len(asyncio.all_tasks()) <= before)
-
-    run(scenario())
-
-
-@contextlib.asynccontextmanager
-async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Another address of the server below `path`, where bytes travel on in both directions while the event is set."""
-    is_open = asyncio.Event()
-    is_open.set()
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            await is_open.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_server, to_server = await asyncio.open_unix_connection(path / "s")
-        await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
-
-    async with await asyncio.start_unix_server(connected, path / "gate"):
-        yield f"unix:{path}/gate", is_open
-
-
-def test_a_connection_that_takes_not_even_the_first_message_hears_the_end_of_it_later(tmp_path: Path) -> None:
-    """The headers travel with that message: a status sent before it is through would never arrive."""
-
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
-            gate(tmp_path) as (address, is_open),
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            call = s.stub_of(channel).Generate(text_request(output={"token_timings": True}))
-            key = await s.engine.next_request()
-            is_open.clear()
-            s.engine.start(key)
-            s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, and one message
-            await s.idle()
-            assert key in s.engine.cancelled
-            is_open.set()
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-
-    run(scenario())
-
-
-# --- bytes that are no message, and bugs of ours ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"\x12\x02\xff\xfe", b"\x0a\x01\xff", b"\xff\xff\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x2a\x03\x0d\x00", b"\x08"],
-    ids=range(6),
-)
-def test_bytes_that_are_no_message(tmp_path: Path, data: bytes) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            call = s.channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(data)
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("INVALID_ARGUMENT", "MALFORMED")
-            unary = s.channel.unary_unary(
-                "/lineclear.v1.InferenceService/Tokenize", request_serializer=bytes, response_deserializer=bytes
-            )
-            assert (await error_of(unary(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
-            health = s.channel.unary_unary(
-                "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
-            )
-            assert (await error_of(health(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
-
-    run(scenario())
-
-
-def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            data = text_request().SerializeToString() + b"\xfa\x3e\x03abc"
-            call = s.channel.unary_stream(
-                GENERATE, request_serializer=bytes, response_deserializer=pb.GenerateResponse.FromString
-            )(data)
-            await read_all(call)
-
-    run(scenario())
-
-
-def test_an_unknown_method(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            call = s.channel.unary_unary(
-                "/lineclear.v1.InferenceService/Nothing", request_serializer=bytes, response_deserializer=bytes
-            )(b"")
-            assert (await error_of(call)).code == "UNIMPLEMENTED"
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
-def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None:
-    class Broken:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TOKENIZER, name)
-
-        def encode(self, text: str) -> list[int]:
-            raise RuntimeError(f"cannot encode {text}")
-
-    async def scenario() -> None:
-        async with serving(tmp_path, tokenizer=Broken()) as s:
-            with capture_logs() as logs:
-                tokenize = pb.TokenizeRequest(text=MARKER)
-                call = s.generate(text_request(MARKER)) if rpc == "Generate" else s.stub.Tokenize(tokenize)
-                error = await error_of(call)
-                await s.idle()
-            assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
-            assert MARKER not in str(error)
-            assert "RuntimeError" not in str(error)
-            incident = next(entry for entry in logs if entry["event"] == "incident")
-            assert incident["incident_id"] == error.metadata["incident_id"]
-            assert incident["exception"] == "RuntimeError"
-            assert any("test_errors.py" in frame for frame in incident["frames"])
-            assert MARKER not in str(logs)
-
-    run(scenario())
-
-
-def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
-    """gRPC sends no status for a handler that ends with CancelledError: its caller would wait for ever."""
-
-    class Cancelling:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TOKENIZER, name)
-
-        def encode(self, text: str) -> list[int]:
-            raise asyncio.CancelledError
-
-    async def scenario() -> None:
-        async with serving(tmp_path, tokenizer=Cancelling()) as s:
-            async with asyncio.timeout(BOUND_SECONDS):
-                assert (await error_of(s.generate())).reason == "INTERNAL"
-
-    run(scenario())
-
-
-def test_no_prompt_and_no_answer_is_logged(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
-            with capture_logs() as logs:
-                await read_all(s.generate(text_request(MARKER)))
-                await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
-                await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
-                chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
-                await error_of(s.generate(pb.GenerateRequest(chat=chat)))
-                await s.idle()
-            ended = [entry for entry in logs if entry["event"] == "request_ended"]
-            assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
-            assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
-            assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
-            said = str(logs)
-            assert MARKER not in said
-            assert str(TOKENIZER.encode_sealed(MARKER)) not in said
-
-    run(scenario())
-
-
-# --- the tree as a whole ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [k for k in tree() if k not in (LineclearError, Foreign)], ids=lambda k: k.__name__)
 def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[LineclearError]) -> None:
     """From the engine to a client, whatever it is: the class on the other side is the same."""
@@ -475,26 +254,5 @@ def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[Li
             heard = await error_of(call)
             assert type(heard) is kind
             assert (str(heard), heard.metadata, heard.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
-
-    run(scenario())
-
-
-def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:
-    """Found by the campaign of damaged requests: gRPC does not always say that it was the caller who cancelled."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            request = text_request().SerializeToString()
-            with capture_logs() as logs:
-                for number in range(1, 201):
-                    call = s.channel.stream_stream(GENERATE)()
-                    await call.write(request)
-                    await call.done_writing()
-                    s.engine.start(await s.engine.next_request(number))
-                    if number % 2:
-                        await call.read()
-                    call.cancel()
-                await s.idle()
-            assert [entry for entry in logs if entry["event"] == "incident"] == []
 
     run(scenario())

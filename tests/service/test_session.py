@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.duration_pb2 import Duration
+from service.orders import Caller, cancel, submit
 from service.serving import (
-    BOUND_SECONDS,
-    TOKENIZER,
-    Serving,
+    HELLO_IDS,
     error_of,
     read_all,
     run,
@@ -27,83 +22,10 @@ from service.serving import (
     until,
 )
 
-from lineclear.errors import DeviceOutOfMemory, InternalError
-from lineclear.scheduler.access.identity import ANONYMOUS
-from lineclear.scheduler.rpc.session import Session
+from lineclear.errors import DeviceOutOfMemory
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.types import Logprobs
-
-HELLO_IDS = TOKENIZER.encode_sealed("Hello, how are you?")
-
-
-def submit(handle: int, request: pb.GenerateRequest | None = None, seconds: float | None = None) -> pb.SessionRequest:
-    order = pb.SessionSubmit(handle=handle, request=request or text_request())
-    if seconds is not None:
-        order.timeout.CopyFrom(Duration(seconds=round(seconds)))
-    return pb.SessionRequest(submit=order)
-
-
-def cancel(handle: int) -> pb.SessionRequest:
-    return pb.SessionRequest(cancel=pb.SessionCancel(handle=handle))
-
-
-class Caller:
-    """One who reads a session, and sorts what comes by handle."""
-
-    def __init__(self, s: Serving, channel: Any = None, **options: Any) -> None:
-        self.call = inference_pb2_grpc.InferenceServiceStub(channel or s.channel).Session(**options)
-        self.messages: list[pb.SessionResponse] = []
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.text: dict[int, str] = defaultdict(str)
-        self.started: dict[int, pb.Started] = {}
-        self.finished: dict[int, pb.Finished] = {}
-        self.failed: dict[int, pb.Failure] = {}
-
-    async def order(self, *orders: pb.SessionRequest) -> None:
-        for order in orders:
-            await self.call.write(order)
-
-    async def read(self) -> bool:
-        """One message; False at the end of the session."""
-        async with asyncio.timeout(BOUND_SECONDS):
-            message = await self.call.read()
-        if message is grpc.aio.EOF:
-            return False
-        self.messages.append(message)
-        assert len(message.handles) == len(message.indexes) == len(message.token_ids)
-        assert len(message.texts) in (0, len(message.handles))
-        assert not set(message.handles) & {piece.handle for piece in message.pieces}, "rows and a piece for one request"
-        for row, handle in enumerate(message.handles):
-            assert message.indexes[row] == len(self.tokens[handle])
-            self.tokens[handle].append(message.token_ids[row])
-            self.text[handle] += message.texts[row] if message.texts else ""
-        for piece in message.pieces:
-            self._piece(piece.handle, piece)
-        return True
-
-    def _piece(self, handle: int, piece: pb.SessionPiece) -> None:
-        assert handle not in self.finished
-        assert handle not in self.failed
-        if piece.HasField("failure"):
-            self.failed[handle] = piece.failure
-            return
-        assert piece.response.first_index == len(self.tokens[handle])
-        self.tokens[handle] += piece.response.token_ids
-        self.text[handle] += piece.response.text
-        if piece.response.HasField("started"):
-            self.started[handle] = piece.response.started
-        if piece.response.HasField("finished"):
-            self.finished[handle] = piece.response.finished
-
-    async def until(self, condition: Any) -> None:
-        while not condition():
-            assert await self.read(), "the session ended"
-
-    async def to_the_end(self) -> None:
-        while await self.read():
-            pass
 
 
 def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> None:
@@ -332,84 +254,6 @@ def test_a_drain_lets_answers_end_and_then_the_session(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            for wrong in (pb.SessionRequest(), submit(1)):
-                caller = Caller(s)
-                await caller.order(submit(1), wrong)
-                assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
-                await s.idle()
-            raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
-            await raw.write(b"\xff\xff\xff")
-            assert (await error_of(raw)).reason == "MALFORMED"
-
-    run(scenario())
-
-
-def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            together = pb.SessionRequest(
-                submit=submit(0).submit,
-                submits=[submit(n).submit for n in range(1, 5)],
-                cancels=[cancel(3).cancel, cancel(99).cancel],
-            )
-            await caller.order(together)
-            await caller.until(lambda: caller.failed)
-            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
-            await until(lambda: len(s.engine.submitted) >= 4)
-            keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
-            assert len(keys) == 4
-            for token, key in enumerate(keys, 5):
-                s.engine.start(key)
-                s.engine.tokens(key, [token])
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == 4)
-            assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
-
-    run(scenario())
-
-
-def test_a_session_says_how_many_orders_it_takes_and_takes_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            told = dict(await caller.call.initial_metadata())
-            assert told["lineclear-session-orders"] == "32"
-            many = pb.SessionRequest(submits=[submit(n).submit for n in range(32)])
-            many.cancels.add(handle=1)
-            await caller.order(many)
-            error = await error_of(caller.call)
-            assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
-            await s.idle()
-            assert not s.engine.submitted
-
-    run(scenario())
-
-
-def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            await caller.order(pb.SessionRequest(submits=[submit(1).submit, submit(2).submit, submit(1).submit]))
-            error = await error_of(caller.call)
-            assert [v.field for v in error.violations] == ["submits[2].handle"]
-            await s.idle()
-
-    run(scenario())
-
-
-def test_where_messages_must_be_small_a_session_takes_one_order_each(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_message_bytes=64 * 1024) as s:
-            told = dict(await Caller(s).call.initial_metadata())
-            assert "lineclear-session-orders" not in told
-
-    run(scenario())
-
-
 def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, max_unread_tokens=200_000) as s:
@@ -438,39 +282,5 @@ def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(tmp_path: Path) -> 
             assert slow.tokens[1] == [5] * 50_000
             assert len(slow.messages) < len(fast.messages)
             await channel.close()
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("per_message", [1, 25])
-def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_message: int) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1) as s:
-            heard = 0
-
-            async def orders() -> AsyncIterator[pb.SessionRequest]:
-                nonlocal heard
-                for handle in range(0, 1000, per_message):
-                    heard += per_message
-                    orders = [submit(handle + n, text_request(sampling={"top_p": 7.0})) for n in range(per_message)]
-                    yield orders[0] if per_message == 1 else pb.SessionRequest(submits=[o.submit for o in orders])
-
-            service = s.service
-            session = Session(
-                *(service._admission, ANONYMOUS, "", service._require_worker, InternalError, service._clock),
-                deadline=None,
-                max_requests=9999,
-            )
-            listening = asyncio.ensure_future(session.listen(orders()))
-            await until(lambda: heard >= 256)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert heard <= 256 + per_message
-            assert len(session._failures) == 256
-            failed = 0
-            while (message := await session.news()) is not None:
-                failed += len(message.pieces)
-            assert failed == 1000
-            await listening
 
     run(scenario())

@@ -6,6 +6,9 @@ import random
 import struct
 import zlib
 
+HEADER_BYTES = 28
+_CRC_OFFSET = 24
+
 
 def mutate(data: bytes, dice: random.Random) -> bytes:
     """`data` with a few bytes changed, removed, doubled or put in."""
@@ -26,6 +29,12 @@ def mutate(data: bytes, dice: random.Random) -> bytes:
     return bytes(mutated)
 
 
-def sealed(fields: bytes, payload: bytes) -> bytes:
-    """A frame of these header fields and this payload, with the checksum that belongs to them."""
+def resealed(frame: bytes, payload: bytes) -> bytes:
+    """The header of `frame` over another payload, with the checksum that belongs to them."""
+    fields = frame[:_CRC_OFFSET]
     return fields + struct.pack("<I", zlib.crc32(payload, zlib.crc32(fields))) + payload
+
+
+def damaged_payload(frame: bytes, dice: random.Random) -> bytes:
+    """`frame` with a damaged payload and a right checksum, or the damage would never reach who reads payloads."""
+    return resealed(frame, mutate(frame[HEADER_BYTES:], dice))

@@ -13,49 +13,21 @@ import typing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import EXAMPLES, SAMPLING
 from support.messages import BY_TYPE
-from support.mutation import mutate, sealed
+from support.mutation import HEADER_BYTES, damaged_payload, mutate, resealed
 
 from lineclear.wire import codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.types import (
     PROTOCOL,
-    Decodes,
-    Goodbye,
-    Heartbeat,
-    Hello,
     Logprobs,
     Message,
-    Rejoin,
     Row,
     Sampling,
     SlotInit,
-    StepError,
-    StepErrorKind,
     StepPlan,
     StepResult,
-)
-
-HEADER_BYTES = 28
-CRC_OFFSET = 24
-
-# One of each kind, with every field away from its default, so that mutations have something to hit.
-SAMPLING = Sampling(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, ((3, 1.5),), (1, 2, 3), (4,), 2**63, 2, (7, 8), 5)
-EXAMPLES: tuple[Message, ...] = (
-    StepPlan(
-        epoch=2**63 - 1,
-        step=812,
-        chunks=(Row(0, 17, 2, True), Row(5, 0, 300, False, (11, 12, 13))),
-        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
-        zero_blocks=(4,),
-        decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
-    ),
-    StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
-    Hello(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
-    Heartbeat(3, 812, 1.5),
-    StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
-    Rejoin(3),
-    Goodbye(3, "drained"),
 )
 
 
@@ -118,11 +90,6 @@ def test_encoding_is_deterministic() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _frame(example: Message, payload: bytes) -> bytes:
-    """The example's header over another payload, with a checksum that is right."""
-    return sealed(encode(example)[:CRC_OFFSET], payload)
-
-
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
 def test_a_frame_shorter_than_its_header_is_refused(size: int) -> None:
     with pytest.raises(DecodeError, match="shorter"):
@@ -158,7 +125,7 @@ def test_an_unknown_kind_is_refused() -> None:
     frame = bytearray(encode(EXAMPLES[5]))
     frame[6:8] = struct.pack("<H", 99)
     with pytest.raises(DecodeError, match="unknown kind 99"):
-        decode(sealed(bytes(frame[:CRC_OFFSET]), bytes(frame[HEADER_BYTES:])))
+        decode(resealed(bytes(frame), bytes(frame[HEADER_BYTES:])))
 
 
 PLAN, RESULT, HELLO, *_ = EXAMPLES
@@ -185,7 +152,7 @@ INTS = struct.Struct("<2i").pack
 )
 def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any) -> None:
     with pytest.raises(DecodeError, match="payload of kind"):
-        decode(_frame(example, payload.SerializeToString()))
+        decode(resealed(encode(example), payload.SerializeToString()))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
@@ -196,10 +163,10 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
     three tries, so that a busy machine does not fail it.
     """
     dice = random.Random(repr(example))
-    frame, payload = encode(example), encode(example)[HEADER_BYTES:]
+    frame = encode(example)
     refused = 0
     for i in range(3000):
-        mutated = _frame(example, mutate(payload, dice)) if i % 4 else mutate(frame, dice)
+        mutated = damaged_payload(frame, dice) if i % 4 else mutate(frame, dice)
         seconds = math.inf
         for _ in range(3):
             start = time.perf_counter()
@@ -223,14 +190,14 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
 @given(payload=st.binary(max_size=200), example=st.sampled_from(EXAMPLES))
 def test_any_payload_is_refused_or_read(payload: bytes, example: Message) -> None:
     with contextlib.suppress(DecodeError):
-        encode(decode(_frame(example, payload)))
+        encode(decode(resealed(encode(example), payload)))
 
 
 def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
     """100,000 groups begin inside each other; protobuf stops at its depth limit."""
     begin_group = b"\xfb\x01"
     with pytest.raises(DecodeError):
-        decode(_frame(PLAN, begin_group * 100_000))
+        decode(resealed(encode(PLAN), begin_group * 100_000))
 
 
 # --- cost ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""The calls that ask for no answer: tokens of a text, text of tokens, what is served, and what has been done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.serving import (
+    EOS,
+    HELLO,
+    HELLO_IDS,
+    TOKENIZER,
+    read_all,
+    run,
+    serving,
+)
+
+from lineclear.v1 import inference_pb2 as pb
+
+
+def test_tokenize_and_detokenize_are_what_generate_does(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False) as s:
+            tokenized = await s.stub.Tokenize(pb.TokenizeRequest(text="a <|im_end|> b"))
+            assert list(tokenized.token_ids) == TOKENIZER.encode("a <|im_end|> b")
+            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+            ids = list((await s.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
+            text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, keep_special_tokens=True))
+            assert text.text == "<|im_start|>user\nhi<|im_end|>\n"
+            text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+            assert text.text == "user\nhi\n"
+            empty = await s.stub.Detokenize(pb.DetokenizeRequest())
+            assert empty.text == ""
+
+    run(scenario())
+
+
+def test_the_model_and_its_limits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_batch_size=4, target_batch_tokens=1000, served_name="named") as s:
+            model = await s.stub.GetModel(pb.GetModelRequest())
+            assert (model.model_id, model.family, model.context_length) == ("named", "llama", 128)
+            assert (model.vocab_size, list(model.eos_token_ids)) == (512, [EOS])
+            assert model.has_chat_template
+            assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
+            assert model.limits.num_blocks == 64
+            assert model.server_version
+
+    run(scenario())
+
+
+def test_statistics_count_what_happened(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, order="shortest") as s:
+            empty = await s.stub.GetStats(pb.GetStatsRequest())
+            assert empty.total_seconds == pb.Quantiles()
+            s.engine.answer = lambda request: HELLO_IDS
+            for _ in range(3):
+                await read_all(s.generate())
+            stats = await s.stub.GetStats(pb.GetStatsRequest())
+            assert stats.total_seconds.count == 3
+            assert 0 < stats.total_seconds.p50 <= stats.total_seconds.p99 <= stats.total_seconds.max
+            assert stats.first_token_seconds.count == stats.inter_token_seconds.count == stats.total_seconds.count
+            assert stats.output_tokens_per_second > 0
+            assert stats.worker.joined
+            assert stats.worker.pid == HELLO.pid
+            assert (stats.order, stats.batching_strategy) == ("shortest", "continuous")
+            assert stats.gauges.tasks > 0
+
+    run(scenario())

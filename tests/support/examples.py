@@ -1,0 +1,41 @@
+"""A message of each kind that the two processes exchange, with every field away from its default.
+
+So a field that the codec forgets is noticed, and damage has something to hit.
+"""
+
+from __future__ import annotations
+
+from lineclear.wire.types import (
+    Decodes,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Rejoin,
+    Row,
+    Sampling,
+    SlotInit,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+
+SAMPLING = Sampling(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, ((3, 1.5),), (1, 2, 3), (4,), 2**63, 2, (7, 8), 5)
+EXAMPLES: tuple[Message, ...] = (
+    StepPlan(
+        epoch=2**63 - 1,
+        step=812,
+        chunks=(Row(0, 17, 2, True), Row(5, 0, 300, False, (11, 12, 13))),
+        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
+        zero_blocks=(4,),
+        decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
+    ),
+    StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
+    Hello(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
+    Heartbeat(3, 812, 1.5),
+    StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
+    Rejoin(3),
+    Goodbye(3, "drained"),
+)
