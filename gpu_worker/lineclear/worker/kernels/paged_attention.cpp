@@ -10,6 +10,12 @@
 //
 // Pools of bytes have a scale for each token and head, beside them. Queries are made bytes as well then, and scores are
 // sums of integers: they are exact, so they do not depend on how the work is cut.
+//
+// Decodes are bound by memory: each key and value is used for a few rows and not again in this step. Pages are small and
+// lie anywhere, so the processor cannot guess the next one; `Following` says which it is, and its lines are fetched one by
+// one beside the loads of the current tile, which keeps as many on their way as there can be.
+
+#include <atomic>
 
 #include "bytes.h"
 #include "recorded.h"
@@ -36,9 +42,14 @@ inline int64_t k_cell(const Geometry& g, int64_t token, int64_t dim) {
   return dim * g.block_size + token;
 }
 
-// Scores of ROWS queries [ROWS, dim] against LANES keys at each of GROUPS places: acc[r][g].
+// A line that the next tile reads: into the second-level cache, whose misses do not hold up the loads of this tile.
+inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// Scores of ROWS queries [ROWS, dim] against LANES keys at each of GROUPS places: acc[r][g]. Meanwhile `ahead`, as many
+// keys, is fetched.
 template <typename T, int ROWS, int GROUPS>
-inline void dot(const float* q, const T* const* k, int64_t dim, int64_t block_size, vfloat acc[ROWS][GROUPS]) {
+inline void dot(const float* q, const T* const* k, const T* const* ahead, int64_t dim, int64_t block_size,
+                vfloat acc[ROWS][GROUPS]) {
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -47,10 +58,12 @@ inline void dot(const float* q, const T* const* k, int64_t dim, int64_t block_si
     vfloat even[GROUPS], odd[GROUPS];
 #pragma GCC unroll 4
     for (int g = 0; g < GROUPS; g++) {
+      fetch(ahead[g] + d * block_size);
       if constexpr (sizeof(T) == 2) {
         const vuint pairs = load_pairs(k[g] + d * block_size);
         even[g] = first(pairs), odd[g] = second(pairs);
       } else {
+        fetch(ahead[g] + (d + 1) * block_size);
         even[g] = load(k[g] + d * block_size), odd[g] = load(k[g] + (d + 1) * block_size);
       }
     }
@@ -85,8 +98,8 @@ struct ByteQueries {
 
 // As `dot`, of bytes: whole numbers, still to be scaled.
 template <int ROWS, int GROUPS>
-inline void dot_bytes(const ByteQueries<ROWS>& q, const uint8_t* const* k, int64_t dim, int64_t block_size,
-                      vfloat acc[ROWS][GROUPS]) {
+inline void dot_bytes(const ByteQueries<ROWS>& q, const uint8_t* const* k, const uint8_t* const* ahead, int64_t dim,
+                      int64_t block_size, vfloat acc[ROWS][GROUPS]) {
 #if defined(__AVX512VNNI__)
   vint sums[ROWS][GROUPS];
 #pragma GCC unroll 8
@@ -96,7 +109,10 @@ inline void dot_bytes(const ByteQueries<ROWS>& q, const uint8_t* const* k, int64
   for (int64_t d = 0; d < dim; d += 4) {
     vint keys[GROUPS];
 #pragma GCC unroll 4
-    for (int g = 0; g < GROUPS; g++) std::memcpy(&keys[g], k[g] + d * block_size, sizeof(vint));
+    for (int g = 0; g < GROUPS; g++) {
+      fetch(ahead[g] + d * block_size);
+      std::memcpy(&keys[g], k[g] + d * block_size, sizeof(vint));
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       int32_t four;
@@ -122,6 +138,7 @@ inline void dot_bytes(const ByteQueries<ROWS>& q, const uint8_t* const* k, int64
 #pragma GCC unroll 4
     for (int g = 0; g < GROUPS; g++) {
       vint four;
+      if (d % 4 == 0) fetch(ahead[g] + d * block_size);
       std::memcpy(&four, k[g] + d / 4 * 4 * block_size, sizeof(vint));
       keys[g] = __builtin_convertvector(four >> int(d % 4 * 8) & 255, vfloat);
     }
@@ -139,6 +156,13 @@ struct Task {
   const int64_t* limits;  // per row: the position after the last key it sees
   const int64_t* lows;    // per row: the first key it sees
   const float* sinks;     // per row, or null
+};
+
+// What a work item reads: the keys and values of one KV head, at positions low to limit of one sequence.
+struct Span {
+  const int32_t* table;
+  int64_t head, low, limit;
+  int64_t begin() const { return low / LANES * LANES; }
 };
 
 struct Layer {
@@ -172,9 +196,9 @@ inline int64_t place(int64_t d, int64_t dim) {
   return d - inside + inside / 2 + inside % 2 * LANES;
 }
 
-// out[r][0 .. W * LANES) += p[r][t] * v[t], for `count` tokens of one page.
+// out[r][0 .. W * LANES) += p[r][t] * v[t], for `count` tokens of one page. Meanwhile those at `ahead` are fetched.
 template <typename T, int ROWS, int W>
-inline void weigh(const T* v, int64_t stride, int count, const float* p, float* out, int64_t dim) {
+inline void weigh(const T* v, const T* ahead, int64_t stride, int count, const float* p, float* out, int64_t dim) {
   vfloat acc[ROWS][W];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
@@ -183,6 +207,7 @@ inline void weigh(const T* v, int64_t stride, int count, const float* p, float* 
   for (int t = 0; t < count; t++) {
     vfloat values[W];
     load_values<T, W>(v + t * stride, values);
+    for (int w = 0; w < W * LANES; w += 64 / int(sizeof(T))) fetch(ahead + t * stride + w);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -195,56 +220,68 @@ inline void weigh(const T* v, int64_t stride, int count, const float* p, float* 
 }
 
 // Where the scale of a position is, and after it those of the positions that follow in its block.
-inline int64_t scale_at(const Geometry& g, const int32_t* table, int64_t at, int64_t head) {
-  return (int64_t(table[at / g.block_size]) * g.num_kv_heads + head) * g.block_size + at % g.block_size;
+inline int64_t scale_at(const Geometry& g, const Span& span, int64_t at) {
+  return (int64_t(span.table[at / g.block_size]) * g.num_kv_heads + span.head) * g.block_size + at % g.block_size;
 }
 
-// T: of queries and outputs; K, V: of the pools.
-template <typename T, typename K, typename V, int ROWS>
-void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int64_t head) {
+// Where the keys and values of a tile lie, by groups of LANES positions. A group past the end is the first one again.
+template <typename K, typename V>
+struct Tile {
+  static constexpr int GROUPS = TILE_KEYS / LANES;
+  const K* keys[GROUPS];
+  const V* values[GROUPS];
+
+  Tile(const Layer& layer, const Span& span, int64_t from) {
+    const Geometry& g = layer.g;
+    for (int i = 0; i < GROUPS; i++) {
+      const int64_t at = from + i * LANES < span.limit ? from + i * LANES : from;
+      const int64_t page = g.page_k(span.table[at / g.block_size], span.head), offset = at % g.block_size;
+      keys[i] = static_cast<const K*>(layer.k_pool) + page + k_cell<K>(g, offset, 0);
+      values[i] = static_cast<const V*>(layer.v_pool) + page + offset * g.head_dim;
+    }
+  }
+};
+
+// T: of queries and outputs; K, V: of the pools. `following` is asked once, late, for what this thread reads next.
+template <typename T, typename K, typename V, int ROWS, typename Following>
+void attend_rows(const Layer& layer, const Task& task, const Span& span, Following& following) {
   constexpr bool BYTES = sizeof(K) == 1;
   const Geometry& g = layer.g;
   const int64_t dim = g.head_dim, size = g.block_size;
-  const K* k_pool = static_cast<const K*>(layer.k_pool);
-  const V* v_pool = static_cast<const V*>(layer.v_pool);
   alignas(64) float q[ROWS * 512];
   ByteQueries<BYTES ? ROWS : 1> byte_queries;
   float largest[ROWS], total[ROWS];
   alignas(64) float out[ROWS * 512];
   alignas(64) float p[ROWS * TILE_KEYS];
-  int64_t low = task.lows[0], limit = task.limits[0];
   for (int r = 0; r < ROWS; r++) {
     const T* query = static_cast<const T*>(task.queries[r]);
     for (int64_t d = 0; d < dim; d += LANES) store(q + r * dim + d, load(query + d));
     if constexpr (BYTES) byte_queries.take(r, q + r * dim, dim);
     largest[r] = task.sinks ? task.sinks[r] : -INFINITY;
     total[r] = task.sinks ? 1.0f : 0.0f;
-    low = task.lows[r] < low ? task.lows[r] : low;
-    limit = task.limits[r] > limit ? task.limits[r] : limit;
   }
   std::memset(out, 0, sizeof(float) * ROWS * dim);
 
   constexpr int GROUPS = width_for(ROWS);
   vint lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
-  for (int64_t tile = low / LANES * LANES; tile < limit; tile += TILE_KEYS) {
-    const int64_t stop = tile + TILE_KEYS < limit ? tile + TILE_KEYS : limit;
-    const int groups = int((stop - tile + LANES - 1) / LANES);
+  Tile<K, V> tile(layer, span, span.begin());
+  for (int64_t start = span.begin(); start < span.limit; start += TILE_KEYS) {
+    const bool last = start + TILE_KEYS >= span.limit;
+    const int64_t stop = last ? span.limit : start + TILE_KEYS;
+    const int groups = int((stop - start + LANES - 1) / LANES);
+    const Span then = last ? following() : span;
+    const Tile<K, V> ahead(layer, then, last ? then.begin() : stop);
     for (int first = 0; first < groups; first += GROUPS) {
-      const K* keys[GROUPS];
-      for (int i = 0; i < GROUPS; i++) {  // a group past the end repeats the last one; it is masked below
-        int64_t at = tile + int64_t(first + i < groups ? first + i : groups - 1) * LANES;
-        keys[i] = k_pool + g.page_k(table[at / size], head) + k_cell<K>(g, at % size, 0);
-      }
       vfloat acc[ROWS][GROUPS];
       if constexpr (BYTES)
-        dot_bytes<ROWS, GROUPS>(byte_queries, keys, dim, size, acc);
+        dot_bytes<ROWS, GROUPS>(byte_queries, tile.keys + first, ahead.keys + first, dim, size, acc);
       else
-        dot<T, ROWS, GROUPS>(q, keys, dim, size, acc);
+        dot<T, ROWS, GROUPS>(q, tile.keys + first, ahead.keys + first, dim, size, acc);
       for (int i = 0; i < GROUPS && first + i < groups; i++) {
-        vint position = lane + int32_t(tile + (first + i) * LANES);
+        vint position = lane + int32_t(start + (first + i) * LANES);
         vfloat key_scale;
-        if constexpr (BYTES) key_scale = load(layer.k_scales + scale_at(g, table, tile + (first + i) * LANES, head));
+        if constexpr (BYTES) key_scale = load(layer.k_scales + scale_at(g, span, start + (first + i) * LANES));
         for (int r = 0; r < ROWS; r++) {
           vfloat score = acc[r][i] * layer.scaling;
           if constexpr (BYTES) score = score * byte_queries.scale[r] * key_scale;
@@ -286,23 +323,24 @@ void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int
         e = select(hidden == -INFINITY, vfloat{}, e);
         e = select(hidden == hidden, e, hidden);
         sum += e;
-        if constexpr (BYTES) e *= load(layer.v_scales + scale_at(g, table, tile + i * LANES, head));
+        if constexpr (BYTES) e *= load(layer.v_scales + scale_at(g, span, start + i * LANES));
         *cell = e;
       }
       total[r] += hsum(sum);
     }
-    for (int64_t at = tile; at < stop;) {
-      const int64_t offset = at % size;
-      const int64_t end = at - offset + size < stop ? at - offset + size : stop;
-      const V* values = v_pool + g.page_k(table[at / size], head) + offset * dim;
-      const float* weights = p + (at - tile);
+    for (int i = 0; i < groups; i++) {
+      const int count = start + (i + 1) * LANES < stop ? LANES : int(stop - start) - i * LANES;
+      const V *values = tile.values[i], *fetched = ahead.values[i];
+      const float* weights = p + i * LANES;
       int64_t d = 0;
       constexpr int WIDE = width_for(ROWS);
       for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
-        weigh<V, ROWS, WIDE>(values + d, dim, int(end - at), weights, out + d, dim);
-      for (; d < dim; d += LANES) weigh<V, ROWS, 1>(values + d, dim, int(end - at), weights, out + d, dim);
-      at = end;
+        weigh<V, ROWS, WIDE>(values + d, fetched + d, dim, count, weights, out + d, dim);
+      for (; d < dim; d += LANES) weigh<V, ROWS, 1>(values + d, fetched + d, dim, count, weights, out + d, dim);
     }
+    for (int i = groups; i < Tile<K, V>::GROUPS; i++)  // a short tile has fewer loads beside which to fetch
+      for (int64_t d = 0; d < LANES * dim; d += 64 / int64_t(sizeof(V))) fetch(ahead.values[i] + d);
+    tile = ahead;
   }
   for (int r = 0; r < ROWS; r++) {
     T* to = static_cast<T*>(task.outs[r]);
@@ -311,17 +349,17 @@ void attend_rows(const Layer& layer, const Task& task, const int32_t* table, int
   }
 }
 
-template <typename T, typename K, typename V>
-void attend(int rows, const Layer& layer, const Task& task, const int32_t* table, int64_t head) {
+template <typename T, typename K, typename V, typename Following>
+void attend(int rows, const Layer& layer, const Task& task, const Span& span, Following& following) {
   switch (rows) {
-    case 1: return attend_rows<T, K, V, 1>(layer, task, table, head);
-    case 2: return attend_rows<T, K, V, 2>(layer, task, table, head);
-    case 3: return attend_rows<T, K, V, 3>(layer, task, table, head);
-    case 4: return attend_rows<T, K, V, 4>(layer, task, table, head);
-    case 5: return attend_rows<T, K, V, 5>(layer, task, table, head);
-    case 6: return attend_rows<T, K, V, 6>(layer, task, table, head);
-    case 7: return attend_rows<T, K, V, 7>(layer, task, table, head);
-    default: return attend_rows<T, K, V, 8>(layer, task, table, head);
+    case 1: return attend_rows<T, K, V, 1>(layer, task, span, following);
+    case 2: return attend_rows<T, K, V, 2>(layer, task, span, following);
+    case 3: return attend_rows<T, K, V, 3>(layer, task, span, following);
+    case 4: return attend_rows<T, K, V, 4>(layer, task, span, following);
+    case 5: return attend_rows<T, K, V, 5>(layer, task, span, following);
+    case 6: return attend_rows<T, K, V, 6>(layer, task, span, following);
+    case 7: return attend_rows<T, K, V, 7>(layer, task, span, following);
+    default: return attend_rows<T, K, V, 8>(layer, task, span, following);
   }
 }
 
@@ -374,15 +412,54 @@ inline void write(const Geometry& g, const LineclearLayer& layer, int64_t block,
   }
 }
 
+// A work item: a few queries of a chunk, one KV head.
+struct Item {
+  int64_t chunk, from, to;
+  Span span;
+};
+
+// The items of a batch as one thread comes by them. Longest chunks are last in the batch, so they are handed out first.
+class Hand {
+ public:
+  Hand(const LineclearBatch& batch, const LineclearLayer& layer, std::atomic<int64_t>* taken)
+      : batch_(batch), layer_(layer), taken_(taken), size_(lineclear_queries_per_item(layer.num_heads, layer.num_kv_heads)),
+        chunk_(batch.num_chunks - 1) {}
+
+  // The next one that no thread has; false if there is none, and `item` is as it was.
+  bool take(Item* item) {
+    const int64_t number = taken_->fetch_add(1, std::memory_order_relaxed), kv_heads = layer_.num_kv_heads;
+    if (number >= batch_.num_items * kv_heads) return false;
+    for (; number / kv_heads >= before_ + parts(); chunk_--) before_ += parts();
+    const int64_t from = (number / kv_heads - before_) * size_, most = batch_.num_queries[chunk_], start = batch_.start[chunk_];
+    const int64_t to = from + size_ < most ? from + size_ : most;
+    *item = {chunk_, from, to, {batch_.blocks + batch_.table[chunk_], number % kv_heads, low(start + from), start + to}};
+    return true;
+  }
+
+  // The first position that the query at `position` sees.
+  int64_t low(int64_t position) const {
+    return layer_.window > 0 && position >= layer_.window ? position + 1 - layer_.window : 0;
+  }
+
+ private:
+  int64_t parts() const { return (batch_.num_queries[chunk_] + size_ - 1) / size_; }
+
+  const LineclearBatch& batch_;
+  const LineclearLayer& layer_;
+  std::atomic<int64_t>* taken_;
+  const int64_t size_;  // queries of an item
+  int64_t chunk_, before_ = 0;  // the chunk of the item taken last, and the items of all heads before it
+};
+
 template <typename T, typename K, typename V>
 void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* query, const T* key, const T* value, T* out) {
   const Layer inner = {{layer.block_size, layer.num_heads, layer.num_kv_heads, layer.head_dim},
                        layer.k_pool, layer.v_pool, layer.scaling, layer.softcap, layer.k_scales, layer.v_scales};
   const Geometry& g = inner.g;
   const int64_t heads = g.num_heads, kv_heads = g.num_kv_heads, dim = g.head_dim, share = heads / kv_heads;
-  // Rows of a work item: whole queries where their heads fit into it, else part of one query's heads.
-  const int64_t queries_per_item = lineclear_queries_per_item(heads, kv_heads);
+  // Rows of a work item: whole queries where their heads fit into it, else one query's heads in slices.
   const int64_t slices = (share + MAX_ROWS - 1) / MAX_ROWS;
+  std::atomic<int64_t> taken{0};
 
 #pragma omp parallel
   {
@@ -394,40 +471,39 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
         write<T, K, V>(g, layer, block, h, offset, key + at, value + at);
       }
     }
-    // One item: a few queries of a chunk, one KV head. Longest chunks are last in the batch, so hand them out first.
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t item = 0; item < batch.num_items * kv_heads; item++) {
-      int64_t rest = item / kv_heads, chunk = batch.num_chunks - 1;
-      const int64_t kv_head = item % kv_heads;
-      for (;; chunk--) {
-        const int64_t here = (batch.num_queries[chunk] + queries_per_item - 1) / queries_per_item;
-        if (rest < here) break;
-        rest -= here;
-      }
-      const int64_t from = rest * queries_per_item;
-      const int64_t to = from + queries_per_item < batch.num_queries[chunk] ? from + queries_per_item : batch.num_queries[chunk];
+    Hand hand(batch, layer, &taken);
+    Item item;
+    for (bool some = hand.take(&item); some;) {
+      Item then = item;
+      some = false;
+      const Span& span = item.span;
       for (int64_t slice = 0; slice < slices; slice++) {
+        const auto following = [&] {
+          if (slice + 1 == slices) some = hand.take(&then);
+          return then.span;
+        };
         const void* queries[MAX_ROWS];
         void* outs[MAX_ROWS];
         int64_t limits[MAX_ROWS], lows[MAX_ROWS];
         float sinks[MAX_ROWS];
         int rows = 0;
-        for (int64_t i = from; i < to; i++) {
-          const int64_t position = batch.start[chunk] + i;
+        for (int64_t i = item.from; i < item.to; i++) {
+          const int64_t position = batch.start[item.chunk] + i;
           for (int64_t s = slice * MAX_ROWS; s < share && s < (slice + 1) * MAX_ROWS; s++) {
-            const int64_t head = kv_head * share + s;
-            const int64_t at = ((batch.first[chunk] + i) * heads + head) * dim;
+            const int64_t head = span.head * share + s;
+            const int64_t at = ((batch.first[item.chunk] + i) * heads + head) * dim;
             queries[rows] = query + at;
             outs[rows] = out + at;
             limits[rows] = position + 1;
-            lows[rows] = layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+            lows[rows] = hand.low(position);
             sinks[rows] = layer.sinks ? layer.sinks[head] : 0;
             rows++;
           }
         }
         const Task task = {queries, outs, limits, lows, layer.sinks ? sinks : nullptr};
-        attend<T, K, V>(rows, inner, task, batch.blocks + batch.table[chunk], kv_head);
+        attend<T, K, V>(rows, inner, task, span, following);
       }
+      item = then;
     }
   }
 }
