@@ -26,7 +26,7 @@ def show(seed: int) -> int:
         failure = None
     except Exception as error:
         failure = error
-    for now, call, *what in world.transcript:
+    for now, call, *what in world.scheduler.transcript:
         if call == "plan" and isinstance(what[0], StepPlan):
             plan = what[0]
             print(f"{now:.4f} PLAN {plan.epoch}:{plan.step} zero={plan.zero_blocks}")

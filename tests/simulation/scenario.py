@@ -226,6 +226,11 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
+def is_bad(context: Sequence[int], per_mille: int) -> bool:
+    """Whether the logits after `context` are not finite, in a world with that share of such contexts."""
+    return per_mille > 0 and (sum(context) * 2654435761 + len(context) * 40503) % 1000 < per_mille
+
+
 def poison(number: int, per_mille: int) -> str:
     """What the request with that number does to its worker: "crash", "memory" for a step that runs out of it, or ""."""
     if number * 2654435761 % 1000 >= per_mille:

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-import simulation.world
+import simulation.watched
 from simulation.scenario import draw
 from simulation.world import World
 
@@ -22,11 +22,11 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def make(limits: CoreLimits) -> RecordedScheduler:
         return RecordedScheduler(limits, calls)
 
-    monkeypatch.setattr(simulation.world, "Scheduler", make)
+    monkeypatch.setattr(simulation.watched, "Scheduler", make)
     world = World(draw(seed), watch=False)
     world.run()
-    assert isinstance(world.core, RecordedScheduler)
-    return [json.dumps(entry) for entry in world.core.recording()]
+    assert isinstance(world.scheduler.core, RecordedScheduler)
+    return [json.dumps(entry) for entry in world.scheduler.core.recording()]
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))

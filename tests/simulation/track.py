@@ -22,7 +22,7 @@ class Track:
         self.slot = -1
         self.table: list[int] = []
         self.planned = self.applied = self.known = self.shared = 0
-        self.in_flight = self.wasted = 0
+        self.in_flight = 0
         self.residence = 0
         self.high = 0  # positions planned in earlier stays
         self.last_row = 0  # the step of it
