@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,21 @@ def outcome(index: int) -> Outcome:
     return InternalError(str(index))
 
 
+def due(batch: Batch[Any]) -> list[str]:
+    turn = batch.turn()
+    return [] if turn is None else [str(error) for error in turn.due]
+
+
 def test_outcomes_leave_in_the_order_of_the_items() -> None:
     batch = Batch("abc", window=3)
     assert [batch.take() for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
     batch.put(1, outcome(1))
-    assert batch.ready() == []
+    assert due(batch) == []
     batch.put(0, outcome(0))
-    assert [str(error) for error in batch.ready()] == ["0", "1"]
+    assert due(batch) == ["0", "1"]
     assert not batch.done
     batch.put(2, outcome(2))
-    assert [str(error) for error in batch.ready()] == ["2"]
+    assert due(batch) == ["2"]
     assert batch.take() is None
     assert batch.done
     assert (batch.total, batch.completed, batch.failed) == (3, 3, 3)
@@ -37,7 +43,7 @@ def test_items_are_read_no_further_than_the_window() -> None:
     batch.put(1, outcome(1))
     assert batch.take() is None  # 1 still waits for 0
     batch.put(0, outcome(0))
-    batch.ready()
+    due(batch)
     assert batch.take() == (2, 2)
     assert read == [0, 1, 2]
 
@@ -48,6 +54,48 @@ def test_a_source_that_breaks_ends_the_batch_with_its_error() -> None:
     assert batch.take() is None
     assert isinstance(batch.failure, ZeroDivisionError)
     assert batch.done
+
+
+def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end() -> None:
+    for return_exceptions, error, ends in (
+        (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
+    ):  # fmt: skip
+        batch = Batch("abc", 3, return_exceptions)
+        batch.take()
+        batch.put(0, error)
+        turn = batch.turn()
+        assert turn is not None
+        assert (turn.failure, turn.is_last, batch.take() is None) == (error if ends else None, ends, ends)
+
+
+def test_the_first_failure_is_the_one_that_counts() -> None:
+    batch = Batch("ab", 2, return_exceptions=False)
+    for _ in "ab":
+        batch.take()
+    first = outcome(1)
+    batch.put(1, first)
+    batch.put(0, outcome(0))
+    turn = batch.turn()
+    assert turn is not None
+    assert turn.failure is first
+
+
+def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
+    batch = Batch("a", 1)
+    assert batch.turn() == ([], None, False)  # nothing is complete: to be shown once
+    assert batch.turn() is None
+    batch.take()
+    assert batch.turn() is None
+    done = outcome(0)
+    batch.put(0, done)
+    assert batch.turn() == ([done], None, False)  # that there is no more, nobody has found out
+    assert batch.turn() is None
+    batch.take()
+    assert batch.turn() == ([], None, True)
+
+
+def test_nobody_works_for_nothing_but_one() -> None:
+    assert [Batch(items, 1).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +109,7 @@ def test_any_order_of_completion_comes_out_in_order(seed: int) -> None:
         elif (taken := batch.take()) is not None:
             running.append(taken[0])
         assert len(running) <= window
-        out += [str(error) for error in batch.ready()]
+        out += due(batch)
     assert out == [str(n) for n in range(count)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import textwrap
 import threading
 from typing import Any
@@ -139,3 +140,16 @@ def test_many_through_a_fake() -> None:
     prompts = [f"a{n}" for n in range(30)]
     with Client(transport=fake) as client:
         assert [result.text for result in client.generate_many(prompts, concurrency=4)] == prompts
+
+
+def test_leaving_an_async_loop_over_many_has_ended_the_rest() -> None:
+    fake = FakeTransport(lambda request: "now" if request.text == "0" else Answer("much later", delay_seconds=3600.0))
+
+    async def run() -> None:
+        async with AsyncClient(transport=fake) as client:
+            each = client.generate_each(map(str, range(10**9)), concurrency=4, window=6)
+            async with contextlib.aclosing(each) as outcomes:
+                assert (await anext(outcomes)).text == "now"  # type: ignore[union-attr]
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())

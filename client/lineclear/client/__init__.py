@@ -11,7 +11,7 @@
 Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
 """
 
-from .aio import AsyncClient, AsyncStream, AsyncSubmitted
+from .aio import AsyncClient, AsyncSubmitted
 from .crew import Outcomes
 from .kept import Snapshot
 from .operator import Operator
@@ -32,7 +32,7 @@ from .results import (
     Usage,
 )
 from .retries import RetryPolicy
-from .stream import Stream
+from .stream import AsyncStream, Stream
 from .sync import Client, Submitted
 
 __all__ = [

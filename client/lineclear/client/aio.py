@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from lineclear.errors import Cancelled, DuplicateRequest, LineclearError
+from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
-from .calls import DEFAULT_TIMEOUT_SECONDS, Answer, Outgoing, settings
+from .calls import DEFAULT_TIMEOUT_SECONDS, settings
 from .channels import DEFAULT_TARGET, Options, Pairs
+from .crew import AsyncCrew
 from .kept import Snapshot, snapshot, submission
-from .many import Batch, Outcome, checked_concurrency
+from .many import ALL_AT_ONCE, Batch, Outcome, checked_concurrency
 from .progress import Progress, display
 from .requests import (
     UNSET,
@@ -32,98 +34,13 @@ from .requests import (
     pairs,
     tokenize_request,
 )
-from .results import Delta, Generation, HealthStatus, Model, Stats, from_proto
+from .results import Generation, HealthStatus, Model, Stats, from_proto
 from .retries import RetryPolicy
-from .transport import AioTransport, AsyncCall, AsyncTransport
+from .stream import AsyncStream
+from .transport import AioTransport, AsyncTransport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-
-
-class AsyncStream(Answer):
-    """An answer as it is made: `async with client.stream(...) as stream: async for delta in stream: ...`.
-
-    The call is made on entering the block, and cancelled on leaving it before the answer's end.
-    """
-
-    def __init__(self, transport: AsyncTransport, outgoing: Outgoing) -> None:
-        super().__init__(outgoing)
-        self._transport = transport
-        self._call: AsyncCall[pb.GenerateResponse] | None = None
-        self._stop = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        assert self._call is None, "a stream is entered once"
-        self._begin()
-        self._open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._ended:
-            self.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """The next piece. Raises the LineclearError the call ended with."""
-        if self._call is None:
-            raise RuntimeError("a stream is read inside its `async with` block")
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            while (message := await self._read()) is not None:
-                delta = self._take(message)
-                if delta is not None:
-                    return delta
-            self._assembly.close()
-        except BaseException:
-            self.cancel()
-            self._ended = True
-            raise
-        self._ended = True
-        raise StopAsyncIteration
-
-    def cancel(self) -> None:
-        """Cancel the request. A loop over the pieces, in whichever task, ends with Cancelled."""
-        self._stop.set()
-        if self._call is not None:
-            self._call.cancel()
-
-    def _open(self) -> None:
-        outgoing = self._outgoing
-        method, message = self._next_call()
-        self._call = self._transport.stream_async(
-            method,
-            message,
-            timeout_seconds=self._attempts.begin(),
-            metadata=outgoing.metadata,
-        )
-        if self._stop.is_set():  # cancelled before it began
-            self._call.cancel()
-
-    async def _read(self) -> pb.GenerateResponse | None:
-        while True:
-            assert self._call is not None
-            try:
-                return await self._call.__anext__()
-            except StopAsyncIteration:
-                return None
-            except LineclearError as error:
-                if self._stop.is_set():
-                    raise
-                await self._pause(self._pause_after(error))
-                self._open()
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        except TimeoutError:
-            return
-        raise Cancelled("the call was cancelled")
 
 
 class AsyncSubmitted:
@@ -145,10 +62,7 @@ class AsyncSubmitted:
 
     async def result(self, *, timeout_seconds: float | None = None) -> Generation:
         """The whole answer, waited for. Raises the LineclearError the request ended with."""
-        async with self.attach(timeout_seconds=timeout_seconds) as stream:
-            async for _ in stream:
-                pass
-        return stream.result
+        return await self.attach(timeout_seconds=timeout_seconds).read_all()
 
     async def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> Snapshot:
         """What there is of the answer now. Raises UnknownRequest where nothing is kept (any more)."""
@@ -208,10 +122,7 @@ class AsyncClient:
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
     ) -> Generation:
         """The whole answer. Raises the LineclearError the call ended with."""
-        async with self.stream(prompt, sampling, **params) as stream:
-            async for _ in stream:
-                pass
-        return stream.result
+        return await self.stream(prompt, sampling, **params).read_all()
 
     async def generate_each(
         self,
@@ -229,10 +140,10 @@ class AsyncClient:
         As `Client.generate_each`. Where a loop over it may end early, wrap it in `contextlib.aclosing`, so that the
         rest is cancelled at once.
         """
-        window = checked_concurrency(concurrency, window)
-        batch = Batch(prompts, window)
-        async for outcome in self._each(batch, concurrency, return_exceptions, progress, sampling, params):
-            yield outcome
+        batch = Batch(prompts, checked_concurrency(concurrency, window), return_exceptions)
+        async with contextlib.aclosing(self._each(batch, concurrency, progress, sampling, params)) as outcomes:
+            async for outcome in outcomes:
+                yield outcome
 
     async def generate_many(
         self,
@@ -245,10 +156,9 @@ class AsyncClient:
         **params: Unpack[Params],
     ) -> list[Any]:
         """All answers, in the order of the prompts, `concurrency` at a time. As `Client.generate_many`."""
-        batch = Batch(prompts, 2**62)  # every answer is kept anyway: no reason to hold back
         checked_concurrency(concurrency, None)
-        outcomes = self._each(batch, concurrency, return_exceptions, progress, sampling, params)
-        return [outcome async for outcome in outcomes]
+        batch = Batch(prompts, ALL_AT_ONCE, return_exceptions)
+        return [outcome async for outcome in self._each(batch, concurrency, progress, sampling, params)]
 
     async def submit(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
@@ -331,11 +241,10 @@ class AsyncClient:
             except LineclearError as error:
                 await asyncio.sleep(attempts.pause_after(error))
 
-    async def _each(
+    def _each(
         self,
         batch: Batch[Prompt | Request],
         concurrency: int,
-        return_exceptions: bool,
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
@@ -343,81 +252,4 @@ class AsyncClient:
         async def run(prompt: Prompt | Request) -> Generation:
             return await self.generate(prompt, sampling, **params)
 
-        crew = _Crew(batch, concurrency, return_exceptions, run)
-        shown = display(progress)
-        try:
-            async for outcome in crew.outcomes(
-                lambda: shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
-            ):
-                yield outcome
-        finally:
-            shown.close()
-            await crew.stop()
-
-
-class _Crew:
-    """The tasks that work on one batch. Only the event loop touches it, so a Condition is used as a bell alone."""
-
-    def __init__(self, batch: Batch[Any], concurrency: int, return_exceptions: bool, run: Any) -> None:
-        self._batch = batch
-        self._return_exceptions = return_exceptions
-        self._run = run
-        self._changed = asyncio.Condition()
-        self._count = concurrency if batch.total is None else min(concurrency, batch.total)
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def outcomes(self, report: Callable[[], None]) -> AsyncIterator[Outcome]:
-        """In order. `report` is called here whenever more of the batch is complete."""
-        self._tasks = [asyncio.create_task(self._work()) for _ in range(self._count)]
-        if not self._tasks:
-            self._batch.take()  # nobody else finds out that there is nothing
-        reported = -1
-        while True:
-            async with self._changed:
-                while not self._batch.done and self._batch.completed == reported:
-                    await self._changed.wait()
-                due, done, failure = self._batch.ready(), self._batch.done, self._batch.failure
-                reported = self._batch.completed
-                self._changed.notify_all()  # the window may have moved
-            report()
-            if failure is not None:
-                raise failure
-            for outcome in due:
-                yield outcome
-            if done:
-                return
-
-    async def stop(self) -> None:
-        """Cancel what is running and wait for it."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _work(self) -> None:
-        while (taken := await self._take()) is not None:
-            index, item = taken
-            try:
-                outcome: Outcome = await self._run(item)
-            except LineclearError as error:
-                outcome = error
-            except Exception as error:  # a bug, or a wrong argument: the reader's to see
-                async with self._changed:
-                    self._batch.fail(error)
-                    self._changed.notify_all()
-                return
-            async with self._changed:
-                if isinstance(outcome, LineclearError) and not self._return_exceptions:
-                    self._batch.fail(outcome)
-                self._batch.put(index, outcome)
-                self._changed.notify_all()
-
-    async def _take(self) -> tuple[int, Any] | None:
-        async with self._changed:
-            while True:
-                taken = self._batch.take()
-                if taken is not None:
-                    return taken
-                if self._batch.exhausted or self._batch.failure is not None:
-                    self._changed.notify_all()  # that there is no more may be what the reader waits for
-                    return None
-                await self._changed.wait()
+        return AsyncCrew(batch, concurrency, run).outcomes(display(progress))

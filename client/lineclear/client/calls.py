@@ -1,22 +1,18 @@
-"""What both clients share: the settings of a client, a call about to be made, and the face of a running answer.
+"""What both clients share: the settings of a client, and a call about to be made.
 
-Everything here is arithmetic on values; the waiting is in `sync` and `aio`.
+Everything here is arithmetic on values; the waiting is in `sync`, `aio` and `stream`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Unpack
 
-from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-from . import methods
-from .assembly import Assembly
 from .channels import Pairs
 from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
-from .results import Delta, Generation
-from .retries import Attempts, Resumptions, RetryPolicy
+from .retries import Attempts, RetryPolicy
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 # Of the calls that compute nothing.
@@ -74,70 +70,6 @@ class Settings:
         if isinstance(timeout_seconds, Unset):
             timeout_seconds = min(SHORT_TIMEOUT_SECONDS, self.timeout_seconds or SHORT_TIMEOUT_SECONDS)
         return Attempts(self.retry, timeout_seconds)
-
-
-class Answer:
-    """The readable side of a running answer: what has come so far, and the result once all has."""
-
-    def __init__(self, outgoing: Outgoing) -> None:
-        self._outgoing = outgoing
-        message = outgoing.message
-        self._assembly = Assembly(message.from_index if isinstance(message, pb.AttachRequest) else 0)
-        self._heard = False  # a first response came: from here on the call is not made again but resumed
-        self._ended = False
-        self._result: Generation | None = None
-
-    def _begin(self) -> None:
-        self._attempts = self._outgoing.attempts()
-        self._resumptions = Resumptions(self._outgoing.retry, self._attempts)
-
-    def _next_call(self) -> tuple[methods.Method[Any, pb.GenerateResponse], pb.GenerateRequest | pb.AttachRequest]:
-        """What is asked for next: everything, or what is missing."""
-        message = self._outgoing.message
-        if isinstance(message, pb.AttachRequest):
-            index = self._assembly.next_index
-            return methods.ATTACH, pb.AttachRequest(request_id=message.request_id, from_index=index)
-        return methods.GENERATE, self._assembly.rest(message) if self._heard else message
-
-    def _pause_after(self, error: LineclearError) -> float:
-        """Seconds until the next call, which is `_next_call()`. Raises `error` where there is to be none."""
-        if not self._heard:
-            return self._attempts.pause_after(error)
-        return self._resumptions.pause_after(error)
-
-    def _take(self, message: pb.GenerateResponse) -> Delta | None:
-        """The piece that a message has; None where it is only the greeting of a call that goes on."""
-        self._heard = True
-        delta = self._assembly.add(message)
-        self._assembly.resumes = self._resumptions.count
-        if delta.token_ids or delta.text or delta.finish_reason:
-            self._resumptions.progressed()
-            return delta
-        return delta if delta.started is not None or not self._resumptions.count else None
-
-    @property
-    def resumes(self) -> int:
-        """How often the answer was cut off so far, and went on or is about to."""
-        return self._resumptions.count
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._assembly.text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens so far."""
-        return tuple(self._assembly.token_ids)
-
-    @property
-    def result(self) -> Generation:
-        """The whole answer. Raises RuntimeError before the loop over the pieces has ended."""
-        if not (self._ended and self._assembly.complete):
-            raise RuntimeError("the answer is not complete: read the stream to its end first")
-        if self._result is None:
-            self._result = self._assembly.generation()
-        return self._result
 
 
 def settings(

@@ -1,15 +1,16 @@
-"""Threads that work on many requests at once, and what their answers are read from.
+"""Those who work on many requests at once: threads (`Crew`, whose answers are `Outcomes`) or tasks (`AsyncCrew`).
 
-Decides who works on what and how all of it ends. The order of the answers is `many`'s.
+Decides who works on what and how all of it is stopped. The order of the answers, and what ends them, is `many`'s.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from typing import Any, Generic
 
-from lineclear.errors import Cancelled, LineclearError
+from lineclear.errors import Cancelled
 
 from .many import Batch, Item, Outcome
 from .progress import Display
@@ -22,7 +23,7 @@ class Outcomes(Iterator[Outcome]):
 
     def __init__(self, crew: Crew[Any], shown: Display) -> None:
         self._crew = crew
-        self._outcomes = _shown(crew, shown)
+        self._outcomes = crew.outcomes(shown)
 
     def __next__(self) -> Outcome:
         return next(self._outcomes)
@@ -36,58 +37,49 @@ class Outcomes(Iterator[Outcome]):
         self._outcomes.close()
 
 
-def _shown(crew: Crew[Any], shown: Display) -> Generator[Outcome, None, None]:
-    try:
-        yield from crew.outcomes(shown)
-    finally:
-        shown.close()
-        crew.stop()
-
-
 class Crew(Generic[Item]):
     """The threads that work on one batch. All state is behind `_changed`."""
 
-    def __init__(
-        self, batch: Batch[Item], concurrency: int, return_exceptions: bool, open_stream: Callable[[Item], Stream]
-    ) -> None:
+    def __init__(self, batch: Batch[Item], concurrency: int, open_stream: Callable[[Item], Stream]) -> None:
         self._batch = batch
-        self._return_exceptions = return_exceptions
         self._open_stream = open_stream
         self._changed = threading.Condition()
         self._running: set[Stream] = set()
-        self._stopped = False
-        count = concurrency if batch.total is None else min(concurrency, batch.total)
-        self._threads = [threading.Thread(target=self._work, name=f"lineclear-{n}", daemon=True) for n in range(count)]
+        workers = range(batch.workers(concurrency))
+        self._threads = [threading.Thread(target=self._work, name=f"lineclear-{n}", daemon=True) for n in workers]
 
-    def outcomes(self, shown: Display) -> Iterator[Outcome]:
+    def outcomes(self, shown: Display) -> Generator[Outcome, None, None]:
         """In order. `shown` hears, on the reader's thread, whenever more of the batch is complete."""
-        for thread in self._threads:
-            thread.start()
-        batch, reported = self._batch, -1
-        while True:
-            with self._changed:
-                if not self._threads:
-                    batch.take()  # nobody else finds out that there is nothing
-                while not batch.done and batch.completed == reported:
-                    self._changed.wait()
-                due, done, failure = batch.ready(), batch.done, batch.failure
-                reported = batch.completed
-                self._changed.notify_all()  # the window may have moved
-            shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
-            if failure is not None:
-                raise failure
-            yield from due
-            if done:
-                return
+        batch = self._batch
+        try:
+            for thread in self._threads:
+                thread.start()
+            while True:
+                with self._changed:
+                    while (turn := batch.turn()) is None:
+                        self._changed.wait()
+                    self._changed.notify_all()  # the window may have moved
+                shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
+                if turn.failure is not None:
+                    raise turn.failure
+                yield from turn.due
+                if turn.is_last:
+                    return
+        finally:
+            shown.close()
+            self._stop()
 
     def cancel(self) -> None:
         """End the batch and what is running of it; from any thread. Its reader gets Cancelled."""
-        self._fail(Cancelled("the batch was cancelled"))
-        self._hang_up()
+        with self._changed:
+            self._batch.fail(Cancelled("the batch was cancelled"))
+            running = list(self._running)
+            self._changed.notify_all()
+        for stream in running:
+            stream.cancel()
 
-    def stop(self) -> None:
-        """Cancel what is running and wait for the threads."""
-        self._hang_up()
+    def _stop(self) -> None:
+        self.cancel()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -96,35 +88,26 @@ class Crew(Generic[Item]):
         while (taken := self._take()) is not None:
             index, item = taken
             try:
-                outcome: Outcome = self._run(item)
-            except LineclearError as error:
+                outcome: Generation | BaseException = self._run(item)
+            except BaseException as error:  # the batch's to judge
                 outcome = error
-            except BaseException as error:  # a bug, or a wrong argument: the reader's to see
-                self._fail(error)
-                return
             with self._changed:
-                if isinstance(outcome, LineclearError) and not self._return_exceptions:
-                    self._batch.fail(outcome)
                 self._batch.put(index, outcome)
                 self._changed.notify_all()
 
     def _take(self) -> tuple[int, Item] | None:
         with self._changed:
-            while not self._stopped:
-                taken = self._batch.take()
-                if taken is not None:
-                    return taken
-                if self._batch.exhausted or self._batch.failure is not None:
-                    self._changed.notify_all()  # that there is no more may be what the reader waits for
-                    return None
+            while (taken := self._batch.take()) is None and not self._batch.has_no_more:
                 self._changed.wait()
-            return None
+            if taken is None:
+                self._changed.notify_all()  # that there is no more may be what the reader waits for
+            return taken
 
     def _run(self, item: Item) -> Generation:
         stream = self._open_stream(item)
         with self._changed:
             self._running.add(stream)
-            if self._stopped:
+            if self._batch.failure is not None:
                 stream.cancel()
         try:
             return stream.read_all()
@@ -132,15 +115,56 @@ class Crew(Generic[Item]):
             with self._changed:
                 self._running.discard(stream)
 
-    def _hang_up(self) -> None:
-        with self._changed:
-            self._stopped = True
-            running = list(self._running)
-            self._changed.notify_all()
-        for stream in running:
-            stream.cancel()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._batch.fail(error)
-            self._changed.notify_all()
+class AsyncCrew(Generic[Item]):
+    """The tasks that work on one batch. Only the event loop touches it, so a Condition is used as a bell alone."""
+
+    def __init__(
+        self, batch: Batch[Item], concurrency: int, run: Callable[[Item], Coroutine[Any, Any, Generation]]
+    ) -> None:
+        self._batch = batch
+        self._workers = batch.workers(concurrency)
+        self._run = run
+        self._changed = asyncio.Condition()
+
+    async def outcomes(self, shown: Display) -> AsyncGenerator[Outcome, None]:
+        """In order. `shown` hears, in the reader's task, whenever more of the batch is complete."""
+        batch = self._batch
+        tasks = [asyncio.create_task(self._work()) for _ in range(self._workers)]
+        try:
+            while True:
+                async with self._changed:
+                    while (turn := batch.turn()) is None:
+                        await self._changed.wait()
+                    self._changed.notify_all()  # the window may have moved
+                shown.update(batch.completed, batch.failed, batch.completion_tokens, batch.total)
+                if turn.failure is not None:
+                    raise turn.failure
+                for outcome in turn.due:
+                    yield outcome
+                if turn.is_last:
+                    return
+        finally:
+            shown.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while (taken := await self._take()) is not None:
+            index, item = taken
+            try:
+                outcome: Generation | BaseException = await self._run(item)
+            except Exception as error:  # the batch's to judge; what cancels this task is not
+                outcome = error
+            async with self._changed:
+                self._batch.put(index, outcome)
+                self._changed.notify_all()
+
+    async def _take(self) -> tuple[int, Item] | None:
+        async with self._changed:
+            while (taken := self._batch.take()) is None and not self._batch.has_no_more:
+                await self._changed.wait()
+            if taken is None:
+                self._changed.notify_all()  # that there is no more may be what the reader waits for
+            return taken

@@ -1,65 +1,191 @@
-"""One answer read by a thread that waits for each piece: the IO around `calls.Answer`, which decides."""
+"""One answer as it is made, read by a thread (`Stream`) or by a task (`AsyncStream`).
+
+`Answer` decides what both do: what is asked for, whether an answer that was cut off goes on, and how reading it ends.
+The two below it know how to wait, and nothing else.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from lineclear.errors import Cancelled, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-from . import interrupts
-from .calls import Answer, Outgoing
+from . import interrupts, methods
+from .assembly import Assembly
+from .calls import Outgoing
 from .results import Delta, Generation
-from .transport import Call, Transport
+from .retries import Resumptions
+from .transport import AsyncCall, AsyncTransport, Call, Transport
+
+C = TypeVar("C", Call[pb.GenerateResponse], AsyncCall[pb.GenerateResponse])
 
 
-class Stream(Answer):
-    """An answer as it is made: `with client.stream(...) as stream: for delta in stream: ...`, then `stream.result`.
+class Answer(Generic[C]):
+    """What has come so far, and the result once all has; beneath it the call that is read now.
 
-    The call is made on entering the block, and cancelled on leaving it before the answer's end.
+    Whoever reads takes the messages of `_entered()` to `_take` until it `_ended`. An error of the call goes to
+    `_pause_after`, and after that pause `_go_on` has the next call. Any other end goes to `_give_up`.
     """
 
+    _block: ClassVar[str]
+    _open_call: Callable[..., C]
+    _stop: threading.Event | asyncio.Event  # set when cancelled; it ends a pause, too
+
+    def __init__(self, outgoing: Outgoing, open_call: Callable[..., C]) -> None:
+        self._outgoing = outgoing
+        self._open_call = open_call
+        self._call: C | None = None
+        message = outgoing.message
+        self._assembly = Assembly(message.from_index if isinstance(message, pb.AttachRequest) else 0)
+        self._heard = False  # a first response came: from here on the call is not made again but resumed
+        self._ended = False
+        self._result: Generation | None = None
+
+    @property
+    def resumes(self) -> int:
+        """How often the answer was cut off so far, and went on or is about to."""
+        return self._resumptions.count
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._assembly.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._assembly.token_ids)
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer. Raises RuntimeError before the loop over the pieces has ended."""
+        if not (self._ended and self._assembly.complete):
+            raise RuntimeError("the answer is not complete: read the stream to its end first")
+        if self._result is None:
+            self._result = self._assembly.generation()
+        return self._result
+
+    def cancel(self) -> None:
+        """Cancel the request; a loop over the pieces, wherever it runs, ends with Cancelled."""
+        self._stop.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _enter(self) -> None:
+        assert self._call is None, "a stream is entered once"
+        self._attempts = self._outgoing.attempts()
+        self._resumptions = Resumptions(self._outgoing.retry, self._attempts)
+        self._open()
+
+    def _leave(self) -> None:
+        if not self._ended:
+            self.cancel()
+
+    def _entered(self) -> C:
+        if self._call is None:
+            raise RuntimeError(f"a stream is read inside its `{self._block}` block")
+        return self._call
+
+    def _take(self, message: pb.GenerateResponse | None) -> Delta | None:
+        """The piece that a message has; None where it is the greeting of a call that goes on, or no message: the end.
+
+        Raises DataLoss where the one does not continue the answer, or the other does not complete it.
+        """
+        if message is None:
+            self._assembly.close()
+            self._ended = True
+            return None
+        self._heard = True
+        delta = self._assembly.add(message)
+        self._assembly.resumes = self._resumptions.count
+        if delta.token_ids or delta.text or delta.finish_reason:
+            self._resumptions.progressed()
+            return delta
+        return delta if delta.started is not None or not self._resumptions.count else None
+
+    def _pause_after(self, error: LineclearError) -> float:
+        """Seconds until `_go_on`. Raises `error` where there is to be no other call."""
+        if self._stop.is_set():
+            raise error
+        return (self._resumptions if self._heard else self._attempts).pause_after(error)
+
+    def _go_on(self) -> C:
+        """After the pause: the next call. Raises Cancelled where that is what ended the pause."""
+        if self._stop.is_set():
+            raise Cancelled("the call was cancelled") from None
+        return self._open()
+
+    def _give_up(self) -> None:
+        self.cancel()
+        self._ended = True
+
+    def _open(self) -> C:
+        method, message = self._wanted()
+        call: C = self._open_call(
+            method, message, timeout_seconds=self._attempts.begin(), metadata=self._outgoing.metadata
+        )
+        self._call = call
+        if self._stop.is_set():  # cancelled before it began, or by another thread while it was being made
+            call.cancel()
+        return call
+
+    def _wanted(self) -> tuple[methods.Method[Any, pb.GenerateResponse], pb.GenerateRequest | pb.AttachRequest]:
+        """Everything, or what is missing."""
+        message = self._outgoing.message
+        if isinstance(message, pb.AttachRequest):
+            index = self._assembly.next_index
+            return methods.ATTACH, pb.AttachRequest(request_id=message.request_id, from_index=index)
+        return methods.GENERATE, self._assembly.rest(message) if self._heard else message
+
+
+class Stream(Answer[Call[pb.GenerateResponse]]):
+    """An answer as it is made: `with client.stream(...) as stream: for delta in stream: ...`, then `stream.result`.
+
+    The call is made on entering the block, and cancelled on leaving it before the answer's end. Any thread may
+    `cancel` it.
+    """
+
+    _block = "with"
+    _stop: threading.Event
+
     def __init__(self, transport: Transport, outgoing: Outgoing) -> None:
-        super().__init__(outgoing)
-        self._transport = transport
-        self._call: Call[pb.GenerateResponse] | None = None
+        super().__init__(outgoing, transport.stream)
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        assert self._call is None, "a stream is entered once"
-        self._begin()
-        self._open()
+        self._enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._ended:
-            self.cancel()
+        self._leave()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
 
     def __next__(self) -> Delta:
         """The next piece. Raises the LineclearError the call ended with."""
-        if self._call is None:
-            raise RuntimeError("a stream is read inside its `with` block")
-        if self._ended:
-            raise StopIteration
+        call = self._entered()
         try:
-            while (message := self._read()) is not None:
-                delta = self._take(message)
-                if delta is not None:
+            while not self._ended:
+                try:
+                    message = next(call, None)
+                except LineclearError as error:
+                    self._stop.wait(self._pause_after(error))
+                    call = self._go_on()
+                    continue
+                if (delta := self._take(message)) is not None:
                     return delta
-            self._assembly.close()
         except BaseException:
-            self.cancel()
-            self._ended = True
+            self._give_up()
             raise
-        self._ended = True
         raise StopIteration
 
     def read_all(self) -> Generation:
@@ -69,34 +195,56 @@ class Stream(Answer):
                 pass
         return self.result
 
-    def cancel(self) -> None:
-        """Cancel the request; from any thread. A loop over the pieces ends with Cancelled."""
-        self._stop.set()
-        if self._call is not None:
-            self._call.cancel()
 
-    def _open(self) -> None:
-        outgoing = self._outgoing
-        method, message = self._next_call()
-        self._call = self._transport.stream(
-            method,
-            message,
-            timeout_seconds=self._attempts.begin(),
-            metadata=outgoing.metadata,
-        )
-        if self._stop.is_set():  # cancelled by another thread while the call was being made
-            self._call.cancel()
+class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
+    """An answer as it is made: `async with client.stream(...) as stream: async for delta in stream: ...`.
 
-    def _read(self) -> pb.GenerateResponse | None:
-        while True:
-            assert self._call is not None
-            try:
-                return next(self._call)
-            except StopIteration:
-                return None
-            except LineclearError as error:
-                if self._stop.is_set():
-                    raise
-                if self._stop.wait(self._pause_after(error)):
-                    raise Cancelled("the call was cancelled") from None
-                self._open()
+    The call is made on entering the block, and cancelled on leaving it before the answer's end.
+    """
+
+    _block = "async with"
+    _stop: asyncio.Event
+
+    def __init__(self, transport: AsyncTransport, outgoing: Outgoing) -> None:
+        super().__init__(outgoing, transport.stream_async)
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._enter()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next piece. Raises the LineclearError the call ended with."""
+        call = self._entered()
+        try:
+            while not self._ended:
+                try:
+                    message = await anext(call, None)
+                except LineclearError as error:
+                    pause_seconds = self._pause_after(error)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause_seconds):
+                            await self._stop.wait()
+                    call = self._go_on()
+                    continue
+                if (delta := self._take(message)) is not None:
+                    return delta
+        except BaseException:
+            self._give_up()
+            raise
+        raise StopAsyncIteration
+
+    async def read_all(self) -> Generation:
+        """The whole answer, for one who has not entered the block."""
+        async with self:
+            async for _ in self:
+                pass
+        return self.result

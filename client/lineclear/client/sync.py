@@ -17,7 +17,7 @@ from .calls import DEFAULT_TIMEOUT_SECONDS, settings
 from .channels import DEFAULT_TARGET, Options, Pairs
 from .crew import Crew, Outcomes
 from .kept import Snapshot, snapshot, submission
-from .many import Batch, checked_concurrency
+from .many import ALL_AT_ONCE, Batch, checked_concurrency
 from .progress import Progress, display
 from .requests import (
     UNSET,
@@ -148,8 +148,8 @@ class Client:
         under way or waiting for an earlier one. A request that fails yields its LineclearError, or raises it and
         cancels the rest if not `return_exceptions`. Stopping early cancels the rest, and so does `Outcomes.cancel`.
         """
-        window = checked_concurrency(concurrency, window)
-        return self._each(Batch(prompts, window), concurrency, return_exceptions, progress, sampling, params)
+        batch = Batch(prompts, checked_concurrency(concurrency, window), return_exceptions)
+        return self._each(batch, concurrency, progress, sampling, params)
 
     def generate_many(
         self,
@@ -166,9 +166,8 @@ class Client:
         `progress` is True for a bar on a terminal, or a function of (done, total). The first failure is raised and
         cancels the rest, or takes the place of its answer if `return_exceptions`. Ctrl-C cancels all.
         """
-        batch = Batch(prompts, 2**62)  # every answer is kept anyway: no reason to hold back
         checked_concurrency(concurrency, None)
-        outcomes = self._each(batch, concurrency, return_exceptions, progress, sampling, params)
+        outcomes = self._each(Batch(prompts, ALL_AT_ONCE, return_exceptions), concurrency, progress, sampling, params)
         with interrupts.cancelling(outcomes.cancel):
             return list(outcomes)
 
@@ -251,7 +250,6 @@ class Client:
         self,
         batch: Batch[Prompt | Request],
         concurrency: int,
-        return_exceptions: bool,
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
@@ -259,4 +257,4 @@ class Client:
         def open_stream(prompt: Prompt | Request) -> Stream:
             return self.stream(prompt, sampling, **params)
 
-        return Outcomes(Crew(batch, concurrency, return_exceptions, open_stream), display(progress))
+        return Outcomes(Crew(batch, concurrency, open_stream), display(progress))
