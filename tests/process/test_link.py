@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
+from support.peer import Peer, hello
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, short_directory
 
@@ -33,39 +34,8 @@ from lineclear.wire.types import (
 )
 
 
-def hello(epoch: int) -> Hello:
-    return Hello(epoch, 8, 4, 2, 32, 97, (0,), 64, pid=epoch)
-
-
 def plan(epoch: int, step: int = 1) -> StepPlan:
     return StepPlan(epoch, step, (Row(0, 0, 1, True),))
-
-
-class Peer:
-    """The bare sockets of a worker; it says what the test wants."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, epoch: int) -> None:
-        self.plans = context.socket(zmq.DEALER)
-        self.plans.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
-        self.plans.connect(f"ipc://{directory}/plan.sock")
-        self.results = context.socket(zmq.PUSH)
-        self.results.connect(f"ipc://{directory}/result.sock")
-
-    def say(self, *messages: Message) -> None:
-        for message in messages:
-            self.results.send(encode(message))
-
-    def hear(self, seconds: float = PATIENCE_SECONDS) -> Message:
-        """The next message that is no probe."""
-        while self.plans.poll(seconds * 1000):
-            message = decode(self.plans.recv())
-            if not isinstance(message, Heartbeat):
-                return message
-        raise AssertionError(f"nothing came in {seconds} s")
-
-    def leave(self) -> None:
-        self.plans.close(linger=0)
-        self.results.close(linger=0)
 
 
 class Station:

@@ -192,7 +192,7 @@ def test_the_engine_can_have_its_worker_killed_and_no_other() -> None:
         supervisor.start()
         pid = supervisor.pid
         assert pid is not None
-        supervisor.worker_broken(hello(pid + 1), "somebody else")
+        assert not supervisor.worker_broken(hello(pid + 1), "somebody else")
         await asyncio.sleep(0.05)
         assert calls.exits == []
         threading.Thread(target=supervisor.worker_broken, args=(hello(pid), "silent")).start()

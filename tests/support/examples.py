@@ -33,7 +33,10 @@ EXAMPLES: tuple[Message, ...] = (
         decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
     ),
     StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
-    Hello(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
+    Hello(
+        *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256),
+        *("m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0", 2**63),
+    ),
     Heartbeat(3, 812, 1.5),
     StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
     Rejoin(3),

@@ -105,6 +105,7 @@ hellos = st.builds(
     pid=naturals,
     torch_version=st.text(),
     transformers_version=st.text(),
+    instance=uint64,
 )
 heartbeats = st.builds(Heartbeat, uint64, uint64, seconds)
 errors = st.builds(StepError, uint64, uint64, st.sampled_from(StepErrorKind), st.text())

@@ -104,6 +104,8 @@ class World:
         self.broken: list[str] = []
         self.fatal: list[BaseException] = []
         self.give_ups: list[str] = []
+        self.is_killing = False
+        """Whoever the engine condemns is said to be being killed, and is not."""
         self.supervisor: Supervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         limits = core or CoreLimits(max_batch_size=self.options.num_slots)
@@ -172,10 +174,11 @@ class World:
         if self.supervisor is not None:
             self.supervisor.worker_joined(hello)
 
-    def _broken(self, hello: Hello, reason: str) -> None:
+    def _broken(self, hello: Hello, reason: str) -> bool:
         self.broken.append(reason)
-        if self.supervisor is not None:
-            self.supervisor.worker_broken(hello, reason)
+        if self.supervisor is None or self.is_killing:
+            return self.is_killing
+        return self.supervisor.worker_broken(hello, reason)
 
     def _explained(self) -> None:
         self.num_explained += 1

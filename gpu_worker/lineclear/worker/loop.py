@@ -98,6 +98,7 @@ class _Loop:
         self._sockets = sockets
         self._limits = limits
         self._stopping = False
+        self._instance = secrets.randbits(63)
         self._bell = Bell()
         self._progress = Progress()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -156,7 +157,8 @@ class _Loop:
         self._runner.reset()
         plans = PlanSocket(self._context, self._sockets, epoch, self._bell, self._limits.max_plan_bytes)
         try:
-            self._collector.begin(replace(self._runner.hello(epoch), epoch=epoch, pid=os.getpid()))
+            hello = self._runner.hello(epoch)
+            self._collector.begin(replace(hello, epoch=epoch, pid=os.getpid(), instance=self._instance))
             ending = self._run_plans(plans)
             failure = self._collector.settle()
             if failure is StepErrorKind.OUT_OF_MEMORY and ending is not _Ending.STOPPED:

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -143,7 +143,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker joins. `epoch` is a random number of its own choosing, new each time it joins."""
+    """A worker joins. `epoch` is a random number of its own choosing, new each time it joins.
+
+    `instance` is one that it keeps for as long as its process lives. `pid` does not tell processes apart: in containers
+    of their own they all have the same.
+    """
 
     epoch: int
     num_blocks: int
@@ -161,6 +165,7 @@ class Hello:
     pid: int = 0
     torch_version: str = ""
     transformers_version: str = ""
+    instance: int = 0
     protocol: int = PROTOCOL
 
 

@@ -105,7 +105,8 @@ class Engine:
     """Runs a core over a link. Requests, cancellations and the like come from any thread and never block.
 
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
-    `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed.
+    `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed; the
+    latter returns whether that is being done, and then this process joins no more.
     `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now.
     `on_anomaly(what)` is called when a worker is lost, a step took far too long or the thread dies.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
@@ -121,7 +122,7 @@ class Engine:
         *,
         limits: EngineLimits | None = None,
         on_joined: Callable[[Hello], None] = lambda hello: None,
-        on_broken: Callable[[Hello, str], None] = lambda hello, reason: None,
+        on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
         on_explained: Callable[[], None] = lambda: None,
         on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
@@ -138,6 +139,7 @@ class Engine:
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
         self._refused: deque[Request] = deque()
         self._hello: Hello | None = None
+        self._last_hello: Hello | None = None  # of the joined worker, or of the one before
         self._closed_since: float | None = None  # the connection of the joined worker, whose exit may tell why
         self._incarnation = 0
         self._in_flight: deque[_Sent] = deque()
@@ -291,6 +293,8 @@ class Engine:
 
     def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []
+        if self._last_hello is not None and self._last_hello.pid == pid:
+            self._link.bar(self._last_hello)
         if self._hello is not None and self._hello.pid == pid:
             killed = exit_code is None or exit_code == 0 or -exit_code in _SIGNALS_FROM_OUTSIDE
             self._lose("its process ended", events, now, Loss.KILLED if killed else Loss.BROKE)
@@ -359,7 +363,10 @@ class Engine:
         if self._closed_since is not None:
             self._lose(CLOSED, events, now, Loss.KILLED)
         assert self._hello is None, "the link joins one worker at a time"
-        self._hello, self._hung = hello, None
+        if hello.epoch != self._link.epoch:
+            return  # it came in one batch with the message that condemned its process
+        self._hello = self._last_hello = hello
+        self._hung = None
         self._incarnation += 1
         events += self._core.reset(hello, now)
         log.info(
@@ -381,7 +388,6 @@ class Engine:
             return
         self._hello = self._closed_since = None
         self._in_flight.clear()
-        self._link.drop(hello.epoch)
         events += self._core.take_events()
         ended = self._core.reset(None, now, Loss.LEFT if self._leaving else loss)
         events += ended
@@ -395,7 +401,10 @@ class Engine:
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
         if kill:
             self._hung = hello.epoch
-            self._on_broken(hello, reason)
+        if kill and self._on_broken(hello, reason):
+            self._link.bar(hello)
+        else:
+            self._link.drop(hello.epoch)
 
     def _check_worker(self, events: list[Event], now: float) -> None:
         if self._hello is None:

@@ -81,10 +81,12 @@ class Link:
         """When the joined worker last said anything, on `clock`."""
         self._clock = clock
         self._epoch: int | None = None
+        self._instance = 0  # the process that joined last
         self._pending: Hello | None = None
         self._pending_since = 0.0
         # Epochs that are over: a Hello of theirs that is still under way must not open them again.
         self._closed: deque[int] = deque(maxlen=64)
+        self._barred: deque[int] = deque(maxlen=64)  # instances of processes that are dead, or as good as dead
         self._probes: deque[float] = deque()
         self._sockets, self._lock_fd = _own(directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -167,6 +169,25 @@ class Link:
             self._end()
         self._tell(Rejoin(epoch))
 
+    def bar(self, worker: Hello) -> None:
+        """The process of that worker is dead or being killed: whatever it still says, it joins no more."""
+        self._barred.append(worker.instance)
+        if self._pending is not None and self._pending.instance == worker.instance:
+            self._pending = None
+        if self._epoch is None or self._instance != worker.instance:
+            self._send_away(worker.epoch)
+        else:  # maybe in an epoch that the engine has not heard of yet
+            self._send_away(self._epoch)
+            self._end()
+
+    @property
+    def epoch(self) -> int | None:
+        """Of the joined worker."""
+        return self._epoch
+
+    def _send_away(self, epoch: int) -> None:
+        self._tell(Goodbye(epoch, "this process is being killed, or taken for dead; it cannot join again"))
+
     def _end(self) -> None:
         assert self._epoch is not None
         self._closed.append(self._epoch)
@@ -248,6 +269,11 @@ class Link:
         if hello.epoch in self._closed or hello.epoch == self._epoch:
             self.counters.stale_messages += 1
             return
+        if hello.instance in self._barred:
+            self.counters.refused_workers += 1
+            self._closed.append(hello.epoch)
+            self._send_away(hello.epoch)
+            return
         # Its plan socket may be a moment behind the one this came through: it joins once a plan can reach it.
         self._pending, self._pending_since = hello, self._clock()
         self._probe(arrivals)
@@ -295,7 +321,7 @@ class Link:
             self._tell(Goodbye(hello.epoch, "another worker is joined to this scheduler"))
             log.error("worker_refused", pid=hello.pid, hint="one worker to a socket directory")
             return
-        self._epoch = hello.epoch
+        self._epoch, self._instance = hello.epoch, hello.instance
         self.last_heard = self._clock()
         arrivals.append(hello)
 

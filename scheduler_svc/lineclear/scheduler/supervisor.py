@@ -104,9 +104,13 @@ class Supervisor:
         """The engine heard a worker's Hello. Any thread."""
         self._call(self._joined, hello.pid)
 
-    def worker_broken(self, hello: Hello, reason: str) -> None:
-        """The engine will not hear that worker again: kill it. Any thread."""
+    def worker_broken(self, hello: Hello, reason: str) -> bool:
+        """The engine will not hear that worker again: kill it if it is ours, and say whether it is. Any thread."""
+        worker = self._worker
+        if worker is None or worker.process.pid != hello.pid:
+            return False
         self._call(self._kill, hello.pid, reason)
+        return True
 
     def crashes_explained(self) -> None:
         """The ends of workers so far had a cause that is gone: they do not count against the limit. Any thread."""
