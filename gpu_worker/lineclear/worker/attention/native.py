@@ -26,6 +26,7 @@ class _Layer(ctypes.Structure):
         ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -82,11 +83,11 @@ class NativeAttention(AttentionBackend):
             raise ValueError(f"the native attention backend cannot be used: {problem}")
         native: Any = library()
         self._attend = Kernel(native, "lineclear_attend")
-        sizes = [self.num_blocks * x.num_kv_heads * x.head_dim * self.block_size for x in self.layers]
-        # The system gives the memory as it is used; a pool of gigabytes is not there at once.
-        pages = Pages()
-        self._keys = [pages.take((size,), self.kv_dtype) for size in sizes]
-        self._values = [pages.take((size,), self.kv_dtype) for size in sizes]
+        # A block holds its keys and values of all layers side by side. The system gives memory as it is used, and a huge
+        # page may take it milliseconds; a step that begins a block waits for one of them and not for one in every layer.
+        sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
+        pools = torch.split(Pages().take((self.num_blocks, sum(sizes)), self.kv_dtype), sizes, dim=1)
+        self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]
         shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
         self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
         self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
@@ -104,6 +105,7 @@ class NativeAttention(AttentionBackend):
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
+            self._keys[index].stride(0),
             spec.window,
             spec.scaling,
             spec.softcap,
@@ -115,7 +117,7 @@ class NativeAttention(AttentionBackend):
 
     def zero(self, blocks: Sequence[int]) -> None:
         for pool in (*self._keys, *self._values):
-            pool.view(self.num_blocks, -1)[list(blocks)] = 0
+            pool[list(blocks)] = 0
         for scales in self._scales:
             scales[:, list(blocks)] = 0
 

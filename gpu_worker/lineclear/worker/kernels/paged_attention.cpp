@@ -5,8 +5,8 @@
 // in fp32. The keys of a page lie side by side (K is stored transposed), so a score needs no horizontal sum.
 //
 // The file is compiled once per instruction set; the compiler's vector types carry the rest. Plain C ABI: no Python, no
-// torch headers. The layouts of the pools are private to this file; in either, blocks of num_kv_heads * head_dim *
-// block_size elements lie one after another.
+// torch headers. The layout of a block, num_kv_heads * head_dim * block_size keys and as many values of a layer, is private
+// to this file; where the blocks of a layer lie, `block_stride` elements apart, is not.
 //
 // Pools of bytes have a scale for each token and head, beside them. Queries are made bytes as well then, and scores are
 // sums of integers: they are exact, so they do not depend on how the work is cut.
@@ -30,8 +30,8 @@ constexpr int TILE_KEYS = 64;  // keys between two updates of the running maximu
 constexpr int width_for(int rows) { return rows * 4 <= ACCUMULATORS ? 4 : rows * 2 <= ACCUMULATORS ? 2 : 1; }
 
 struct Geometry {
-  int64_t block_size, num_heads, num_kv_heads, head_dim;
-  int64_t page_k(int64_t block, int64_t head) const { return (block * num_kv_heads + head) * head_dim * block_size; }
+  int64_t block_size, num_heads, num_kv_heads, head_dim, block_stride;
+  int64_t page(int64_t block, int64_t head) const { return block * block_stride + head * head_dim * block_size; }
 };
 
 // A page of K: [dim, token] in fp32, [dim / 2, token, 2] in bf16, [dim / 4, token, 4] in bytes, which are offset by 128.
@@ -235,7 +235,7 @@ struct Tile {
     const Geometry& g = layer.g;
     for (int i = 0; i < GROUPS; i++) {
       const int64_t at = from + i * LANES < span.limit ? from + i * LANES : from;
-      const int64_t page = g.page_k(span.table[at / g.block_size], span.head), offset = at % g.block_size;
+      const int64_t page = g.page(span.table[at / g.block_size], span.head), offset = at % g.block_size;
       keys[i] = static_cast<const K*>(layer.k_pool) + page + k_cell<K>(g, offset, 0);
       values[i] = static_cast<const V*>(layer.v_pool) + page + offset * g.head_dim;
     }
@@ -369,7 +369,7 @@ extern "C" {
 
 // A layer of a step. Pointers are to contiguous arrays; element type: 0 fp32, 1 bf16.
 struct LineclearLayer {
-  int64_t element, block_size, num_heads, num_kv_heads, head_dim, window;
+  int64_t element, block_size, num_heads, num_kv_heads, head_dim, block_stride, window;
   float scaling, softcap;
   void *k_pool, *v_pool;
   const float* sinks;           // [num_heads] or null
@@ -397,8 +397,8 @@ namespace {
 template <typename T, typename K, typename V>
 inline void write(const Geometry& g, const LineclearLayer& layer, int64_t block, int64_t head, int64_t offset, const T* key,
                   const T* value) {
-  K* page = static_cast<K*>(layer.k_pool) + g.page_k(block, head);
-  V* values = static_cast<V*>(layer.v_pool) + g.page_k(block, head) + offset * g.head_dim;
+  K* page = static_cast<K*>(layer.k_pool) + g.page(block, head);
+  V* values = static_cast<V*>(layer.v_pool) + g.page(block, head) + offset * g.head_dim;
   if constexpr (sizeof(K) == 1) {
     const int64_t scale = (block * g.num_kv_heads + head) * g.block_size + offset;
     uint8_t bytes[512];
@@ -453,7 +453,7 @@ class Hand {
 
 template <typename T, typename K, typename V>
 void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* query, const T* key, const T* value, T* out) {
-  const Layer inner = {{layer.block_size, layer.num_heads, layer.num_kv_heads, layer.head_dim},
+  const Layer inner = {{layer.block_size, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.block_stride},
                        layer.k_pool, layer.v_pool, layer.scaling, layer.softcap, layer.k_scales, layer.v_scales};
   const Geometry& g = inner.g;
   const int64_t heads = g.num_heads, kv_heads = g.num_kv_heads, dim = g.head_dim, share = heads / kv_heads;
@@ -521,7 +521,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Changes whenever a struct or a function of these files changes its meaning.
-int64_t lineclear_abi(void) { return 7; }
+int64_t lineclear_abi(void) { return 8; }
 
 // A chunk is cut into work items of so many queries; `num_items` of a batch are all of them, before the factor of KV heads.
 int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {
