@@ -83,8 +83,8 @@ class NativeAttention(AttentionBackend):
             raise ValueError(f"the native attention backend cannot be used: {problem}")
         native: Any = library()
         self._attend = Kernel(native, "lineclear_attend")
-        # A block holds its keys and values of all layers side by side. The system gives memory as it is used, and a huge
-        # page may take it milliseconds; a step that begins a block waits for one of them and not for one in every layer.
+        # A block has its keys and values of all layers side by side. The system gives memory when it is first used, and
+        # may need milliseconds for a huge page: a step that begins a block waits for one, not for one of every layer.
         sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
         pools = torch.split(Pages().take((self.num_blocks, sum(sizes)), self.kv_dtype), sizes, dim=1)
         self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]

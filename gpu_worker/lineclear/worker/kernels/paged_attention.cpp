@@ -12,8 +12,8 @@
 // sums of integers: they are exact, so they do not depend on how the work is cut.
 //
 // Decodes are bound by memory: each key and value is used for a few rows and not again in this step. Pages are small and
-// lie anywhere, so the processor cannot guess the next one; `Following` says which it is, and its lines are fetched one by
-// one beside the loads of the current tile, which keeps as many on their way as there can be.
+// lie anywhere, so the processor cannot guess the next one; `Following` says which it is, and its lines are fetched one
+// by one beside the loads of the current tile, which keeps as many on their way as there can be.
 
 #include <atomic>
 
@@ -422,17 +422,18 @@ struct Item {
 class Hand {
  public:
   Hand(const LineclearBatch& batch, const LineclearLayer& layer, std::atomic<int64_t>* taken)
-      : batch_(batch), layer_(layer), taken_(taken), size_(lineclear_queries_per_item(layer.num_heads, layer.num_kv_heads)),
-        chunk_(batch.num_chunks - 1) {}
+      : batch_(batch), layer_(layer), taken_(taken), chunk_(batch.num_chunks - 1),
+        size_(lineclear_queries_per_item(layer.num_heads, layer.num_kv_heads)) {}
 
   // The next one that no thread has; false if there is none, and `item` is as it was.
   bool take(Item* item) {
     const int64_t number = taken_->fetch_add(1, std::memory_order_relaxed), kv_heads = layer_.num_kv_heads;
     if (number >= batch_.num_items * kv_heads) return false;
     for (; number / kv_heads >= before_ + parts(); chunk_--) before_ += parts();
-    const int64_t from = (number / kv_heads - before_) * size_, most = batch_.num_queries[chunk_], start = batch_.start[chunk_];
-    const int64_t to = from + size_ < most ? from + size_ : most;
-    *item = {chunk_, from, to, {batch_.blocks + batch_.table[chunk_], number % kv_heads, low(start + from), start + to}};
+    const int64_t start = batch_.start[chunk_], most = batch_.num_queries[chunk_];
+    const int64_t from = (number / kv_heads - before_) * size_, to = from + size_ < most ? from + size_ : most;
+    const int32_t* table = batch_.blocks + batch_.table[chunk_];
+    *item = {chunk_, from, to, {table, number % kv_heads, low(start + from), start + to}};
     return true;
   }
 
@@ -447,8 +448,8 @@ class Hand {
   const LineclearBatch& batch_;
   const LineclearLayer& layer_;
   std::atomic<int64_t>* taken_;
-  const int64_t size_;  // queries of an item
-  int64_t chunk_, before_ = 0;  // the chunk of the item taken last, and the items of all heads before it
+  int64_t chunk_, before_ = 0;  // the chunk of the item taken last, and the items before it, for one head
+  const int64_t size_;          // queries of an item
 };
 
 template <typename T, typename K, typename V>
