@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,12 @@ class Running(Process):
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         until(lambda: self.health.Check(health_pb2.HealthCheckRequest()).status == 1)
+
+    def metrics_page(self) -> str:
+        """What Prometheus would read now. It was started with --metrics-listen."""
+        address = self.wait_for("metrics")["address"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
+            return str(page.read().decode())
 
     def end(self) -> None:
         if hasattr(self, "channel"):

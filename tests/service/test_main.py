@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,10 @@ def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(sta
     server = start(
         "--metrics-listen", "127.0.0.1:0", "--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02
     )
-    address = server.wait_for("metrics")["address"]
 
     def figures() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
-            lines = (line.split() for line in page.read().decode().splitlines() if not line.startswith("#"))
-            return {name: float(value) for name, value in lines}
+        lines = (line.split() for line in server.metrics_page().splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
 
     list(server.stub.Generate(pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3})))
     found = figures()

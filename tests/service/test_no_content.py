@@ -25,7 +25,7 @@ RARE = [307, 311, 313, 317, 331, 337]
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., Running]]:
-    with starting(model, "--log-level", "debug") as begin:
+    with starting(model, "--log-level", "debug", "--metrics-listen", "127.0.0.1:0") as begin:
         yield begin
 
 
@@ -90,10 +90,12 @@ def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path,
     until(lambda: any("most recent call first" in line for line in list(server.other)))
     stats = server.stub.GetStats(pb.GetStatsRequest())
     model = server.stub.GetModel(pb.GetModelRequest())
+    figures = server.metrics_page()
+    assert "lineclear_requests_finished_total" in figures
     server.popen.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0
     assert any(line["event"] == "request_ended" for line in server.lines)
-    check(server, neighbour, str(stats), str(model))
+    check(server, neighbour, str(stats), str(model), figures)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +125,42 @@ def test_whatever_bug_quotes_it(start: Callable[..., Running], part: str) -> Non
     check(server)
 
 
-def test_the_marker_would_be_found(start: Callable[..., Running]) -> None:
-    """A careless line of the kind that this is about."""
+CARELESS = {
+    "log": """
+import structlog
+def note(text):
+    structlog.get_logger().info("request", prompt=text)
+""",
+    "metrics": """
+from prometheus_client.core import GaugeMetricFamily
+from lineclear.scheduler.rpc import service
+texts = {}
+figures = service.families
+def families(stats, spreads):
+    yield from figures(stats, spreads)
+    family = GaugeMetricFamily("lineclear_asked", "How often.", labels=["prompt"])
+    for text, count in texts.items():
+        family.add_metric([text], count)
+    yield family
+service.families = families
+def note(text):
+    texts[text] = texts.get(text, 0) + 1
+""",
+}
+"""Lines of the kind that this is about, which define what is done with a prompt."""
+
+
+@pytest.mark.parametrize("kind", CARELESS)
+def test_the_marker_would_be_found(start: Callable[..., Running], kind: str) -> None:
     careless = RUN.replace(
         "sys.exit",
-        "import structlog\nfrom lineclear.scheduler.rpc import validation\nreal = validation.check\n"
+        f"{CARELESS[kind]}\nfrom lineclear.scheduler.rpc import validation\nreal = validation.check\n"
         "def check(request, bounds):\n"
-        "    structlog.get_logger().info('request', prompt=request.text)\n"
+        "    note(request.text)\n"
         "    return real(request, bounds)\n"
         "validation.check = check\nsys.exit",
     )
     server = start(code=careless)
     send(server, next(everything_wrong()))
     with pytest.raises(AssertionError, match=MARKER):
-        check(server)
+        check(server, server.metrics_page())

@@ -85,8 +85,10 @@ def interactive(talk: Conversation, history: Path | None) -> None:
     finally:
         if readline is not None and history is not None:
             readline.set_history_length(1000)
-            readline.write_history_file(str(history))
+            # Before anything is in it: GNU's readline makes a file that is its owner's alone, others write into this.
+            history.touch(mode=0o600)
             history.chmod(0o600)
+            readline.write_history_file(str(history))
 
 
 def _answer(talk: Conversation, commands: Commands, line: str) -> None:
