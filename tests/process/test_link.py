@@ -24,9 +24,11 @@ from lineclear.wire.types import (
     Goodbye,
     Heartbeat,
     Hello,
+    LogLevel,
     Message,
     Rejoin,
     Row,
+    SetLogLevel,
     StepError,
     StepErrorKind,
     StepPlan,
@@ -187,6 +189,14 @@ def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Statio
 
     with pytest.raises(WorkerGone):
         flood()
+
+
+def test_an_order_that_finds_no_room_says_so_and_blocks_nobody(station: Station) -> None:
+    station.joined(7)  # never reads
+    order = SetLogLevel(7, LogLevel.INFO)
+    assert station.link.tell(order)
+    assert any(not station.link.tell(order) for _ in range(100_000))
+    assert not station.link.tell(SetLogLevel(9, LogLevel.INFO))  # nobody is there
 
 
 def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> None:

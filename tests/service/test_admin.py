@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from typer.testing import CliRunner, Result
 from lineclear.client.cli.app import app
 from lineclear.errors import RecordingFailed
 from lineclear.v1 import admin_pb2 as pb
-from lineclear.v1 import admin_pb2_grpc
+from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from lineclear.wire.types import Sampling
 
 
@@ -162,6 +164,26 @@ def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..
     assert order("drain").exit_code == 0
     assert server.exit_code() == 0
     assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2
+
+
+def test_the_log_level_reaches_the_worker_and_its_successors(
+    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
+) -> None:
+    """At level info a worker says how its epoch ended: not the two that end while it is higher, but the third."""
+    server = start()
+    assert order("log-level", "warning").exit_code == 0
+    with grpc.insecure_channel(f"unix:{tmp_path}/a") as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        for number in (1, 2):
+            assert list(server.stub.Generate(endless()))  # plans follow what was told, so the worker has read it
+            os.kill(stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
+            server.wait_for("worker_ended", number)
+    assert order("log-level", "info").exit_code == 0
+    assert list(server.stub.Generate(endless()))
+    assert order("drain").exit_code == 0
+    assert server.exit_code() == 0
+    said = [line["event"] for line in server.lines if line["process"] == "worker"]
+    assert said == ["waiting_for_a_scheduler"] * 3 + ["epoch_ended"]
 
 
 def test_flushed_prefixes_are_not_shared_any_more(start: Callable[..., Running], order: Callable[..., Result]) -> None:

@@ -9,11 +9,13 @@ from lineclear.wire.types import (
     Goodbye,
     Heartbeat,
     Hello,
+    LogLevel,
     Logprobs,
     Message,
     Rejoin,
     Row,
     Sampling,
+    SetLogLevel,
     SlotInit,
     StepError,
     StepErrorKind,
@@ -111,6 +113,7 @@ heartbeats = st.builds(Heartbeat, uint64, uint64, seconds)
 errors = st.builds(StepError, uint64, uint64, st.sampled_from(StepErrorKind), st.text())
 rejoins = st.builds(Rejoin, uint64)
 goodbyes = st.builds(Goodbye, uint64, st.text())
+log_levels = st.builds(SetLogLevel, uint64, st.sampled_from(LogLevel))
 
 BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
     StepPlan: plans,
@@ -120,4 +123,5 @@ BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
     StepError: errors,
     Rejoin: rejoins,
     Goodbye: goodbyes,
+    SetLogLevel: log_levels,
 }

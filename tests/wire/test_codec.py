@@ -148,6 +148,8 @@ INTS = struct.Struct("<2i").pack
         (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0" * 8)),  # no counts
         (HELLO, pb.Hello()),  # no capacity at all
         (EXAMPLES[4], pb.StepError()),  # no kind
+        (EXAMPLES[-1], pb.SetLogLevel()),  # no level
+        (EXAMPLES[-1], pb.SetLogLevel(level=5)),  # type: ignore[arg-type]  # none that is known
     ],
 )
 def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any) -> None:

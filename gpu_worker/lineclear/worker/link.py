@@ -15,11 +15,11 @@ import zmq
 
 from lineclear.sockets import Sockets
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.types import Goodbye, Heartbeat, Message, Rejoin, StepPlan
+from lineclear.wire.types import Goodbye, Heartbeat, Message, Rejoin, SetLogLevel, StepPlan
 
 log = structlog.get_logger()
 
-Order = StepPlan | Rejoin | Goodbye
+Order = StepPlan | Rejoin | Goodbye | SetLogLevel
 """What a scheduler sends that means something."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500
@@ -93,7 +93,7 @@ class PlanSocket:
                 if self.num_bad_frames & (self.num_bad_frames - 1) == 0:  # 1, 2, 4, 8 ...: noise cannot fill the log
                     log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
                 continue
-            if isinstance(message, StepPlan | Rejoin | Goodbye) and message.epoch == self.epoch:
+            if isinstance(message, Order) and message.epoch == self.epoch:
                 return message
             if not isinstance(message, Heartbeat):  # the scheduler's way to see whether we are connected
                 log.warning("stray_message", kind=type(message).__name__)

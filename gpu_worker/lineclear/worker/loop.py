@@ -24,9 +24,10 @@ from types import FrameType
 import structlog
 import zmq
 
+from lineclear import logs
 from lineclear.sockets import Sockets, private_sockets
 from lineclear.wire.codec import ProtocolMismatch
-from lineclear.wire.types import Goodbye, Rejoin, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.types import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult
 from lineclear.worker.collector import Collector
 from lineclear.worker.heart import Heart, Progress
 from lineclear.worker.link import Bell, PlanSocket, ResultSocket
@@ -189,7 +190,9 @@ class _Loop:
                 log.warning("refused", reason=order.reason)
                 self._collector.abandon()
                 return _Ending.REFUSED
-            if order is not None:
+            if isinstance(order, SetLogLevel):
+                logs.set_level(order.level.name.lower())
+            elif order is not None:
                 self._launch(order, last_step)
                 last_step = order.step
 

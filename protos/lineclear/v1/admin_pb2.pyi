@@ -207,7 +207,7 @@ class SetLogLevelResponse(_message.Message):
 
     PREVIOUS_FIELD_NUMBER: _builtins.int
     previous: Global___LogLevel.ValueType
-    """The level before."""
+    """The scheduler's level before."""
     def __init__(
         self,
         *,

@@ -87,8 +87,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Log from this level upwards until told otherwise or started again. The
-        scheduler's own lines; those of the worker keep the level of its start.
+        """Log from this level upwards until told otherwise or started again, in both
+        processes. A worker hears it when it joins: what it logs while it loads
+        its model keeps the level that it was started with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,8 +52,9 @@ class AdminServiceStub:
     that is sent after the answer shares nothing that was computed before.
     """
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
-    """Log from this level upwards until told otherwise or started again. The
-    scheduler's own lines; those of the worker keep the level of its start.
+    """Log from this level upwards until told otherwise or started again, in both
+    processes. A worker hears it when it joins: what it logs while it loads
+    its model keeps the level that it was started with.
     """
 
 @_typing.type_check_only
@@ -75,8 +76,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     that is sent after the answer shares nothing that was computed before.
     """
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
-    """Log from this level upwards until told otherwise or started again. The
-    scheduler's own lines; those of the worker keep the level of its start.
+    """Log from this level upwards until told otherwise or started again, in both
+    processes. A worker hears it when it joins: what it logs while it loads
+    its model keeps the level that it was started with.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -119,8 +121,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetLogLevelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
-        """Log from this level upwards until told otherwise or started again. The
-        scheduler's own lines; those of the worker keep the level of its start.
+        """Log from this level upwards until told otherwise or started again, in both
+        processes. A worker hears it when it joins: what it logs while it loads
+        its model keeps the level that it was started with.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

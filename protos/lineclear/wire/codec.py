@@ -23,11 +23,13 @@ from lineclear.wire.types import (
     Goodbye,
     Heartbeat,
     Hello,
+    LogLevel,
     Logprobs,
     Message,
     Rejoin,
     Row,
     Sampling,
+    SetLogLevel,
     SlotInit,
     StepError,
     StepErrorKind,
@@ -295,6 +297,10 @@ def _goodbye_from(epoch: int, step: int, payload: bytes) -> Goodbye:
     return Goodbye(epoch, pb.Goodbye.FromString(payload).reason)
 
 
+def _log_level_from(epoch: int, step: int, payload: bytes) -> SetLogLevel:
+    return SetLogLevel(epoch, LogLevel(pb.SetLogLevel.FromString(payload).level))
+
+
 _Encoder = Callable[[Any], ProtobufMessage]
 _Decoder = Callable[[int, int, bytes], Message]
 _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
@@ -305,5 +311,6 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     StepError: (5, lambda e: pb.StepError(kind=e.kind.value, summary=e.summary), _error_from),
     Rejoin: (6, lambda r: pb.Rejoin(), _rejoin_from),
     Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
+    SetLogLevel: (8, lambda s: pb.SetLogLevel(level=s.level.value), _log_level_from),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -211,4 +211,21 @@ class Goodbye:
     reason: str = ""
 
 
-Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye
+class LogLevel(Enum):
+    """How severe a line must be to be logged."""
+
+    DEBUG = 1
+    INFO = 2
+    WARNING = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SetLogLevel:
+    """Scheduler to worker: log from `level` upwards until told otherwise. Holds beyond the epoch."""
+
+    epoch: int
+    level: LogLevel
+
+
+Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye | SetLogLevel

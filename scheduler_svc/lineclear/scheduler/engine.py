@@ -26,7 +26,7 @@ from lineclear.scheduler.scheduling.core import BadResult, CoreSnapshot, Schedul
 from lineclear.scheduler.scheduling.events import Event, Failed, Record
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.types import Hello, LogLevel, SetLogLevel, StepError, StepErrorKind, StepPlan, StepResult
 
 log = structlog.get_logger()
 
@@ -140,6 +140,8 @@ class Engine:
         self._refused: deque[Request] = deque()
         self._hello: Hello | None = None
         self._last_hello: Hello | None = None  # of the joined worker, or of the one before
+        self._log_level: LogLevel | None = None  # that workers are to have; None: the one they start with
+        self._is_level_told = True  # to the joined worker
         self._closed_since: float | None = None  # the connection of the joined worker, whose exit may tell why
         self._incarnation = 0
         self._in_flight: deque[_Sent] = deque()
@@ -194,6 +196,10 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._order(self._forget_prefixes)
+
+    def set_log_level(self, level: str) -> None:
+        """Have the worker log from `level` upwards, and every one that joins later."""
+        self._order(partial(self._set_log_level, LogLevel[level.upper()]))
 
     def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
         """The process `pid` is dead. If it is the joined worker, its requests run again on the next one.
@@ -256,6 +262,7 @@ class Engine:
             self._hear(arrival, events, now)
         self._check_worker(events, now)
         events += self._core.expire(now)
+        self._tell_log_level()
         self._send_plans(events, now)
         if events:
             begin = time.perf_counter()
@@ -290,6 +297,9 @@ class Engine:
 
     def _forget_prefixes(self, now: float) -> None:
         self._core.forget_prefixes()
+
+    def _set_log_level(self, level: LogLevel, now: float) -> None:
+        self._log_level, self._is_level_told = level, False
 
     def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []
@@ -367,6 +377,7 @@ class Engine:
             return  # it came in one batch with the message that condemned its process
         self._hello = self._last_hello = hello
         self._hung = None
+        self._is_level_told = self._log_level is None
         self._incarnation += 1
         events += self._core.reset(hello, now)
         log.info(
@@ -380,6 +391,10 @@ class Engine:
             num_slots=hello.num_slots,
         )
         self._on_joined(hello)
+
+    def _tell_log_level(self) -> None:
+        if not self._is_level_told and self._hello is not None and self._log_level is not None:
+            self._is_level_told = self._link.tell(SetLogLevel(self._hello.epoch, self._log_level))
 
     def _lose(self, reason: str, events: list[Event], now: float, loss: Loss, *, kill: bool = False) -> None:
         """The joined worker is gone, or as good as. Requests wait for the next one."""

@@ -27,7 +27,17 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lineclear.sockets import SocketError, Sockets, private_sockets, unlink_stale
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.types import PROTOCOL, Goodbye, Heartbeat, Hello, Rejoin, StepError, StepPlan, StepResult
+from lineclear.wire.types import (
+    PROTOCOL,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Rejoin,
+    SetLogLevel,
+    StepError,
+    StepPlan,
+    StepResult,
+)
 
 log = structlog.get_logger()
 
@@ -153,15 +163,14 @@ class Link:
         begin = time.perf_counter()
         frame = encode(plan)
         self.counters.encode_seconds += time.perf_counter() - begin
-        try:
-            self._plans.send_multipart((_identity(plan.epoch), frame), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # EHOSTUNREACH: the connection is gone. EAGAIN: more plans than can be in flight wait to be read.
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            raise WorkerGone(error.strerror) from error
+        if problem := self._post(plan.epoch, frame):
+            raise WorkerGone(zmq.strerror(problem))
         self.counters.plans += 1
         self.counters.bytes_sent += len(frame)
+
+    def tell(self, order: SetLogLevel) -> bool:
+        """Send what is no plan to the worker of its epoch; False if that cannot be done now."""
+        return not self._post(order.epoch, encode(order))
 
     def drop(self, epoch: int) -> None:
         """The epoch is over. If its worker still lives it is told to begin a new one."""
@@ -195,13 +204,20 @@ class Link:
 
     def _tell(self, message: Rejoin | Goodbye | Heartbeat) -> bool:
         """Send to the worker of `message.epoch` if it is there, and say whether it is."""
+        return self._post(message.epoch, encode(message)) != zmq.EHOSTUNREACH
+
+    def _post(self, epoch: int, frame: bytes) -> int:
+        """Send to the worker of that epoch. Returns 0, or why not.
+
+        EHOSTUNREACH: it has no connection. EAGAIN: more than can be in flight waits to be read.
+        """
         try:
-            self._plans.send_multipart((_identity(message.epoch), encode(message)), zmq.NOBLOCK)
+            self._plans.send_multipart((_identity(epoch), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            return bool(error.errno == zmq.EAGAIN)
-        return True
+            return int(error.errno)
+        return 0
 
     def is_reachable(self, epoch: int) -> bool:
         """Whether the worker of that epoch has a connection, joined or not, alive or hung."""

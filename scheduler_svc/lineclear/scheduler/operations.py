@@ -51,5 +51,6 @@ class Operations:
         self._engine.forget_prefixes()
 
     def set_log_level(self, level: str) -> str:
-        """Log from `level` upwards; the level before."""
+        """Log from `level` upwards, here and in the worker; the level before, here."""
+        self._engine.set_log_level(level)
         return logs.set_level(level)

@@ -419,3 +419,43 @@ class StepError(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepError: _TypeAlias = StepError  # noqa: Y015
+
+@_typing.final
+class SetLogLevel(_message.Message):
+    """Scheduler to worker: log from this level upwards."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Level:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _LevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[SetLogLevel._Level.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        LEVEL_UNSPECIFIED: SetLogLevel._Level.ValueType  # 0
+        LEVEL_DEBUG: SetLogLevel._Level.ValueType  # 1
+        LEVEL_INFO: SetLogLevel._Level.ValueType  # 2
+        LEVEL_WARNING: SetLogLevel._Level.ValueType  # 3
+        LEVEL_ERROR: SetLogLevel._Level.ValueType  # 4
+
+    class Level(_Level, metaclass=_LevelEnumTypeWrapper): ...
+    LEVEL_UNSPECIFIED: SetLogLevel.Level.ValueType  # 0
+    LEVEL_DEBUG: SetLogLevel.Level.ValueType  # 1
+    LEVEL_INFO: SetLogLevel.Level.ValueType  # 2
+    LEVEL_WARNING: SetLogLevel.Level.ValueType  # 3
+    LEVEL_ERROR: SetLogLevel.Level.ValueType  # 4
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: Global___SetLogLevel.Level.ValueType
+    def __init__(
+        self,
+        *,
+        level: Global___SetLogLevel.Level.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015

@@ -52,7 +52,7 @@ class OperationsApi(Protocol):
         ...
 
     def set_log_level(self, level: str) -> str:
-        """Log from `level` upwards; the level before."""
+        """Log from `level` upwards, in both processes; the level before."""
         ...
 
 
