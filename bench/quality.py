@@ -103,7 +103,8 @@ def predictions(
                 end = min(start + CHUNK, len(ids) - 1)
                 used = blocks[: -(-end // BLOCK_SIZE)]
                 backend.begin(make_batch([Chunk(0, end - start, start, used)], BLOCK_SIZE))
-                logits = loaded.logits(ids[start:end], torch.arange(start, end), torch.arange(end - start))
+                here = np.arange(start, end)
+                logits = loaded.logits(ids, here, here, here - start).values
                 scores.append(logits.double().log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
                 best.append(logits.argmax(-1))
     return torch.cat(scores), torch.cat(best)

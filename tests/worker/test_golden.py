@@ -14,6 +14,7 @@ from lineclear.wire.types import StepPlan
 from lineclear.worker import golden
 from lineclear.worker.golden import SelfTestFailed
 from lineclear.worker.loader import LoadedModel, adopt, fuse
+from lineclear.worker.logits import of
 from lineclear.worker.runner import ModelRunner
 
 
@@ -99,12 +100,12 @@ def decodes_go_one_back(runner: ModelRunner, loaded: LoadedModel) -> None:
 
 def the_sampler_is_wrong(runner: ModelRunner, loaded: LoadedModel) -> None:
     real = runner._logits
-    runner._logits = lambda packed: -real(packed)  # type: ignore[method-assign]
+    runner._logits = lambda packed: of(-real(packed).values)  # type: ignore[method-assign]
 
 
 def it_gives_nan(runner: ModelRunner, loaded: LoadedModel) -> None:
     real = runner._logits
-    runner._logits = lambda packed: real(packed) * float("nan")  # type: ignore[method-assign]
+    runner._logits = lambda packed: of(real(packed).values * float("nan"))  # type: ignore[method-assign]
 
 
 def it_raises(runner: ModelRunner, loaded: LoadedModel) -> None:

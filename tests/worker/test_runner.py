@@ -13,8 +13,9 @@ from support.inprocess import Failure, InProcess
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.loader import LoadedModel, ModelRefused, adopt
+from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker.kernels import library
+from lineclear.worker.loader import LoadedModel, ModelRefused, adopt, fuse
 from lineclear.worker.protocol import StepFailed
 from lineclear.worker.runner import ModelRunner
 
@@ -38,6 +39,26 @@ def test_hello_says_what_there_is() -> None:
     assert (hello.max_model_len, hello.vocab_size, hello.eos_token_ids, hello.max_step_tokens) == (256, 211, (2,), 256)
     assert (hello.model_id, hello.family, hello.dtype, hello.device) == ("tiny", "llama", "float32", "cpu")
     assert hello.attention_backend == "torch_paged"
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
+    """What a step sampled lies where the next one puts its own."""
+    loaded = fuse(adopt(tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4)))
+    assert loaded is not None
+    found = []
+    for late in (False, True):
+        runner = ModelRunner(loaded, num_blocks=8)
+        prompt = Row(0, 0, 5, True, (3,))
+        plans = [StepPlan(1, 1, (prompt,), (SlotInit(0, (5, 6, 7, 8, 9), 5, (), Sampling()),))]
+        plans += [StepPlan(1, step, decodes=Decodes((0,), (3 + step,))) for step in range(2, 8)]
+        if late:
+            flights = [runner.launch(plan) for plan in plans]
+            found.append([flight.result().tokens for flight in flights])
+        else:
+            found.append([runner.launch(plan).result().tokens for plan in plans])
+    assert len(set(found[0])) > 1, "every step gave the same token"
+    assert found[0] == found[1]
 
 
 def test_blocks_are_counted_from_free_memory_and_bounded_by_what_slots_can_use() -> None:

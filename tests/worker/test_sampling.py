@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lineclear.wire.types import Sampling
 from lineclear.worker import kernels
+from lineclear.worker import logits as logits_module
 from lineclear.worker import sampling as module
+from lineclear.worker.logits import of
 from lineclear.worker.parameters import ParameterTable
 from lineclear.worker.rng import uniform
 from lineclear.worker.sampling import Sampled, sample
@@ -34,7 +36,7 @@ def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int
     slots = np.arange(len(parameters))
     positions = np.array([len(said) for said, _ in history], np.int64)
     rows = table.select(slots, positions, np.array([prompt for _, prompt in history], np.int64))
-    return sample(logits.clone(), rows, tokens)
+    return sample(of(logits.clone()), rows, tokens)
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
@@ -63,7 +65,7 @@ def test_ties_in_a_wide_bfloat16_row() -> None:
 def test_the_best_is_what_torch_says_in_every_library(
     library: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "library", lambda: library)
+    monkeypatch.setattr(logits_module, "library", lambda: library)
     for width in (1, 15, 16, 17, 511, 512, 513, 1000, 1536, 32_000):
         logits = random_logits(9, width, seed=width).to(dtype)
         logits[1] = 0.0
@@ -73,7 +75,7 @@ def test_the_best_is_what_torch_says_in_every_library(
         logits[5, width - 1] = float("inf")
         logits[6, width // 4 :] = logits[6].max()
         logits[7] = float("nan")
-        best, ids = module._best(logits)
+        _, best, ids = of(logits)
         wanted, where = logits.float().max(dim=-1)
         torch.testing.assert_close(best.float(), wanted, rtol=0, atol=0, equal_nan=True)
         assert ids.tolist() == where.tolist()

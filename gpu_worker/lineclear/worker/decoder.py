@@ -13,15 +13,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionBackend
+from .attention import AttentionBackend, IntArray
 from .kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from .linear import Linear, Packer
+from .logits import Logits
 from .pages import Pages
 from .rotary import Turns
-from .tape import Call, Count, Kernel, Place, Tape, pointer
+from .tape import Call, Count, Kernel, Place, Tape, address, pointer
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
@@ -70,6 +72,7 @@ class _Memory(NamedTuple):
     attended: Tensor
     gate_up: Tensor
     gated: Tensor
+    input_ids: Tensor
 
 
 class _Ending(NamedTuple):
@@ -79,6 +82,8 @@ class _Ending(NamedTuple):
     part: Tensor
     normed: Tensor
     logits: Tensor
+    best: Tensor
+    ids: Tensor
 
 
 class Decoder:
@@ -112,12 +117,14 @@ class Decoder:
         self._add_norm_kernel = Kernel(native, "lineclear_add_norm")
         self._split_heads_kernel = Kernel(native, "lineclear_split_heads")
         self._gate_kernel = Kernel(native, "lineclear_gate")
+        self._best_kernel = Kernel(native, "lineclear_best")
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = Count(0), Count(0)
-        self._input_ids, self._positions, self._rows = Place(), Place(), Place()
+        self._table, self._reads, self._positions, self._rows = Place(), Place(), Place(), Place()
         self._memory: _Memory | None = None
         self._ending: _Ending | None = None
         self._layers_tape, self._ending_tape = Tape(), Tape()
+        self._logits = Logits(torch.empty(0), torch.empty(0), torch.empty(0))
         self._still: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
@@ -125,22 +132,22 @@ class Decoder:
         self._backend = backend
         self._memory = None  # the recorded calls are to another one
 
-    def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """[len(rows), vocabulary] for the packed tokens at `rows`, good until the next call.
+    def logits(self, tokens: Tensor, reads: IntArray, positions: IntArray, rows: IntArray) -> Logits:
+        """Of the packed tokens at `rows`; the packed tokens are those of `tokens` at `reads`.
 
-        The backend has begun the step. Ids and positions are int64, and the model has them: nobody looks again.
+        The backend has begun the step. All are int64, and the model has such tokens and positions: nobody looks again.
         """
-        assert all(x.dtype is torch.int64 and x.is_contiguous() for x in (input_ids, positions, rows))
-        tokens, samples = input_ids.shape[0], rows.shape[0]
-        ending = self._room_for_samples(samples, self._room_for_tokens(tokens))
-        self._turns.learn(int(positions.max()) + 1)
-        self._tokens.value, self._samples.value = tokens, samples
-        self._input_ids.value, self._positions.value = input_ids.data_ptr(), positions.data_ptr()
-        self._rows.value = rows.data_ptr()
+        assert reads.dtype == positions.dtype == rows.dtype == np.int64
+        ending = self._room_for_samples(len(rows), self._room_for_tokens(len(reads)))
+        if len(rows) != len(self._logits.ids):
+            self._logits = Logits(*(x[: len(rows)] for x in (ending.logits, ending.best, ending.ids)))
+        self._turns.learn(max(positions.tolist()) + 1)
+        self._tokens.value, self._samples.value = len(reads), len(rows)
+        self._table.value = tokens.data_ptr()
+        self._reads.value, self._positions.value, self._rows.value = map(address, (reads, positions, rows))
         self._layers_tape.play()
         self._ending_tape.play()
-        logits = ending.logits[:samples]
-        return logits if self._logits_scale == 1.0 else logits.mul_(self._logits_scale)
+        return self._logits
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +157,9 @@ class Decoder:
             query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
             shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
             shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), *[(self._turns.width,)] * 2]
-            shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,)]
-            dtypes = dict.fromkeys(_Memory._fields, self._dtype) | {"cosine": torch.float32, "sine": torch.float32}
+            shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,), ()]
+            others = {"cosine": torch.float32, "sine": torch.float32, "input_ids": torch.int64}
+            dtypes = dict.fromkeys(_Memory._fields, self._dtype) | others
             made = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
             self._memory = _Memory(*made)
             self._layers_tape = Tape(self._record(self._memory))
@@ -160,18 +168,22 @@ class Decoder:
 
     def _room_for_samples(self, samples: int, m: _Memory) -> _Ending:
         if self._ending is None or samples > len(self._ending.logits):
-            widths = (self._hidden, self._hidden, self._hidden, self._vocabulary)
-            e = self._ending = _Ending(*(torch.empty(samples, width, dtype=self._dtype) for width in widths))
+            shapes = [(self._hidden,)] * 3 + [(self._vocabulary,), (), ()]
+            dtypes = [self._dtype] * 4 + [torch.float32, torch.int64]
+            made = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
+            e = self._ending = _Ending(*made)
+            self._logits = Logits(e.logits, e.best, e.ids)
             # The last part's output, which nobody has added to the residual yet.
             part = m.part if self._layers[-1].norm_after_mlp is None else m.normed_part
-            self._ending_tape = Tape(
-                [
-                    self._take_rows(self._samples, m.residual, self._rows, e.residual),
-                    self._take_rows(self._samples, part, self._rows, e.part),
-                    self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
-                    self._head.bind(self._samples, e.normed, e.logits),
-                ]
-            )
+            tape = [
+                self._take_rows(self._samples, pointer(m.residual), self._rows, e.residual),
+                self._take_rows(self._samples, pointer(part), self._rows, e.part),
+                self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
+                self._head.bind(self._samples, e.normed, e.logits),
+            ]
+            if self._logits_scale != 1.0:
+                tape.append((lambda: e.logits[: self._samples.value].mul_(self._logits_scale), ()))
+            self._ending_tape = Tape([*tape, self._best(e)])
         return self._ending
 
     def _record(self, m: _Memory) -> list[Call]:
@@ -181,9 +193,10 @@ class Decoder:
         width = self._turns.width
         still = (torch.ones(len(m.cosine), width), torch.zeros(len(m.sine), width))
         tape = [
-            self._take_rows(count, self._embedding, self._input_ids, m.residual),
-            self._take_rows(count, self._turns.cosine, self._positions, m.cosine),
-            self._take_rows(count, self._turns.sine, self._positions, m.sine),
+            self._take_rows(count, self._table, self._reads, m.input_ids),
+            self._take_rows(count, pointer(self._embedding), pointer(m.input_ids), m.residual),
+            self._take_rows(count, pointer(self._turns.cosine), self._positions, m.cosine),
+            self._take_rows(count, pointer(self._turns.sine), self._positions, m.sine),
         ]
         if self._embedding_scale != 1.0:
             tape.append((lambda: m.residual[: count.value].mul_(self._embedding_scale), ()))
@@ -216,10 +229,15 @@ class Decoder:
         self._still = still  # the calls only know where they are
         return tape
 
-    def _take_rows(self, count: Count, table: Tensor, indices: Place, out: Tensor) -> Call:
-        """Those rows of `table` whose numbers lie at `indices`."""
-        size = ctypes.c_int64(table.shape[1] * table.itemsize)
-        return self._take_rows_kernel, (count, size, pointer(table), indices, pointer(out))
+    def _take_rows(self, count: Count, table: Place, indices: Place, out: Tensor) -> Call:
+        """Those rows of a table, as wide as those of `out`, whose numbers lie at `indices`."""
+        size = ctypes.c_int64(out.stride(0) * out.itemsize)
+        return self._take_rows_kernel, (count, size, table, indices, pointer(out))
+
+    def _best(self, e: _Ending) -> Call:
+        """The highest logit of each row."""
+        width = ctypes.c_int64(self._vocabulary)
+        return self._best_kernel, (self._element, self._samples, width, *map(pointer, (e.logits, e.best, e.ids)))
 
     def _add_norm(self, count: Count, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor) -> Call:
         """Add to the residual, in place; and norm it into `out`."""

@@ -75,7 +75,8 @@ def _greedy(loaded: LoadedModel, backend: ReferenceAttention, prompts: Sequence[
             positions += range(len(sequence))
             last.append(len(ids) - 1)
         backend.begin(make_batch(chunks, backend.block_size))
-        logits = loaded.logits(*(torch.tensor(column, device=loaded.device) for column in (ids, positions, last)))
+        tokens = torch.tensor(ids, device=loaded.device)
+        logits = loaded.logits(tokens, np.arange(len(ids)), np.array(positions), np.array(last)).values
         steps.append(logits.to("cpu", torch.float32, copy=True))  # they are the decoder's until the next call
         for sequence, token in zip(sequences, steps[-1].argmax(-1).tolist(), strict=True):
             sequence.append(token)

@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from .attention import AttentionBackend, Chunk, LayerSpec, make_batch
+from .attention import AttentionBackend, Chunk, IntArray, LayerSpec, make_batch, on_device
 from .attention.reference import ReferenceAttention
 from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
 from .linear import Packer, pack, plain, releasing
+from .logits import Logits, of
 
 log = structlog.get_logger(__name__)
 
@@ -76,12 +78,16 @@ class LoadedModel:
         if self.decoder is not None:
             self.decoder.attach(backend)
 
-    def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """[len(rows), vocab_size] for the packed tokens at `rows`. The backend must have begun the step."""
+    def logits(self, tokens: Tensor, reads: IntArray, positions: IntArray, rows: IntArray) -> Logits:
+        """Of the packed tokens at `rows`. The packed tokens are those of `tokens`, on the device, at `reads`.
+
+        The backend must have begun the step.
+        """
         if self.decoder is not None:
-            return self.decoder.logits(input_ids, positions, rows)
-        logits = _forward(self.model, input_ids, positions, logits_to_keep=rows)
-        return logits if self.selects_rows else logits.index_select(0, rows)
+            return self.decoder.logits(tokens, reads, positions, rows)
+        input_ids, kept = tokens.index_select(0, on_device(reads, self.device)), on_device(rows, self.device)
+        logits = _forward(self.model, input_ids, on_device(positions, self.device), logits_to_keep=kept)
+        return of(logits if self.selects_rows else logits.index_select(0, kept))
 
 
 def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0) -> LoadedModel:
@@ -424,8 +430,8 @@ def _paged_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor) -> Tensor
     pieces = []
     for start, end in ((0, half), (half, _PROBE_TOKENS)):
         backend.begin(make_batch([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
-        rows = torch.arange(end - start, device=loaded.device)
-        logits = loaded.logits(ids[start:end], positions[start:end], rows)
+        rows = np.arange(end - start)
+        logits = loaded.logits(ids, start + rows, positions[start:end].cpu().numpy(), rows).values
         pieces.append(logits.to(torch.float32, copy=True))  # they are the decoder's until the next call
     return torch.cat(pieces)
 

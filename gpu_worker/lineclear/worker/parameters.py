@@ -101,13 +101,13 @@ class SamplingRows:
     @property
     def is_greedy(self) -> bool:
         """The highest logit of every row is all that is asked for."""
-        others = (self.draws, self.truncated_draws, self.logprob_rows)
-        return not self.changes_logits and all(part is None for part in others)
+        is_drawn = self.draws is not None or self.truncated_draws is not None
+        return not is_drawn and self.logprob_rows is None and not self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
         """Some logits are not the model's own."""
-        return any(part is not None for part in (self.bias, self.penalties, self.allowed, self.banned))
+        return not (self.bias is None and self.penalties is None and self.allowed is None and self.banned is None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +129,8 @@ class ParameterTable:
         self._device = device
         self._scalars = np.zeros(num_slots, _SCALARS)
         self._lists: list[_Lists | None] = [None] * num_slots
-        self._is_plain = np.ones(num_slots, np.bool_)
+        self._others = set[int]()
+        """Slots that want something else than the highest logit as it is."""
 
     def enter(self, slot: int, sampling: Sampling) -> None:
         """The slot has a new owner."""
@@ -145,13 +146,19 @@ class ParameterTable:
         )
         some = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
         self._lists[slot] = lists if some else None
-        self._is_plain[slot] = not some and _wants_only_the_best(sampling)
+        if some or not _wants_only_the_best(sampling):
+            self._others.add(slot)
+        else:
+            self._others.discard(slot)
 
     def select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
-        """The work of a step whose sampling rows have these slots and will put their tokens at these positions."""
-        if self._is_plain[slots].all():
+        """The work of a step whose sampling rows have these slots and will put their tokens at these positions.
+
+        `prompt_lens` are those of all slots.
+        """
+        if self._others.isdisjoint(slots.tolist()):
             return SamplingRows(len(slots))
-        scalars = self._scalars[slots]
+        scalars, prompt_lens = self._scalars[slots], prompt_lens[slots]
         cut = (scalars["top_k"] > 0) | (scalars["top_p"] < 1) | (scalars["min_p"] > 0)
         drawn = scalars["temperature"] > 0
         lists = [self._lists[slot] for slot in slots]

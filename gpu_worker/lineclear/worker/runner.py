@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lineclear.wire.types import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
-from .attention import block_bytes, on_device
+from .attention import block_bytes
 from .attention.backends import BACKENDS, choose
 from .loader import LoadedModel, ModelRefused
+from .logits import Logits
 from .memory import blocks_that_fit
 from .parameters import ParameterTable, SamplingRows
 from .protocol import Flight, StepFailed
@@ -103,8 +104,7 @@ class ModelRunner:
         for init in plan.inits:
             self._parameters.enter(init.slot, init.sampling)
         packed = self._slots.apply(plan)
-        prompt_lens = self._slots.prompt_len[packed.sample_slots]
-        rows = self._parameters.select(packed.sample_slots, packed.sample_positions, prompt_lens)
+        rows = self._parameters.select(packed.sample_slots, packed.sample_positions, self._slots.prompt_len)
         if not len(packed.reads):
             return rows, None
         logits = self._logits(packed)
@@ -114,13 +114,9 @@ class ModelRunner:
         self._slots.write_sampled(packed, sampled.tokens)
         return rows, sampled
 
-    def _logits(self, packed: Packed) -> Tensor:
-        device = self._loaded.device
+    def _logits(self, packed: Packed) -> Logits:
         self._backend.begin(packed.batch)
-        input_ids = self._slots.flat_tokens.index_select(0, on_device(packed.reads, device))
-        return self._loaded.logits(
-            input_ids, on_device(packed.positions, device), on_device(packed.sample_rows, device)
-        )
+        return self._loaded.logits(self._slots.flat_tokens, packed.reads, packed.positions, packed.sample_rows)
 
 
 def _num_blocks(loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float) -> int:
@@ -177,9 +173,14 @@ class _Flight:
         self._outputs = None if sampled is None else _all_to_host(sampled)
         self._stopwatch = stopwatch
         self.is_over = stopwatch.stop()
+        # A CPU's outputs lie in memory that the next step writes to.
+        self._result = self._land() if self.is_over else None
 
     def result(self) -> StepResult:
         """Wait for the device, then the tokens in the plan's order."""
+        return self._result or self._land()
+
+    def _land(self) -> StepResult:
         try:
             seconds = self._stopwatch.wait()
         except Exception as error:  # errors of a GPU surface where it is waited for

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import ELEMENTS, library
+from .logits import Logits, of
 from .parameters import Draws, Penalties, SamplingRows, TruncatedDraws
 
 _CANDIDATES = 256
 _SMALL_VOCABULARY = 4096
 _PICK_WIDTH = 512
-_BEST_WIDTH = 128
 
 
 class Sampled(NamedTuple):
@@ -37,12 +36,12 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None = None
 
 
-def sample(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Sampled:
-    """One token for each row of `logits` [num_rows, vocabulary], which may be overwritten.
+def sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
+    """One token for each row of what the model said, which may be overwritten, and in whose memory the tokens may lie.
 
     `token_table` [num_slots, positions] holds what the penalised sequences have said so far.
     """
-    best, tokens = _best(logits)
+    logits, best, tokens = model
     # Models may put -inf on ids they never say, so a row is bad when its best is not finite, not when any is not.
     if rows.is_greedy and best.device.type == "cpu" and all(map(math.isfinite, best.tolist())):
         return Sampled(tokens, None)
@@ -51,8 +50,7 @@ def sample(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Sampled:
         return Sampled(tokens.masked_fill_(bad, 0), bad)
     logits = logits.float()
     if rows.changes_logits:
-        logits = _change(logits, rows, token_table)
-        best, tokens = _best(logits)
+        logits, best, tokens = of(_change(logits, rows, token_table))
         bad |= ~torch.isfinite(best)
     if rows.draws is not None:
         tokens[rows.draws.rows] = _draw(logits, rows.draws)
@@ -62,28 +60,6 @@ def sample(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Sampled:
     if rows.logprob_rows is None:
         return Sampled(tokens, bad)
     return Sampled(tokens, bad, *_logprobs(logits, tokens, rows.logprob_rows, max(rows.num_top)))
-
-
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows] highest logit and its id: NaN wins a maximum, and the lowest id wins a tie.
-
-    Without the kernel, maxima of pieces first: without an index to carry they are several times as fast.
-    """
-    count, vocabulary = logits.shape
-    native = library()
-    if native is not None and logits.device.type == "cpu" and logits.dtype in ELEMENTS and logits.is_contiguous():
-        best, ids = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        native.lineclear_best(
-            ELEMENTS[logits.dtype], count, vocabulary, logits.data_ptr(), best.data_ptr(), ids.data_ptr()
-        )
-        return best, ids
-    if vocabulary % _BEST_WIDTH:
-        best, ids = logits.max(dim=-1)
-        return best, ids
-    pieces = logits.view(count, -1, _BEST_WIDTH)
-    piece = pieces.amax(dim=-1).max(dim=-1).indices
-    best, inside = pieces[torch.arange(count, device=logits.device), piece].max(dim=-1)
-    return best, piece * _BEST_WIDTH + inside
 
 
 # --- changing logits -----------------------------------------------------------------------------------------------

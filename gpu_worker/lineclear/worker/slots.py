@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineclear.wire.types import Decodes, Row, SlotInit, StepErrorKind, StepPlan
 
-from .attention import Batch, IntArray, cells_of, on_device
+from .attention import Batch, IntArray, on_device
 from .protocol import StepFailed
 
 
@@ -44,6 +44,8 @@ class Packed(NamedTuple):
     sample_slots: IntArray
     sample_positions: IntArray
     """[num_samples]: the position that the sampled token will have."""
+    writes: IntArray
+    """[num_samples]: where in the flattened token table it will be."""
 
 
 class Slots:
@@ -55,8 +57,10 @@ class Slots:
         self.stride = capacity.max_model_len + 1  # the token sampled at the very end has a place, too
         self.tokens = torch.zeros((capacity.num_slots, self.stride), dtype=torch.int64, device=device)
         self.flat_tokens = self.tokens.view(-1)
+        self._host_tokens = self.flat_tokens.numpy() if device.type == "cpu" else None
         max_blocks = -(-capacity.max_model_len // capacity.block_size)
         self._blocks = np.zeros((capacity.num_slots, max_blocks), np.int32)
+        self._flat_blocks = self._blocks.reshape(-1)
         self._num_blocks = [0] * capacity.num_slots
         self._num_computed = [0] * capacity.num_slots
         self._num_known = [0] * capacity.num_slots  # tokens in the table, sampled ones of launched steps included
@@ -98,8 +102,10 @@ class Slots:
 
     def write_sampled(self, packed: Packed, tokens: Tensor) -> None:
         """Put the step's sampled tokens (on the device, in the plan's order) where later steps read them."""
-        where = on_device(packed.sample_slots * self.stride + packed.sample_positions, self.device)
-        self.flat_tokens.index_copy_(0, where, tokens)
+        if self._host_tokens is not None:  # a fraction of what torch takes for a few
+            self._host_tokens[packed.writes] = tokens.numpy()
+        else:
+            self.flat_tokens.index_copy_(0, on_device(packed.writes, self.device), tokens)
 
     # --- checking ---------------------------------------------------------------------------------------------------
 
@@ -192,34 +198,31 @@ class Slots:
 
     def _pack(self, plan: StepPlan) -> Packed:
         # In lists, and then into few arrays: for the usual handful of rows an operation on an array costs more than all
-        # of them together.
+        # of them together, above all the first of its kind, whose code the matrix products drove out of the caches.
         decodes, chunks = plan.decodes, plan.chunks
         slots = [*decodes.slots, *(row.slot for row in chunks)]
         starts = [*decodes.starts, *(row.start for row in chunks)]
         counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
         order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
-        size, width = self.capacity.block_size, self._blocks.shape[1]
-        described = list[tuple[int, int, int, int]]()
-        token_slots, positions = list[int](), list[int]()
+        first, token_slots, positions = list[int](), list[int](), list[int]()
         last = [0] * len(slots)  # packed index of each plan row's last token
         for i in order:
-            described.append((len(positions), counts[i], starts[i], slots[i] * width))
+            first.append(len(positions))
             token_slots += [slots[i]] * counts[i]
             positions += range(starts[i], starts[i] + counts[i])
             last[i] = len(positions) - 1
+        size, stride, width, block = self.capacity.block_size, self.stride, self._blocks.shape[1], self._blocks.item
+        by_chunk = first, [counts[i] for i in order], [starts[i] for i in order], [slots[i] * width for i in order]
+        reads = [slot * stride + at for slot, at in zip(token_slots, positions, strict=True)]
+        cells = [block(slot, at // size) * size + at % size for slot, at in zip(token_slots, positions, strict=True)]
         sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
-        samples = np.array([(last[i], slots[i], starts[i] + counts[i]) for i in sampling], np.int64).reshape(-1, 3)
-        first, num_queries, start, table = np.array(described, np.int64).reshape(-1, 4).T.copy()
-        at_slots, at = np.array((token_slots, positions), np.int64)
-        cells = cells_of(self._blocks[at_slots, at // size], at, size)
-        return Packed(
-            batch=Batch(size, first, num_queries, start, table, self._blocks.reshape(-1), cells),
-            reads=at_slots * self.stride + at,
-            positions=at,
-            sample_rows=samples[:, 0].copy(),
-            sample_slots=samples[:, 1],
-            sample_positions=samples[:, 2],
-        )
+        sample_slots, ends = [slots[i] for i in sampling], [starts[i] + counts[i] for i in sampling]
+        writes = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
+        by_sample = [last[i] for i in sampling], sample_slots, ends, writes
+        by_token = np.array((reads, positions, cells), np.int64)
+        firsts, num_queries, queries_start, tables = np.array(by_chunk, np.int64)
+        batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
+        return Packed(batch, *by_token[:2], *np.array(by_sample, np.int64))
 
 
 def _protocol(summary: str) -> StepFailed:

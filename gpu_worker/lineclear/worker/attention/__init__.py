@@ -106,14 +106,10 @@ def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
     blocks = np.concatenate([np.zeros(0, np.int32), *(chunk.blocks for chunk in chunks)]).astype(np.int32)
     positions = np.repeat(start - first, num_queries) + np.arange(int(num_queries.sum()))
     places = np.repeat(table, num_queries) + positions // block_size
-    batch = Batch(block_size, first, num_queries, start, table, blocks, cells_of(blocks[places], positions, block_size))
+    cells = blocks[places].astype(np.int64) * block_size + positions % block_size
+    batch = Batch(block_size, first, num_queries, start, table, blocks, cells)
     assert (num_queries[: batch.num_single] == 1).all(), "chunks of one query come first"
     return batch
-
-
-def cells_of(blocks: npt.NDArray[np.int32], positions: IntArray, block_size: int) -> IntArray:
-    """Of tokens at these positions, in these blocks."""
-    return blocks.astype(np.int64) * block_size + positions % block_size
 
 
 class AttentionBackend(ABC):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from lineclear.worker.pages import Pages
-from lineclear.worker.tape import Call, Count, Kernel, pointer, pointer_to
+from lineclear.worker.tape import Call, Count, Kernel, address, pointer, pointer_to
 
 from . import AttentionBackend, Batch, LayerSpec
 
@@ -65,9 +65,9 @@ class _Step:
         self._batch = batch
         d = self.description
         d.num_tokens, d.num_chunks = len(batch.cells), len(batch.first)
-        d.num_items = int((-(-batch.num_queries // self._queries_per_item)).sum())
+        d.num_items = sum(-(-count // self._queries_per_item) for count in batch.num_queries.tolist())
         columns = batch.cells, batch.first, batch.num_queries, batch.start, batch.table, batch.blocks
-        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (column.ctypes.data for column in columns)
+        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (address(x) for x in columns)
 
 
 class NativeAttention(AttentionBackend):

@@ -20,7 +20,7 @@ LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
 
-_ABI = 8
+_ABI = 9
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {

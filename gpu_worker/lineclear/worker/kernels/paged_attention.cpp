@@ -522,7 +522,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Changes whenever a struct or a function of these files changes its meaning.
-int64_t lineclear_abi(void) { return 8; }
+int64_t lineclear_abi(void) { return 9; }
 
 // A chunk is cut into work items of so many queries; `num_items` of a batch are all of them, before the factor of KV heads.
 int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {

@@ -184,6 +184,7 @@ void lineclear_take_rows(int64_t rows, int64_t bytes, const void* from, const in
 }
 }
 
+RECORDABLE(lineclear_best)
 RECORDABLE(lineclear_add_norm)
 RECORDABLE(lineclear_split_heads)
 RECORDABLE(lineclear_gate)
