@@ -214,12 +214,7 @@ class AsyncClient:
         self, service: str = methods.SERVICE, *, timeout_seconds: float | Unset | None = UNSET
     ) -> HealthStatus:
         """What the server says of `service` ("" is the process as a whole). Raises Unreachable if nobody answers."""
-        try:
-            return await self._unary(methods.HEALTH, service, timeout_seconds)
-        except LineclearError as error:
-            if error.code != "NOT_FOUND":
-                raise
-            return HealthStatus.SERVICE_UNKNOWN
+        return await self._unary(methods.HEALTH, service, timeout_seconds)
 
     async def _unary(
         self,
@@ -233,12 +228,11 @@ class AsyncClient:
         while True:
             try:
                 return await self._transport.unary_async(
-                    method,
-                    request,
-                    timeout_seconds=attempts.begin(),
-                    metadata=own,
+                    method, request, timeout_seconds=attempts.begin(), metadata=own
                 )
             except LineclearError as error:
+                if error.code in method.meanings:
+                    return method.meanings[error.code]
                 await asyncio.sleep(attempts.pause_after(error))
 
     def _each(

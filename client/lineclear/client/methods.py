@@ -5,8 +5,8 @@ Health is spoken by hand, two one-field messages, so that the client needs no pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -31,6 +31,8 @@ class Method(Generic[Req, Res]):
     path: str
     encode: Callable[[Req], bytes]
     decode: Callable[[bytes], Res]
+    meanings: Mapping[str, Res] = field(default_factory=dict, hash=False)
+    """Codes of errors that are an answer like others, and which."""
 
 
 def encode_health_request(service: str) -> bytes:
@@ -84,7 +86,10 @@ GET_STATS: Final[Method[pb.GetStatsRequest, pb.GetStatsResponse]] = Method(
     f"/{SERVICE}/GetStats", pb.GetStatsRequest.SerializeToString, pb.GetStatsResponse.FromString
 )
 HEALTH: Final[Method[str, HealthStatus]] = Method(
-    "/grpc.health.v1.Health/Check", encode_health_request, decode_health_response
+    "/grpc.health.v1.Health/Check",
+    encode_health_request,
+    decode_health_response,
+    {"NOT_FOUND": HealthStatus.SERVICE_UNKNOWN},
 )
 DRAIN: Final[Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse]] = Method(
     f"/{ADMIN}/Drain", admin_pb2.DrainRequest.SerializeToString, admin_pb2.DrainResponse.FromString

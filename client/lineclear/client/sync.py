@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -218,12 +218,7 @@ class Client:
 
     def health(self, service: str = methods.SERVICE, *, timeout_seconds: float | Unset | None = UNSET) -> HealthStatus:
         """What the server says of `service` ("" is the process as a whole). Raises Unreachable if nobody answers."""
-        try:
-            return self._unary(methods.HEALTH, service, timeout_seconds)
-        except LineclearError as error:
-            if error.code != "NOT_FOUND":
-                raise
-            return HealthStatus.SERVICE_UNKNOWN
+        return self._unary(methods.HEALTH, service, timeout_seconds)
 
     def _unary(
         self,
@@ -234,17 +229,13 @@ class Client:
     ) -> Res:
         attempts = self._settings.short(timeout_seconds)
         own = self._settings.metadata if metadata is None else metadata
-        pause = threading.Event()
         while True:
             try:
-                return self._transport.unary(
-                    method,
-                    request,
-                    timeout_seconds=attempts.begin(),
-                    metadata=own,
-                )
+                return self._transport.unary(method, request, timeout_seconds=attempts.begin(), metadata=own)
             except LineclearError as error:
-                pause.wait(attempts.pause_after(error))
+                if error.code in method.meanings:
+                    return method.meanings[error.code]
+                time.sleep(attempts.pause_after(error))
 
     def _each(
         self,
