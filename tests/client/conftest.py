@@ -228,6 +228,23 @@ class Either:
         """Called by `read` between leaving the stream's block and closing the client; a test may replace it."""
 
 
+@pytest.fixture
+def cli(server: Any) -> Any:
+    """The command in this process."""
+    from typer.testing import CliRunner, Result  # here: the other tests do without the packages of the command
+
+    from lineclear.client.cli.app import app
+
+    def invoke(*arguments: str, input: str | None = None) -> Result:
+        environment = {"LINECLEAR_TARGET": server.target, "COLUMNS": "120", "NO_COLOR": "1"}
+        result = CliRunner().invoke(app, list(arguments), input=input, env=environment, prog_name="lineclear")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
 @pytest.fixture(params=["sync", "asyncio"])
 def client(request: pytest.FixtureRequest, server: ScriptedServer) -> Either:
     return Either(request.param, server.target)

@@ -1,13 +1,10 @@
-"""The lineclear command, run in this process by typer's runner and as a process of its own."""
+"""The lineclear command, run in this process by typer's runner: generate, the other commands, and exit codes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import pty
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,57 +14,16 @@ from typing import Any
 import grpc
 import pytest
 import typer
-from support.patience import PATIENCE_SECONDS
-from typer.testing import CliRunner, Result
+from client.command import QUICK, lines
 
 from lineclear import errors
 from lineclear.client import Sampling
-from lineclear.client.cli import chat, exits, screen, serve
+from lineclear.client.cli import exits, screen, serve
 from lineclear.client.cli.app import app
 from lineclear.client.cli.flags import SamplingFlags
 from lineclear.errors import LineclearError, tree
 from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
-
-COMMAND = [sys.executable, "-m", "lineclear.client.cli"]
-QUICK = ["--max-attempts", "1"]
-
-
-@pytest.fixture
-def cli(server: Any) -> Any:
-    def invoke(*arguments: str, input: str | None = None) -> Result:
-        environment = {"LINECLEAR_TARGET": server.target, "COLUMNS": "120", "NO_COLOR": "1"}
-        result = CliRunner().invoke(app, list(arguments), input=input, env=environment, prog_name="lineclear")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return invoke
-
-
-def process(server: Any, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LINECLEAR_TARGET": server.target, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, env=environment, **settings,
-    )  # fmt: skip
-
-
-def spawn(*arguments: str, stdin: int | None = None, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """The command, listening to SIGINT also where the tests were started in the background and ignore it."""
-    environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a handler is not inherited, SIG_IGN is
-    try:
-        return subprocess.Popen(
-            [*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=environment
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def lines(text: str) -> list[Any]:
-    return [json.loads(line) for line in text.splitlines()]
-
 
 # -- generate
 
@@ -389,200 +345,6 @@ def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.Mon
     assert result.exit_code == 2
     assert "pyzmq, torch is not installed" in result.stderr
     assert "pip install 'lineclear[all]'" in result.stderr
-
-
-# -- chat
-
-
-def test_a_conversation_is_sent_whole(cli: Any, server: Any) -> None:
-    result = cli("chat", "--system", "be kind", "-n", "4", input="hello\n\nhow are you\n")
-    assert (result.exit_code, result.stdout) == (0, "hello\nhow are you\n")
-    turns = [[(turn.role, turn.content) for turn in request.chat.messages] for request in server.requests]
-    assert turns[0] == [("system", "be kind"), ("user", "hello")]
-    assert turns[1] == [*turns[0], ("assistant", "hello"), ("user", "how are you")]
-    assert server.requests[1].sampling.max_tokens == 4
-
-
-def test_an_error_ends_a_conversation_that_nobody_watches(cli: Any, server: Any) -> None:
-    server.failures = [errors.NoChatTemplate("this model has no chat template")]
-    result = cli("chat", *QUICK, input="hello\nagain\n")
-    assert result.exit_code == 64 + 9
-    assert len(server.requests) == 1
-
-
-@pytest.fixture
-def talk(server: Any) -> Iterator[chat.Conversation]:
-    from lineclear.client import Client
-
-    with Client(server.target, max_attempts=1) as client:
-        yield chat.Conversation(client, Sampling(), None)
-
-
-def test_the_commands_of_a_conversation(
-    talk: chat.Conversation, server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = chat.Commands(talk)
-    talk.say("one")
-    talk.say("two")
-    commands.run("/undo")
-    assert [turn.content for turn in talk.turns] == ["one", "one"]
-    commands.run("/system be kind")
-    commands.run("/set temperature 0.5")
-    commands.run('/set stop ["a", "b"]')
-    commands.run("/retry")
-    assert (server.requests[-1].chat.messages[0].content, len(talk.turns)) == ("be kind", 2)
-    assert (server.requests[-1].sampling.temperature, list(server.requests[-1].stop.strings)) == (0.5, ["a", "b"])
-    commands.run("/set temperature")
-    assert talk.sampling.temperature is None
-    commands.run(f"/save {tmp_path}/talk.json")
-    assert [turn["role"] for turn in json.loads((tmp_path / "talk.json").read_text())] == [
-        "system",
-        "user",
-        "assistant",
-    ]
-    commands.run("/save /nonexistent/place")
-    commands.run("/reset")
-    assert talk.turns == []
-    capsys.readouterr()
-    for name in ("/nonsense", "/set nonsense 1", "/undo", "/retry", "/help"):
-        commands.run(name)
-    assert "there is no command /nonsense" in (text := capsys.readouterr().err)
-    assert "/retry" in text
-    commands.run("/quit")
-    assert commands.left
-
-
-def test_a_message_that_fails_leaves_no_trace(talk: chat.Conversation, server: Any) -> None:
-    talk.say("one")
-    kept = list(talk.turns)
-    server.failures = [errors.QueueFull("full")] * 2
-    with pytest.raises(errors.QueueFull):
-        talk.say("two")
-    with pytest.raises(errors.QueueFull):
-        chat.Commands(talk).run("/retry")
-    assert talk.turns == kept
-
-
-def test_a_wrong_parameter_is_an_error_of_the_next_message_not_of_the_program(talk: chat.Conversation) -> None:
-    chat.Commands(talk).run("/set top_k many")
-    with pytest.raises(errors.InvalidRequest, match=r"sampling\.top_k"):
-        talk.say("one")
-
-
-def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
-    history = tmp_path / "history"
-    history.write_text("asked before\n")
-    history.chmod(0o644)
-    told, ours = pty.openpty()
-    run = spawn("chat", "--target", server.target, "--history", str(history), *QUICK, stdin=ours, stdout=ours)
-    os.close(ours)
-    os.write(told, b'hello there\n"""\nline one\nline two\n"""\n/params\n/exit\n')
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    out = os.read(told, 1 << 16)
-    os.close(told)
-    assert run.returncode == 0, err
-    assert out.count(b"hello there") >= 2  # typed and answered
-    assert server.requests[1].chat.messages[-1].content == "line one\nline two"
-    assert b"all as the server has them" in err
-    assert "hello there" in history.read_text()
-    assert history.stat().st_mode & 0o077 == 0
-
-
-def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(server: Any) -> None:
-    alive = server.script
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1, text="begun")
-        server.wait_for_end(context)
-
-    server.script = script
-    told, ours = pty.openpty()
-    run = spawn("chat", "--target", server.target, stdin=ours, stdout=ours)
-    os.close(ours)
-    os.write(told, b"first\n")
-    seen = b""
-    while b"begun" not in seen:
-        seen += os.read(told, 1 << 16)
-    run.send_signal(signal.SIGINT)
-    assert server.ended.wait(PATIENCE_SECONDS)
-    server.script = alive
-    os.write(told, b"second one\n/exit\n")
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    os.close(told)
-    assert run.returncode == 0, err
-    assert b"stopped; the message is not kept" in err
-    assert [turn.content for turn in server.requests[1].chat.messages] == ["second one"]
-
-
-# -- as a process
-
-
-def test_as_a_process_it_streams_answers_and_gives_exit_codes(server: Any, tmp_path: Path) -> None:
-    done = process(server, "generate", "--json", input="one two")
-    assert (done.returncode, lines(done.stdout)[0]["text"], done.stderr) == (0, "one two", "")
-    server.failures = [errors.InvalidRequest("no", violations=[errors.Violation("sampling.top_p", "is above 1")])]
-    done = process(server, "generate", "x", *QUICK)
-    assert (done.returncode, done.stdout) == (64 + 3, "")
-    assert "sampling.top_p: is above 1" in done.stderr
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\nb\n", "utf-8")
-    done = process(server, "generate", "--file", str(prompts))
-    assert [line["text"] for line in lines(done.stdout)] == ["a", "b"]
-
-
-def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1, text="begun")
-        server.wait_for_end(context)
-
-    server.script = script
-    run = spawn("generate", "x", "--target", server.target)
-    assert run.stdout is not None
-    assert run.stdout.read(5) == b"begun"
-    run.send_signal(signal.SIGINT)  # and Ctrl-C now cancels the call
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == 130
-    assert b"Traceback" not in err
-    assert server.ended.wait(PATIENCE_SECONDS)
-
-
-def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        for index in range(1_000_000):
-            if not context.is_active():
-                return
-            yield server.tokens(index, 1, text="many words ")
-
-    server.script = script
-    run = spawn("generate", "x", "--target", server.target)
-    assert run.stdout is not None
-    assert run.stdout.read(4) == b"many"
-    run.stdout.close()
-    assert run.stderr is not None
-    err = run.stderr.read()
-    run.stderr.close()
-    assert run.wait(PATIENCE_SECONDS) == 1
-    assert err == b""
-    assert server.ended.wait(PATIENCE_SECONDS)
-
-
-def test_interrupting_a_file_of_prompts_cancels_them_and_keeps_what_is_done(server: Any, tmp_path: Path) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "a":
-            yield server.finished(0)
-        else:
-            server.wait_for_end(context)
-
-    server.script = script
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\nb\nc\nd\n", "utf-8")
-    run = spawn("generate", "--file", str(prompts), "--target", server.target)
-    assert run.stdout is not None
-    assert json.loads(run.stdout.readline())["prompt"] == "a"
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == 130
-    assert b"Traceback" not in err
 
 
 # -- the screen

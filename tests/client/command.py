@@ -1,0 +1,39 @@
+"""The lineclear command as a process of its own, and what it printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from support.patience import PATIENCE_SECONDS
+
+COMMAND = [sys.executable, "-m", "lineclear.client.cli"]
+QUICK = ["--max-attempts", "1"]
+
+
+def process(server: Any, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LINECLEAR_TARGET": server.target, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, env=environment, **settings,
+    )  # fmt: skip
+
+
+def spawn(*arguments: str, stdin: int | None = None, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """The command, listening to SIGINT also where the tests were started in the background and ignore it."""
+    environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a handler is not inherited, SIG_IGN is
+    try:
+        return subprocess.Popen(
+            [*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=environment
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]

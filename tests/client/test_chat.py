@@ -1,0 +1,141 @@
+"""`lineclear chat`: a conversation, its commands, and how it looks on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from client.command import QUICK, spawn
+from support.patience import PATIENCE_SECONDS
+
+from lineclear import errors
+from lineclear.client import Sampling
+from lineclear.client.cli import chat
+from lineclear.v1 import inference_pb2 as pb
+
+
+def test_a_conversation_is_sent_whole(cli: Any, server: Any) -> None:
+    result = cli("chat", "--system", "be kind", "-n", "4", input="hello\n\nhow are you\n")
+    assert (result.exit_code, result.stdout) == (0, "hello\nhow are you\n")
+    turns = [[(turn.role, turn.content) for turn in request.chat.messages] for request in server.requests]
+    assert turns[0] == [("system", "be kind"), ("user", "hello")]
+    assert turns[1] == [*turns[0], ("assistant", "hello"), ("user", "how are you")]
+    assert server.requests[1].sampling.max_tokens == 4
+
+
+def test_an_error_ends_a_conversation_that_nobody_watches(cli: Any, server: Any) -> None:
+    server.failures = [errors.NoChatTemplate("this model has no chat template")]
+    result = cli("chat", *QUICK, input="hello\nagain\n")
+    assert result.exit_code == 64 + 9
+    assert len(server.requests) == 1
+
+
+@pytest.fixture
+def talk(server: Any) -> Iterator[chat.Conversation]:
+    from lineclear.client import Client
+
+    with Client(server.target, max_attempts=1) as client:
+        yield chat.Conversation(client, Sampling(), None)
+
+
+def test_the_commands_of_a_conversation(
+    talk: chat.Conversation, server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = chat.Commands(talk)
+    talk.say("one")
+    talk.say("two")
+    commands.run("/undo")
+    assert [turn.content for turn in talk.turns] == ["one", "one"]
+    commands.run("/system be kind")
+    commands.run("/set temperature 0.5")
+    commands.run('/set stop ["a", "b"]')
+    commands.run("/retry")
+    assert (server.requests[-1].chat.messages[0].content, len(talk.turns)) == ("be kind", 2)
+    assert (server.requests[-1].sampling.temperature, list(server.requests[-1].stop.strings)) == (0.5, ["a", "b"])
+    commands.run("/set temperature")
+    assert talk.sampling.temperature is None
+    commands.run(f"/save {tmp_path}/talk.json")
+    assert [turn["role"] for turn in json.loads((tmp_path / "talk.json").read_text())] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+    commands.run("/save /nonexistent/place")
+    commands.run("/reset")
+    assert talk.turns == []
+    capsys.readouterr()
+    for name in ("/nonsense", "/set nonsense 1", "/undo", "/retry", "/help"):
+        commands.run(name)
+    assert "there is no command /nonsense" in (text := capsys.readouterr().err)
+    assert "/retry" in text
+    commands.run("/quit")
+    assert commands.left
+
+
+def test_a_message_that_fails_leaves_no_trace(talk: chat.Conversation, server: Any) -> None:
+    talk.say("one")
+    kept = list(talk.turns)
+    server.failures = [errors.QueueFull("full")] * 2
+    with pytest.raises(errors.QueueFull):
+        talk.say("two")
+    with pytest.raises(errors.QueueFull):
+        chat.Commands(talk).run("/retry")
+    assert talk.turns == kept
+
+
+def test_a_wrong_parameter_is_an_error_of_the_next_message_not_of_the_program(talk: chat.Conversation) -> None:
+    chat.Commands(talk).run("/set top_k many")
+    with pytest.raises(errors.InvalidRequest, match=r"sampling\.top_k"):
+        talk.say("one")
+
+
+def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    history.write_text("asked before\n")
+    history.chmod(0o644)
+    told, ours = pty.openpty()
+    run = spawn("chat", "--target", server.target, "--history", str(history), *QUICK, stdin=ours, stdout=ours)
+    os.close(ours)
+    os.write(told, b'hello there\n"""\nline one\nline two\n"""\n/params\n/exit\n')
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    out = os.read(told, 1 << 16)
+    os.close(told)
+    assert run.returncode == 0, err
+    assert out.count(b"hello there") >= 2  # typed and answered
+    assert server.requests[1].chat.messages[-1].content == "line one\nline two"
+    assert b"all as the server has them" in err
+    assert "hello there" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(server: Any) -> None:
+    alive = server.script
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.tokens(0, 1, text="begun")
+        server.wait_for_end(context)
+
+    server.script = script
+    told, ours = pty.openpty()
+    run = spawn("chat", "--target", server.target, stdin=ours, stdout=ours)
+    os.close(ours)
+    os.write(told, b"first\n")
+    seen = b""
+    while b"begun" not in seen:
+        seen += os.read(told, 1 << 16)
+    run.send_signal(signal.SIGINT)
+    assert server.ended.wait(PATIENCE_SECONDS)
+    server.script = alive
+    os.write(told, b"second one\n/exit\n")
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    os.close(told)
+    assert run.returncode == 0, err
+    assert b"stopped; the message is not kept" in err
+    assert [turn.content for turn in server.requests[1].chat.messages] == ["second one"]

@@ -1,0 +1,84 @@
+"""The lineclear command as a process: what is shown when, and how it is interrupted and left."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from client.command import QUICK, lines, process, spawn
+from support.patience import PATIENCE_SECONDS
+
+from lineclear import errors
+from lineclear.v1 import inference_pb2 as pb
+
+
+def test_as_a_process_it_streams_answers_and_gives_exit_codes(server: Any, tmp_path: Path) -> None:
+    done = process(server, "generate", "--json", input="one two")
+    assert (done.returncode, lines(done.stdout)[0]["text"], done.stderr) == (0, "one two", "")
+    server.failures = [errors.InvalidRequest("no", violations=[errors.Violation("sampling.top_p", "is above 1")])]
+    done = process(server, "generate", "x", *QUICK)
+    assert (done.returncode, done.stdout) == (64 + 3, "")
+    assert "sampling.top_p: is above 1" in done.stderr
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\n", "utf-8")
+    done = process(server, "generate", "--file", str(prompts))
+    assert [line["text"] for line in lines(done.stdout)] == ["a", "b"]
+
+
+def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.tokens(0, 1, text="begun")
+        server.wait_for_end(context)
+
+    server.script = script
+    run = spawn("generate", "x", "--target", server.target)
+    assert run.stdout is not None
+    assert run.stdout.read(5) == b"begun"
+    run.send_signal(signal.SIGINT)  # and Ctrl-C now cancels the call
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 130
+    assert b"Traceback" not in err
+    assert server.ended.wait(PATIENCE_SECONDS)
+
+
+def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        for index in range(1_000_000):
+            if not context.is_active():
+                return
+            yield server.tokens(index, 1, text="many words ")
+
+    server.script = script
+    run = spawn("generate", "x", "--target", server.target)
+    assert run.stdout is not None
+    assert run.stdout.read(4) == b"many"
+    run.stdout.close()
+    assert run.stderr is not None
+    err = run.stderr.read()
+    run.stderr.close()
+    assert run.wait(PATIENCE_SECONDS) == 1
+    assert err == b""
+    assert server.ended.wait(PATIENCE_SECONDS)
+
+
+def test_interrupting_a_file_of_prompts_cancels_them_and_keeps_what_is_done(server: Any, tmp_path: Path) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "a":
+            yield server.finished(0)
+        else:
+            server.wait_for_end(context)
+
+    server.script = script
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\nc\nd\n", "utf-8")
+    run = spawn("generate", "--file", str(prompts), "--target", server.target)
+    assert run.stdout is not None
+    assert json.loads(run.stdout.readline())["prompt"] == "a"
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 130
+    assert b"Traceback" not in err
