@@ -12,7 +12,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from .channels import Pairs
 from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
-from .retries import Attempts, RetryPolicy
+from .retries import Attempts, OnWait, RetryPolicy
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 # Of the calls that compute nothing.
@@ -27,6 +27,7 @@ class Outgoing:
     timeout_seconds: float | None
     metadata: Pairs
     retry: RetryPolicy
+    on_wait: OnWait | None = None
 
     @property
     def names_itself(self) -> bool:
@@ -35,7 +36,7 @@ class Outgoing:
 
     def attempts(self) -> Attempts:
         """The attempts of the call, whose time starts to run now."""
-        return Attempts(self.retry, self.timeout_seconds, meets_itself=True)
+        return Attempts(self.retry, self.timeout_seconds, meets_itself=True, on_wait=self.on_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Settings:
     retry: RetryPolicy
     metadata: Pairs
     sampling: Sampling | None
+    on_wait: OnWait | None = None
+    """Hears, on any thread, of every pause before a call is made again. The command line sets it."""
 
     def outgoing(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
@@ -58,18 +61,19 @@ class Settings:
             timeout_seconds=self.timeout_seconds if isinstance(own, Unset) else own,
             metadata=pairs(self.metadata, request.metadata),
             retry=self.retry,
+            on_wait=self.on_wait,
         )
 
     def attaching(self, request_id: str, from_index: int, metadata: Pairs, timeout_seconds: float | None) -> Outgoing:
         """What listens to a submitted request."""
         message = pb.AttachRequest(request_id=request_id, from_index=from_index)
-        return Outgoing(message, timeout_seconds, metadata, self.retry)
+        return Outgoing(message, timeout_seconds, metadata, self.retry, self.on_wait)
 
     def short(self, timeout_seconds: float | Unset | None) -> Attempts:
         """The attempts of a call that computes nothing."""
         if isinstance(timeout_seconds, Unset):
             timeout_seconds = min(SHORT_TIMEOUT_SECONDS, self.timeout_seconds or SHORT_TIMEOUT_SECONDS)
-        return Attempts(self.retry, timeout_seconds)
+        return Attempts(self.retry, timeout_seconds, on_wait=self.on_wait)
 
 
 def settings(

@@ -1,7 +1,7 @@
 """Whether a call that failed is tried again, or an answer that was cut off is resumed, and when.
 
-Pure but for the clock and the dice it is given. What was half answered is never asked from the beginning: `Attempts` is
-for calls that were not taken, `Resumptions` for answers, which go on at the index they were cut off at.
+Pure but for the clock, the dice and the listener it is given. What was half answered is never asked from the beginning:
+`Attempts` is for calls that were not taken, `Resumptions` for answers, which go on at the index they were cut off at.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Starting, Unreachable
 
@@ -47,6 +48,22 @@ class RetryPolicy:
             raise ValueError("max_attempts must be at least 1, which means no retries")
         if self.max_resumes < 0:
             raise ValueError("max_resumes must not be negative; 0 means that answers are not resumed")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A call is about to pause, and to be made again: why, and how long this has been and may be going on."""
+
+    error: LineclearError
+    pause_seconds: float
+    waited_seconds: float
+    """Since the first failure in a row."""
+    left_seconds: float | None
+    """For which the server is still waited for; None where not time but attempts and the deadline bound it."""
+    left_attempts: int | None
+
+
+OnWait: TypeAlias = Callable[[Wait], None]
 
 
 def may_retry(error: LineclearError) -> bool:
@@ -89,24 +106,29 @@ class _Patience:
         self._away_since: float | None = None
         self._starting_since: float | None = None
 
-    def holds(self, error: LineclearError) -> bool:
-        """Whether it is waited for once more, of which `error` has been heard now."""
+    def left_seconds(self, error: LineclearError) -> float:
+        """For how long it is still waited for, of which `error` has been heard now. Raises `error` if no longer."""
         now = self._clock()
         if isinstance(error, Starting):
             self._away_since = None
             if self._starting_since is None:
                 self._starting_since = now
-            return now - self._starting_since <= self._policy.start_timeout_seconds
-        if self._away_since is None:
-            self._away_since = now
-        return now - self._away_since <= self._policy.resume_timeout_seconds
+            left = self._policy.start_timeout_seconds - (now - self._starting_since)
+        else:
+            if self._away_since is None:
+                self._away_since = now
+            left = self._policy.resume_timeout_seconds - (now - self._away_since)
+        if left < 0:
+            raise error
+        return left
 
 
 class Attempts:
     """The attempts of one call and the time they have together.
 
     `meets_itself`: once a connection was lost, a name that is in use is that of the earlier attempt, whose end the
-    server has not noticed yet. Not so where the server goes on without us (Submit).
+    server has not noticed yet. Not so where the server goes on without us (Submit). `on_wait` hears of every pause
+    that is granted, on the thread that asks for it.
     """
 
     def __init__(
@@ -117,14 +139,17 @@ class Attempts:
         uniform: Callable[[], float] = random.random,
         *,
         meets_itself: bool = False,
+        on_wait: OnWait | None = None,
     ) -> None:
         self._policy = policy
         self._clock = clock
         self._uniform = uniform
         self._meets_itself = meets_itself
+        self._on_wait = on_wait
         self._was_lost = False
         self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
         self._failed = 0
+        self._failing_since = math.inf
         self._refused = 0
         self._patience = _Patience(policy, clock)
 
@@ -138,12 +163,12 @@ class Attempts:
     def pause_after(self, error: LineclearError) -> float:
         """Seconds to wait before the next attempt. Raises `error` when there is to be none."""
         self._failed += 1
+        self._failing_since = min(self._failing_since, self._clock())
         self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
         own_shadow = self._meets_itself and self._was_lost and isinstance(error, DuplicateRequest)
         if self._policy.max_attempts == 1 or not (own_shadow or may_retry(error)):
             raise error
-        if not self._has_patience(error, is_absence(error) or own_shadow):
-            raise error
+        left_seconds, left_attempts = self._left(error, is_absence(error) or own_shadow)
         ceiling = min(
             self._policy.first_pause_seconds * 2.0 ** min(self._failed - 1, 30), self._policy.max_pause_seconds
         )
@@ -151,21 +176,27 @@ class Attempts:
         asked = error.retry_after_seconds
         if asked is not None and asked > pause:
             pause = asked + ceiling * self._uniform() / 2
-        return self.within(pause, error)
+        return self.granted(Wait(error, pause, self._clock() - self._failing_since, left_seconds, left_attempts))
 
-    def _has_patience(self, error: LineclearError, absent: bool) -> bool:
+    def _left(self, error: LineclearError, absent: bool) -> tuple[float | None, int | None]:
         if absent:
-            return self._patience.holds(error)
+            return self._patience.left_seconds(error), None
         self._patience.begin_anew()
         self._refused += 1
-        return self._refused < self._policy.max_attempts
+        if self._refused >= self._policy.max_attempts:
+            raise error
+        return None, self._policy.max_attempts - self._refused
 
-    def within(self, pause: float, error: LineclearError) -> float:
-        """`pause`, or `error` raised where the call has no such time left."""
+    def granted(self, wait: Wait) -> float:
+        """The pause of `wait`, or its error raised where the call has no such time left."""
         remaining = self._remaining_seconds()
-        if remaining is not None and pause >= remaining:
-            raise error  # the true cause says more than a deadline missed by waiting for it
-        return pause
+        if remaining is not None and wait.pause_seconds >= remaining:
+            raise wait.error  # the true cause says more than a deadline missed by waiting for it
+        if self._on_wait is not None:
+            if remaining is not None and wait.left_seconds is not None:
+                wait = replace(wait, left_seconds=min(wait.left_seconds, remaining))
+            self._on_wait(wait)
+        return wait.pause_seconds
 
     def _remaining_seconds(self) -> float | None:
         return None if self._deadline is None else self._deadline - self._clock()
@@ -185,14 +216,17 @@ class Resumptions:
         """Attempts to go on so far."""
         self._policy = policy
         self._attempts = attempts
+        self._clock = clock
         self._uniform = uniform
         self._patience = _Patience(policy, clock)
         self._in_vain = 0
+        self._failing_since = math.inf
 
     def progressed(self) -> None:
         """Something new of the answer came."""
         self._patience.begin_anew()
         self._in_vain = 0
+        self._failing_since = math.inf
 
     def pause_after(self, error: LineclearError) -> float:
         """Seconds to wait before going on. Raises `error` when that is not to be."""
@@ -201,9 +235,12 @@ class Resumptions:
         allowed = (
             policy.max_attempts > 1 and policy.max_resumes > 0 and (self.count < policy.max_resumes or not was_cut)
         )
-        if not allowed or not may_resume(error, self._in_vain > 0) or not self._patience.holds(error):
+        if not allowed or not may_resume(error, self._in_vain > 0):
             raise error
+        left_seconds = self._patience.left_seconds(error)
+        self._failing_since = min(self._failing_since, self._clock())
         ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._in_vain, 30), policy.max_pause_seconds)
         self.count += was_cut
         self._in_vain += 1
-        return self._attempts.within((error.retry_after_seconds or 0.0) + ceiling * self._uniform(), error)
+        pause = (error.retry_after_seconds or 0.0) + ceiling * self._uniform()
+        return self._attempts.granted(Wait(error, pause, self._clock() - self._failing_since, left_seconds, None))

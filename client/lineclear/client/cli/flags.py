@@ -22,6 +22,7 @@ from lineclear.errors import InvalidRequest
 from ..channels import DEFAULT_TARGET
 from ..requests import Params, Request, Sampling, pairs
 from ..sync import Client
+from .waiting import Notice
 
 CONNECTION = "Connection"
 SAMPLING = "Sampling"
@@ -105,7 +106,7 @@ class Connection:
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--header") from None
         try:
-            return Client(
+            client = Client(
                 self.target,
                 credentials=credentials,
                 token=self.token_file.read_text().strip() if self.token_file else None,
@@ -115,6 +116,8 @@ class Connection:
             )
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--target") from None
+        client._settings = dataclasses.replace(client._settings, on_wait=Notice(client.target))
+        return client
 
 
 @dataclass(frozen=True)
