@@ -82,6 +82,8 @@ FAULTS = {
     "the one before it once more": Kind(lambda frame, last: (last, frame)),
     "instead of it the one before": Kind(lambda frame, last: (last,)),
 }
+REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
+"""By whom: the worker runs no plan out of its step, the core takes no result out of its."""
 CASES = [(name, at) for name in FAULTS for at in (1, 9) if at > 1 or "the one before" not in name]
 
 
@@ -112,6 +114,7 @@ def test_answers_are_exact_whatever_happens_to_one_frame(name: str, direction: s
     assert world.fatal == []
     # What is no frame costs nothing; whatever else costs one worker, and its successor nothing more.
     assert len(world.broken) == kind.costs_a_worker
+    assert all(REFUSED_AS[direction] in reason for reason in world.broken)
     assert len(world.joins) == 1 + kind.costs_a_worker
 
 
