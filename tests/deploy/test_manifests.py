@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -16,12 +17,33 @@ from lineclear.scheduler.settings import load, parse_address
 
 DEPLOY = REPOSITORY / "deploy"
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-DOCUMENTS = list(yaml.safe_load_all((DEPLOY / "kubernetes/sidecar.yaml").read_text()))
-POD = DOCUMENTS[0]["spec"]["template"]["spec"]
-CONTAINERS = {c["name"]: c for c in (*POD["initContainers"], *POD["containers"])}
-SIDECARS = ("lineclear-worker", "lineclear-scheduler")
+OURS = ("lineclear-worker", "lineclear-scheduler")
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
+
+
+class Manifest:
+    """A file of ours for Kubernetes, and the pod in it."""
+
+    def __init__(self, name: str) -> None:
+        self.documents = list(yaml.safe_load_all((DEPLOY / f"kubernetes/{name}.yaml").read_text()))
+        self.template = self.documents[0]["spec"]["template"]
+        self.pod = self.template["spec"]
+        self.containers = {c["name"]: c for c in (*self.pod["initContainers"], *self.pod["containers"])}
+        self.worker, self.scheduler = (self.containers[name] for name in OURS)
+
+    def mounts(self, name: str) -> dict[str, dict[str, Any]]:
+        return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
+
+
+MANIFESTS = {name: Manifest(name) for name in ("sidecar", "service")}
+SIDECAR, SERVICE = MANIFESTS.values()
+
+
+@pytest.fixture(params=MANIFESTS.values(), ids=MANIFESTS)
+def manifest(request: pytest.FixtureRequest) -> Manifest:
+    found: Manifest = request.param
+    return found
 
 
 def flags(container: dict[str, Any]) -> dict[str, str]:
@@ -43,11 +65,15 @@ def seconds(text: str) -> float:
 # --- kubernetes ----------------------------------------------------------------------------------------------------
 
 
+def test_every_file_is_looked_at() -> None:
+    assert {path.stem for path in (DEPLOY / "kubernetes").iterdir()} == set(MANIFESTS)
+
+
 # The oldest with the sleep hook and native sidecars switched on, and the newest that is known.
 @pytest.mark.parametrize("version", ["1.30", "1.32", kubernetes_validate.latest_version()])
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d["kind"])
-def test_kubernetes_takes_it(document: dict[str, Any], version: str) -> None:
-    kubernetes_validate.validate(document, version, strict=True)
+def test_kubernetes_takes_it(manifest: Manifest, version: str) -> None:
+    for document in manifest.documents:
+        kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_a_field_that_does_not_exist_would_be_found() -> None:
@@ -60,73 +86,77 @@ def test_a_field_that_does_not_exist_would_be_found() -> None:
 
 def test_the_scheduler_stops_before_the_worker_and_after_the_app() -> None:
     """Sidecars stop in reverse order, after the containers; schemas do not check the word `Always`."""
-    assert [c["name"] for c in POD["initContainers"]] == list(SIDECARS)
-    assert {c.get("restartPolicy") for c in POD["initContainers"]} == {"Always"}
-    assert list(CONTAINERS) == [*SIDECARS, "app"]
+    for manifest in MANIFESTS.values():
+        assert {c.get("restartPolicy") for c in manifest.pod["initContainers"]} == {"Always"}
+    assert list(SIDECAR.containers) == [*OURS, "app"]
+    assert [c["name"] for c in SIDECAR.pod["containers"]] == ["app"]
+    assert list(SERVICE.containers) == list(OURS)
+    assert [c["name"] for c in SERVICE.pod["containers"]] == ["lineclear-scheduler"]
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_no_container_can_do_more_than_it_must(name: str) -> None:
-    security = CONTAINERS[name]["securityContext"]
-    assert security["capabilities"] == {"drop": ["ALL"]}
-    assert security["readOnlyRootFilesystem"] is True
-    assert security["allowPrivilegeEscalation"] is False
-    assert security["runAsUser"] > 0
-    assert POD["securityContext"]["runAsNonRoot"] is True
-    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+def test_no_container_can_do_more_than_it_must(manifest: Manifest) -> None:
+    for container in manifest.containers.values():
+        security = container["securityContext"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["runAsUser"] > 0
+    assert manifest.pod["securityContext"]["runAsNonRoot"] is True
+    assert manifest.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_the_pod_is_given_nothing_it_does_not_need() -> None:
-    assert POD["automountServiceAccountToken"] is False
-    assert POD["enableServiceLinks"] is False
-    assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(POD)
+def test_the_pod_is_given_nothing_it_does_not_need(manifest: Manifest) -> None:
+    assert manifest.pod["automountServiceAccountToken"] is False
+    assert manifest.pod["enableServiceLinks"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(manifest.pod)
 
 
-def _mounts(name: str) -> dict[str, dict[str, Any]]:
-    return {m["name"]: m for m in CONTAINERS[name]["volumeMounts"]}
-
-
-def test_only_the_two_share_the_sockets() -> None:
-    assert {name for name in CONTAINERS if "lineclear-sockets" in _mounts(name)} == set(SIDECARS)
+def test_only_the_two_share_the_sockets(manifest: Manifest) -> None:
+    mounts = {name: manifest.mounts(name).get("lineclear-sockets") for name in manifest.containers}
     users = {
-        (CONTAINERS[n]["securityContext"]["runAsUser"], _mounts(n)["lineclear-sockets"]["mountPath"]) for n in SIDECARS
+        (manifest.containers[name]["securityContext"]["runAsUser"], mount["mountPath"])
+        for name, mount in mounts.items()
+        if mount is not None
     }
+    assert {name for name, mount in mounts.items() if mount} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
-    assert CONTAINERS["app"]["securityContext"]["runAsUser"] != 10001
-    directories = {
-        flags(CONTAINERS["lineclear-scheduler"])["socket-directory"],
-        flags(CONTAINERS["lineclear-worker"])["directory"],
-    }
     # A folder in the volume, not the volume: the kubelet makes that one for everybody to write.
+    directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["directory"]}
     assert directories == {"/run/lineclear/sockets"}
-    volume = next(v for v in POD["volumes"] if v["name"] == "lineclear-sockets")
+    volume = next(v for v in manifest.pod["volumes"] if v["name"] == "lineclear-sockets")
     assert volume["emptyDir"]["medium"] == "Memory"
 
 
-def test_every_volume_is_used_and_bounded() -> None:
-    used = {mount for name in CONTAINERS for mount in _mounts(name)}
-    assert used == {v["name"] for v in POD["volumes"]}
-    assert all("sizeLimit" in v["emptyDir"] for v in POD["volumes"] if "emptyDir" in v)
-    for name in SIDECARS:
-        assert _mounts(name)["models"]["readOnly"] is True
-        assert flags(CONTAINERS[name])["model"].startswith(_mounts(name)["models"]["mountPath"] + "/")
+def test_the_app_is_another_user() -> None:
+    assert SIDECAR.containers["app"]["securityContext"]["runAsUser"] != 10001
 
 
-def test_the_worker_alone_has_the_gpu() -> None:
-    assert {n for n, c in CONTAINERS.items() if "nvidia.com/gpu" in c["resources"]["limits"]} == {"lineclear-worker"}
-    assert all("memory" in c["resources"]["limits"] for c in CONTAINERS.values())
+def test_every_volume_is_used_and_bounded(manifest: Manifest) -> None:
+    used = {mount for name in manifest.containers for mount in manifest.mounts(name)}
+    assert used == {v["name"] for v in manifest.pod["volumes"]}
+    assert all("sizeLimit" in v["emptyDir"] for v in manifest.pod["volumes"] if "emptyDir" in v)
+    for name in OURS:
+        models = manifest.mounts(name)["models"]
+        assert models["readOnly"] is True
+        assert flags(manifest.containers[name])["model"].startswith(models["mountPath"] + "/")
 
 
-def test_probes_ask_the_health_port() -> None:
-    scheduler = CONTAINERS["lineclear-scheduler"]
+def test_the_worker_alone_has_the_gpu(manifest: Manifest) -> None:
+    limits = {name: c["resources"]["limits"] for name, c in manifest.containers.items()}
+    assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} == {"lineclear-worker"}
+    assert all("memory" in limit for limit in limits.values())
+
+
+def test_probes_ask_the_health_port(manifest: Manifest) -> None:
+    scheduler, worker = manifest.scheduler, manifest.worker
     address = parse_address(flags(scheduler)["health-listen"])
     # The kubelet connects to the pod's address, so loopback would not do.
     assert address == ("0.0.0.0", 50052)
     probes = {kind: scheduler[kind]["grpc"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert {probe["port"] for probe in probes.values()} == {50052}
-    assert {p["name"]: p["containerPort"] for p in scheduler["ports"]} == {"health": 50052, "metrics": 50053}
+    ports = {p["name"]: p["containerPort"] for p in scheduler["ports"]}
+    assert ports | {"health": 50052, "metrics": 50053} == ports
     assert [probe["service"] for probe in probes.values()] == ["readiness", "liveness", "readiness"]
-    worker = CONTAINERS["lineclear-worker"]
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
     # The scheduler starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
     assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
@@ -134,39 +164,69 @@ def test_probes_ask_the_health_port() -> None:
 
 
 def test_the_app_reaches_the_model_and_nobody_else_does() -> None:
-    listen = flags(CONTAINERS["lineclear-scheduler"])["listen"]
+    listen = flags(SIDECAR.scheduler)["listen"]
     assert listen.startswith("127.0.0.1:")
-    assert CONTAINERS["app"]["env"] == [{"name": "LLM_TARGET", "value": listen}]
+    assert SIDECAR.containers["app"]["env"] == [{"name": "LLM_TARGET", "value": listen}]
+    assert "grpc" not in {p["name"] for p in SIDECAR.scheduler["ports"]}
 
 
-def test_there_is_time_to_load() -> None:
-    settings, _ = load(CONTAINERS["lineclear-scheduler"]["args"])
-    probe = CONTAINERS["lineclear-scheduler"]["startupProbe"]
+def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
+    settings, _ = load(SERVICE.scheduler["args"])
+    assert not settings.insecure_allow_remote
+    assert settings.lacks() == ""
+    port = next(p["containerPort"] for p in SERVICE.scheduler["ports"] if p["name"] == "grpc")
+    assert parse_address(settings.listen) == ("0.0.0.0", port)
+    service = SERVICE.documents[1]["spec"]
+    assert service["clusterIP"] == "None"
+    assert [p["targetPort"] for p in service["ports"]] == ["grpc"]
+    secrets = {v["name"]: v["secret"] for v in SERVICE.pod["volumes"] if "secret" in v}
+    files = (settings.tls_cert_file, settings.tls_key_file, settings.token_file)
+    paths = {SERVICE.mounts("lineclear-scheduler")[name]["mountPath"] for name in secrets}
+    assert {str(Path(file).parent) for file in files} == paths
+    # Tokens that everybody may read are refused; the group is the process's own.
+    assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
+    assert SERVICE.pod["securityContext"]["fsGroup"] == SERVICE.scheduler["securityContext"]["runAsGroup"]
+    assert not set(secrets) & set(SERVICE.mounts("lineclear-worker"))
+
+
+def test_there_is_time_to_load(manifest: Manifest) -> None:
+    settings, _ = load(manifest.scheduler["args"])
+    probe = manifest.scheduler["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= settings.start_timeout_seconds
 
 
-def test_there_is_time_to_leave() -> None:
-    sleeps = [c["lifecycle"]["preStop"]["sleep"]["seconds"] for c in CONTAINERS.values() if "lifecycle" in c]
-    grace = POD["terminationGracePeriodSeconds"]
-    assert grace >= sum(sleeps) + drain_seconds(CONTAINERS["lineclear-scheduler"]) + 10
+def test_there_is_time_to_leave(manifest: Manifest) -> None:
+    hooks = [c["lifecycle"]["preStop"] for c in manifest.containers.values() if "lifecycle" in c]
+    assert len(hooks) == 1
+    needed = hooks[0]["sleep"]["seconds"] + drain_seconds(manifest.scheduler) + 10
+    assert manifest.pod["terminationGracePeriodSeconds"] >= needed
 
 
-def test_labels_agree() -> None:
-    labels = DOCUMENTS[0]["spec"]["template"]["metadata"]["labels"]
-    service, budget, policy = DOCUMENTS[1:]
-    assert DOCUMENTS[0]["spec"]["selector"]["matchLabels"] == labels
+def test_labels_agree(manifest: Manifest) -> None:
+    labels = manifest.template["metadata"]["labels"]
+    deployment, service, budget, policy = manifest.documents
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert service["spec"]["selector"] == labels
     assert budget["spec"]["selector"]["matchLabels"] == labels
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
-    everybody, monitoring = policy["spec"]["ingress"]
+    ports = {p["name"] for c in manifest.containers.values() for p in c.get("ports", ())}
+    assert {p["port"] for rule in policy["spec"]["ingress"] for p in rule["ports"]} == ports - {"health"}
+
+
+def test_network_policies_let_in_whom_they_must() -> None:
+    everybody, monitoring = SIDECAR.documents[3]["spec"]["ingress"]
     assert "from" not in everybody
-    assert [p["port"] for p in everybody["ports"]] == [p["name"] for p in CONTAINERS["app"]["ports"]]
+    assert everybody["ports"] == [{"port": "http"}]
+    callers, scrapers = SERVICE.documents[3]["spec"]["ingress"]
+    assert callers["from"] == [{"podSelector": {"matchLabels": {"lineclear-client": "true"}}}]
+    assert callers["ports"] == [{"port": "grpc"}]
+    assert monitoring == scrapers
     assert monitoring["ports"] == [{"port": "metrics"}]
     assert monitoring["from"]
 
 
 def test_prometheus_may_fetch_figures() -> None:
-    for container in (CONTAINERS["lineclear-scheduler"], SERVICES["scheduler"]):
+    for container in (SIDECAR.scheduler, SERVICE.scheduler, SERVICES["scheduler"]):
         assert parse_address(flags(container)["metrics-listen"]) == ("0.0.0.0", 50053)
     assert "127.0.0.1:50053:50053" in SERVICES["scheduler"]["ports"]
 
@@ -224,5 +284,6 @@ def test_the_gpu_is_added_to_the_same_worker() -> None:
 
 
 def test_images_carry_the_version_of_the_project() -> None:
-    images = {c["image"] for n, c in CONTAINERS.items() if n in SIDECARS} | {s["image"] for s in SERVICES.values()}
+    images = {c["image"] for m in MANIFESTS.values() for c in (m.worker, m.scheduler)}
+    images |= {s["image"] for s in SERVICES.values()}
     assert images == {f"lineclear-scheduler:{VERSION}", f"lineclear-worker:{VERSION}"}

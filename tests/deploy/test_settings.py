@@ -54,8 +54,8 @@ def test_the_process_takes_its_flags(process: str, flags: list[str]) -> None:
 
 
 def test_every_container_is_found() -> None:
-    assert [process for process, _ in arguments()].count("scheduler") == 2
-    assert [process for process, _ in arguments()].count("worker") == 3
+    assert [process for process, _ in arguments()].count("scheduler") == 3
+    assert [process for process, _ in arguments()].count("worker") == 4
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -78,6 +78,7 @@ def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
     others = {
         *("--build", "--build-arg", "--from", "--no-cache-dir"),  # docker, pip
         *("--directory", "--owner", "--group", "--mode"),  # install
+        "--from-literal",  # kubectl
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
     }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))
