@@ -376,3 +376,12 @@ def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None
     running = weights.double().cumsum(dim=-1)
     wanted = (running <= noise * running[:, -1:]).sum(dim=-1)
     assert module._pick(weights, noise).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [256, 100])
+def test_a_step_that_samples_nothing_has_no_best(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no kernels were built: the first chunks of a prompt alone are such a step."""
+    for library in (kernels.library, lambda: None):
+        monkeypatch.setattr(logits_module, "library", library)
+        found = of(torch.empty(0, vocabulary))
+        assert found.best.shape == found.ids.shape == (0,)

@@ -42,7 +42,7 @@ def of(values: Tensor) -> Logits:
     if vocabulary % _BEST_WIDTH:
         best, ids = values.max(dim=-1)
         return Logits(values, best, ids)
-    pieces = values.view(count, -1, _BEST_WIDTH)
+    pieces = values.view(count, vocabulary // _BEST_WIDTH, _BEST_WIDTH)
     piece = pieces.amax(dim=-1).max(dim=-1).indices
     best, inside = pieces[torch.arange(count, device=values.device), piece].max(dim=-1)
     return Logits(values, best, piece * _BEST_WIDTH + inside)
