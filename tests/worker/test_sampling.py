@@ -381,7 +381,7 @@ def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None
 @pytest.mark.parametrize("vocabulary", [256, 100])
 def test_a_step_that_samples_nothing_has_no_best(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no kernels were built: the first chunks of a prompt alone are such a step."""
-    for library in (kernels.library, lambda: None):
-        monkeypatch.setattr(logits_module, "library", library)
+    for native in (kernels.load(kernels.library_name()), None):
+        monkeypatch.setattr(logits_module, "library", lambda native=native: native)
         found = of(torch.empty(0, vocabulary))
         assert found.best.shape == found.ids.shape == (0,)
