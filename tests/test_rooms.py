@@ -69,7 +69,7 @@ ROOMS = {
     "core": Room(CORE, ("lineclear.errors", "lineclear.wire.types")),
     # The engine's thread and the sockets know neither gRPC nor text.
     "engine": Room(
-        ("lineclear.scheduler.engine", "lineclear.scheduler.supervisor"),
+        tuple(f"lineclear.scheduler.{name}" for name in ("engine", "snapshot", "supervisor", "vigil")),
         ("structlog", *SETTINGS, "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING),
     ),
     "scheduler link": Room(
@@ -93,7 +93,7 @@ ROOMS = {
             PROTOBUF,
             "structlog",
             *SETTINGS,
-            "lineclear.scheduler.settings",
+            *("lineclear.scheduler.addresses", "lineclear.scheduler.settings"),
             *CONTRACT,
             *HOUSEKEEPING,
         ),
@@ -103,7 +103,8 @@ ROOMS = {
         (
             *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
             "prometheus_client",
-            *(f"lineclear.scheduler.{name}" for name in ("access", "scheduling", "text", "settings", "engine")),
+            *("lineclear.scheduler.access", "lineclear.scheduler.scheduling", "lineclear.scheduler.text"),
+            *("lineclear.scheduler.addresses", "lineclear.scheduler.settings", "lineclear.scheduler.snapshot"),
             *CONTRACT,
         ),
     ),
@@ -250,6 +251,8 @@ def test_the_namespace_has_no_init_file() -> None:
         ("lineclear.scheduler.scheduling.policy", "from . import engine"),
         ("lineclear.scheduler.engine", "import zmq"),
         ("lineclear.scheduler.engine", "import grpc"),
+        ("lineclear.scheduler.vigil", "import zmq"),
+        ("lineclear.scheduler.rpc.service", "from lineclear.scheduler.engine import Engine"),
         ("lineclear.scheduler.rpc.streams", "import torch"),
         ("lineclear.scheduler.rpc.streams", "import zmq"),
         ("lineclear.scheduler.main", "from lineclear.worker import main"),

@@ -12,9 +12,9 @@ from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request, supervised
 
-from lineclear.scheduler.engine import EngineLimits
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.supervisor import Supervisor
+from lineclear.scheduler.vigil import Patience
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
 
@@ -53,7 +53,7 @@ def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None
 
 
 def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
-    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=2.0)) as world:
+    with World(options=SLOW, patience=Patience(heartbeat_timeout_seconds=2.0)) as world:
 
         def body(supervisor: Supervisor) -> None:
             world.wait_joined()
@@ -74,7 +74,7 @@ def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
 
 def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -> None:
     """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
-    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=2.0)) as world:
+    with World(options=SLOW, patience=Patience(heartbeat_timeout_seconds=2.0)) as world:
         worker = world.start_worker()
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
@@ -95,7 +95,7 @@ def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -
 
 
 def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_believed() -> None:
-    with World(options=SLOW, engine=EngineLimits(heartbeat_timeout_seconds=2.0)) as world:
+    with World(options=SLOW, patience=Patience(heartbeat_timeout_seconds=2.0)) as world:
         worker = world.start_worker()
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
@@ -132,7 +132,7 @@ def test_killed_again_while_it_catches_up() -> None:
 
 
 def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
-    with World(engine=EngineLimits(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
+    with World(patience=Patience(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
         world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
 
         def body(supervisor: Supervisor) -> None:
@@ -147,9 +147,9 @@ def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> N
 
 
 def test_a_long_step_is_left_alone_before_its_deadline() -> None:
-    limits = EngineLimits(step_timeout_seconds=60.0, heartbeat_timeout_seconds=2.0)
+    patience = Patience(step_timeout_seconds=60.0, heartbeat_timeout_seconds=2.0)
     options = ToyOptions(min_step_seconds=2.5, max_step_seconds=2.5)
-    with World(options=options, engine=limits) as world:
+    with World(options=options, patience=patience) as world:
         world.start_worker()
         stream = world.submit(request(1, max_tokens=1))
         world.wait_ended([stream])

@@ -21,7 +21,6 @@ from lineclear.errors import (
     QueueFull,
     WorkerUnavailable,
 )
-from lineclear.scheduler.engine import EngineLimits
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.scheduling.sequence import Request
@@ -136,7 +135,7 @@ def test_a_request_the_core_refuses_fails_with_the_reason() -> None:
 
 
 def test_more_requests_than_the_inbox_holds_are_refused_and_the_rest_are_exact() -> None:
-    with World(engine=EngineLimits(max_inbox=10)) as world:
+    with World(max_inbox=10) as world:
         world.start_worker()
         world.wait_joined()
         with world.held():  # the engine sits in publish() and cannot empty its inbox

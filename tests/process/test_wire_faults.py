@@ -19,15 +19,15 @@ from support.proxy import Proxy, Tamper
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler.engine import EngineLimits
 from lineclear.scheduler.supervisor import Supervisor
+from lineclear.scheduler.vigil import Patience
 from lineclear.sockets import private_sockets
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import Heartbeat, Hello, StepPlan, StepResult
 
 # Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
-LIMITS = EngineLimits(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
-SHORT_SILENCE = replace(LIMITS, heartbeat_timeout_seconds=2.0)
+PATIENCE = Patience(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
+SHORT_SILENCE = replace(PATIENCE, heartbeat_timeout_seconds=2.0)
 OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
 
 
@@ -87,9 +87,9 @@ REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
 CASES = [(name, at) for name in FAULTS for at in (1, 9) if at > 1 or "the one before" not in name]
 
 
-def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], limits: EngineLimits = LIMITS) -> World:
+def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], patience: Patience = PATIENCE) -> World:
     """Run `body` in a world whose worker speaks through a proxy that tampers."""
-    with World(engine=limits, options=OPTIONS) as world:
+    with World(patience=patience, options=OPTIONS) as world:
         scheduler_side, worker_side = world.directory, world.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
             world.directory = worker_side

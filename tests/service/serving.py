@@ -16,7 +16,6 @@ import uvloop
 from service.small_tokenizers import byte_level, definition
 
 from lineclear.errors import Cancelled, Draining, LineclearError
-from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.server import Server
 from lineclear.scheduler.rpc.service import InferenceService
@@ -35,6 +34,7 @@ from lineclear.scheduler.scheduling.events import (
 )
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.snapshot import EngineSnapshot
 from lineclear.scheduler.text.chat import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status import TRAILER, from_trailer

@@ -21,12 +21,13 @@ from support.patience import PATIENCE_SECONDS
 from support.toy import expected
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.engine import Engine
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
 from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
+from lineclear.scheduler.vigil import Patience
 from lineclear.wire.types import Hello, Sampling
 
 TESTS = Path(__file__).parents[1]
@@ -90,7 +91,8 @@ class World:
         *,
         directory: Path | None = None,
         core: CoreLimits | Scheduler | None = None,
-        engine: EngineLimits | None = None,
+        patience: Patience | None = None,
+        max_inbox: int = 4096,
         options: ToyOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_anomaly: Callable[[str], object] = lambda what: None,
@@ -121,7 +123,8 @@ class World:
             self._publish,
             clock,
             # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
-            limits=engine or EngineLimits(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            patience=patience or Patience(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            max_inbox=max_inbox,
             on_joined=self._joined,
             on_broken=self._broken,
             on_explained=self._explained,

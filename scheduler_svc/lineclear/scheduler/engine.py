@@ -1,104 +1,38 @@
 """The engine: the one thread that owns the core. Carries requests in, plans out, results in, events out.
 
-Decides the order of these four, and when a worker is lost. What runs next is the core's decision, how frames travel is
-the link's, what events mean to a caller is the service's.
+Decides the order of these four, and what the loss of a worker means to everybody. What runs next is the core's
+decision, when a worker has been waited for long enough the vigil's, how frames travel the link's, what events mean to a
+caller the service's.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import structlog
 
 from lineclear.errors import LineclearError, PoisonRequest, QueueFull
 from lineclear.logs import places
-from lineclear.scheduler.link import CLOSED, Arrival, Link, LinkCounters, WorkerGone
-from lineclear.scheduler.scheduling.core import BadResult, CoreSnapshot, Scheduler
+from lineclear.scheduler.link import CLOSED, Arrival, Link, WorkerGone
+from lineclear.scheduler.scheduling.core import BadResult, Scheduler
 from lineclear.scheduler.scheduling.events import Event, Failed, Record
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import Hello, LogLevel, SetLogLevel, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.scheduler.snapshot import MAX_STEP_TIMES, EngineCounters, EngineSnapshot, StepTime
+from lineclear.scheduler.vigil import Patience, Vigil, loss_by_exit
+from lineclear.wire.types import Hello, LogLevel, SetLogLevel, StepError, StepErrorKind, StepResult
 
 log = structlog.get_logger()
 
 _MAX_COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up the results of those that run
-_MAX_STEP_TIMES = 1024
 _SNAPSHOT_SECONDS = 0.05
-_COLD_STEPS = 8
 _STANDSTILL_SECONDS = 1.0
-_TIMES_PREDICTED = 20
-_HUNG_LOOK_SECONDS = 0.5
-_SLOW_STEP_SECONDS = 2.0
-_OBITUARY_SECONDS = 0.1  # from a closed connection to the exit code of its process, where there is a supervisor
-_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # a process that fails ends by others
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The engine's bounds."""
-
-    max_inbox: int = 4096
-    """Requests handed over and not yet seen by the core."""
-    step_timeout_seconds: float = 30.0
-    """A step may take this long, or 20 times what the step model predicts if that is longer."""
-    cold_step_timeout_seconds: float = 300.0
-    """The same for the first steps of an epoch, in which kernels are compiled and graphs captured."""
-    heartbeat_timeout_seconds: float = 5.0
-    """How long a joined worker may be silent."""
-
-
-class StepTime(NamedTuple):
-    """One step that was done. `step_seconds` is the worker's own figure, `total_seconds` from plan sent to result."""
-
-    epoch: int
-    step: int
-    num_rows: int
-    num_tokens: int
-    step_seconds: float
-    total_seconds: float
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Seconds of the engine thread since it started, by what they were spent on."""
-
-    turns: int = 0
-    plan_seconds: float = 0.0
-    apply_seconds: float = 0.0
-    publish_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """State at one moment, at most about half a second old."""
-
-    core: CoreSnapshot
-    hello: Hello | None = None
-    """Of the joined worker."""
-    incarnation: int = 0
-    """How many workers have joined so far."""
-    step_times: tuple[StepTime, ...] = ()
-    """The last 1024, oldest first."""
-    counters: EngineCounters = field(default_factory=EngineCounters)
-    link: LinkCounters = field(default_factory=LinkCounters)
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A plan without a result yet."""
-
-    plan: StepPlan
-    num_tokens: int
-    sent_at: float
 
 
 class Engine:
@@ -120,7 +54,8 @@ class Engine:
         publish: Callable[[Sequence[Event]], None],
         clock: Callable[[], float] = time.monotonic,
         *,
-        limits: EngineLimits | None = None,
+        patience: Patience | None = None,
+        max_inbox: int = 4096,
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
         on_explained: Callable[[], None] = lambda: None,
@@ -133,7 +68,7 @@ class Engine:
         self._link = link
         self._publish = publish
         self._clock = clock
-        self._limits = limits or EngineLimits()
+        self._max_inbox = max_inbox
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
         self._on_explained, self._on_anomaly = on_explained, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
@@ -142,16 +77,13 @@ class Engine:
         self._last_hello: Hello | None = None  # of the joined worker, or of the one before
         self._log_level: LogLevel | None = None  # that workers are to have; None: the one they start with
         self._is_level_told = True  # to the joined worker
-        self._closed_since: float | None = None  # the connection of the joined worker, whose exit may tell why
+        self._vigil = Vigil(patience or Patience(), self._predicted_seconds)  # over the joined worker
         self._incarnation = 0
-        self._in_flight: deque[_Sent] = deque()
-        self._oldest_since = 0.0  # when the oldest plan in flight had the device for itself
-        self._step_times: deque[StepTime] = deque(maxlen=_MAX_STEP_TIMES)
+        self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
         self._due = math.inf  # when wait() was to return at the latest
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
-        self._hung: int | None = None  # epoch of a worker that was put out and may still hold its device
         self._turn_began: float | None = None  # None while waiting
         self._stopped = False
         self._leaving = False
@@ -175,7 +107,7 @@ class Engine:
 
         `request_id` must not be in use: the Failed of a duplicate could not be told from one of the original.
         """
-        if len(self._inbox) < self._limits.max_inbox:
+        if len(self._inbox) < self._max_inbox:
             self._inbox.append(partial(self._submit, request))
         else:
             self._refused.append(request)
@@ -195,7 +127,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
-        self._order(self._forget_prefixes)
+        self._order(lambda now: self._core.forget_prefixes())
 
     def set_log_level(self, level: str) -> None:
         """Have the worker log from `level` upwards, and every one that joins later."""
@@ -210,10 +142,11 @@ class Engine:
 
     def between_turns(self, look: Callable[[], object]) -> None:
         """Have `look()` called on the engine's thread, when the core stands still. It must not raise, nor wait."""
-        self._order(partial(self._look, look))
 
-    def _look(self, look: Callable[[], object], now: float) -> None:
-        look()
+        def command(now: float) -> None:
+            look()
+
+        self._order(command)
 
     def snapshot(self) -> EngineSnapshot:
         """Counters and gauges of a moment ago. Never waits for the engine."""
@@ -227,7 +160,7 @@ class Engine:
     @property
     def is_worker_hung(self) -> bool:
         """Whether a worker that has to be killed still lives. Where nobody supervises it, somebody else must."""
-        return self._hung is not None
+        return self._vigil.hung is not None
 
     @property
     def worker(self) -> Hello | None:
@@ -268,10 +201,10 @@ class Engine:
             begin = time.perf_counter()
             self._publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or not self._in_flight:
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._vigil.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
-            self._due = min(self._worker_deadline(), _or_never(self._core.next_deadline()))
+            self._due = min(self._vigil.next_look(self._link.last_heard, now), _or_never(self._core.next_deadline()))
             self._turn_began = None
             self._link.wait(self._due)
 
@@ -280,8 +213,8 @@ class Engine:
         for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_TURN)):
             events += self._inbox.popleft()(now)
         while self._refused:
-            limit = self._limits.max_inbox
-            error = QueueFull(f"{limit} requests wait to be queued, which is the limit", retry_after_seconds=1.0)
+            message = f"{self._max_inbox} requests wait to be queued, which is the limit"
+            error = QueueFull(message, retry_after_seconds=1.0)
             events.append(_refusal(self._refused.popleft(), error, now))
         return events
 
@@ -295,9 +228,6 @@ class Engine:
         self._leaving = True
         self._core.drain(now)
 
-    def _forget_prefixes(self, now: float) -> None:
-        self._core.forget_prefixes()
-
     def _set_log_level(self, level: LogLevel, now: float) -> None:
         self._log_level, self._is_level_told = level, False
 
@@ -306,8 +236,7 @@ class Engine:
         if self._last_hello is not None and self._last_hello.pid == pid:
             self._link.bar(self._last_hello)
         if self._hello is not None and self._hello.pid == pid:
-            killed = exit_code is None or exit_code == 0 or -exit_code in _SIGNALS_FROM_OUTSIDE
-            self._lose("its process ended", events, now, Loss.KILLED if killed else Loss.BROKE)
+            self._lose("its process ended", events, now, loss_by_exit(exit_code))
         return events
 
     # --- plans and results ------------------------------------------------------------------------------------------
@@ -315,15 +244,13 @@ class Engine:
     def _send_plans(self, events: list[Event], now: float) -> None:
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
-        while self._closed_since is None and (plan := self._core.plan(now)) is not None:
+        while not self._vigil.is_closed and (plan := self._core.plan(now)) is not None:
             try:
                 self._link.send(plan)
             except WorkerGone:
-                self._closed_since = now
+                self._vigil.connection_closed(now)
                 break
-            if not self._in_flight:
-                self._oldest_since = now
-            self._in_flight.append(_Sent(plan, plan.num_tokens, now))
+            self._vigil.plan_sent(plan, now)
         events += self._core.take_events()
         encode_seconds = self._link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
@@ -342,7 +269,7 @@ class Engine:
             loss = Loss.LEFT if memory or astray else Loss.BROKE
             self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, loss, kill=not memory)
         elif arrival.reason == CLOSED and self._hello is not None:
-            self._closed_since = now
+            self._vigil.connection_closed(now)
         else:
             self._lose(f"it left: {arrival.reason}", events, now, Loss.LEFT)
 
@@ -356,27 +283,21 @@ class Engine:
             self._lose(f"it sent a result that cannot be: {error}", events, now, Loss.LEFT, kill=True)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
-        sent = self._in_flight.popleft()
-        seconds = now - max(sent.sent_at, self._oldest_since)
-        if seconds > max(_SLOW_STEP_SECONDS, _TIMES_PREDICTED * self._predicted(sent)):
+        step_time, is_slow = self._vigil.result_came(result, now)
+        if is_slow:
             self._on_anomaly(f"step {result.step} was slow")
-        self._oldest_since = now
-        self._step_times.append(
-            StepTime(
-                result.epoch, result.step, sent.plan.num_rows, sent.num_tokens, result.step_seconds, now - sent.sent_at
-            )
-        )
+        self._step_times.append(step_time)
 
     # --- the worker -------------------------------------------------------------------------------------------------
 
     def _join(self, hello: Hello, events: list[Event], now: float) -> None:
-        if self._closed_since is not None:
+        if self._vigil.is_closed:
             self._lose(CLOSED, events, now, Loss.KILLED)
         assert self._hello is None, "the link joins one worker at a time"
         if hello.epoch != self._link.epoch:
             return  # it came in one batch with the message that condemned its process
         self._hello = self._last_hello = hello
-        self._hung = None
+        self._vigil.begin()
         self._is_level_told = self._log_level is None
         self._incarnation += 1
         events += self._core.reset(hello, now)
@@ -401,8 +322,8 @@ class Engine:
         hello = self._hello
         if hello is None:
             return
-        self._hello = self._closed_since = None
-        self._in_flight.clear()
+        self._hello = None
+        self._vigil.end(hung=hello.epoch if kill else None)
         events += self._core.take_events()
         ended = self._core.reset(None, now, Loss.LEFT if self._leaving else loss)
         events += ended
@@ -414,8 +335,6 @@ class Engine:
         if loss is not Loss.LEFT and not self._leaving:
             self._on_anomaly(reason)
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
-        if kill:
-            self._hung = hello.epoch
         if kill and self._on_broken(hello, reason):
             self._link.bar(hello)
         else:
@@ -423,42 +342,19 @@ class Engine:
 
     def _check_worker(self, events: list[Event], now: float) -> None:
         if self._hello is None:
-            if self._hung is not None and not self._link.is_reachable(self._hung):
-                self._hung = None
-            return
-        if self._closed_since is not None and now >= self._closed_since + _OBITUARY_SECONDS:
-            self._lose(CLOSED, events, now, Loss.KILLED)
-        elif now >= self._link.last_heard + self._limits.heartbeat_timeout_seconds:
-            self._lose(f"it was silent for {now - self._link.last_heard:.1f} s", events, now, Loss.KILLED, kill=True)
-        elif self._in_flight and now >= self._step_deadline():
-            step, age = self._in_flight[0].plan.step, now - self._oldest_since
-            self._lose(f"step {step} is not done after {age:.1f} s", events, now, Loss.BROKE, kill=True)
+            self._vigil.look_after(self._link.is_reachable)
+        elif (overdue := self._vigil.overdue(self._link.last_heard, now)) is not None:
+            self._lose(overdue.reason, events, now, overdue.loss, kill=overdue.kill)
 
-    def _worker_deadline(self) -> float:
-        """The moment at which silence, or the step at work, has lasted too long."""
-        if self._hello is None:
-            return math.inf if self._hung is None else self._clock() + _HUNG_LOOK_SECONDS
-        if self._closed_since is not None:
-            return self._closed_since + _OBITUARY_SECONDS
-        silence = self._link.last_heard + self._limits.heartbeat_timeout_seconds
-        return min(silence, self._step_deadline()) if self._in_flight else silence
-
-    def _predicted(self, sent: _Sent) -> float:
+    def _predicted_seconds(self, num_tokens: int) -> float:
         base, per_token, _ = self._snapshot.core.step_model
-        return base + per_token * sent.num_tokens
-
-    def _step_deadline(self) -> float:
-        sent = self._in_flight[0]
-        limits = self._limits
-        allowed = max(limits.step_timeout_seconds, _TIMES_PREDICTED * self._predicted(sent))
-        if sent.plan.step <= _COLD_STEPS:
-            allowed = max(allowed, limits.cold_step_timeout_seconds)
-        return self._oldest_since + allowed
+        return base + per_token * num_tokens
 
     def _forgive(self, now: float) -> None:
         """This process itself stood still (suspended, starved): what the worker said meanwhile is still under way."""
         log.warning("engine_stood_still", seconds=round(now - self._due, 3))
-        self._link.last_heard = self._oldest_since = now
+        self._link.last_heard = now
+        self._vigil.forgive(now)
 
     def _take_snapshot(self, now: float) -> None:
         self._snapshot_at = now

@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.scheduler.access.interceptor import anatomy, incident
-from lineclear.scheduler.engine import Engine, EngineLimits
+from lineclear.scheduler.engine import Engine
 from lineclear.scheduler.leaving import CLEAN, INTERNAL, Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import read_json
@@ -38,6 +38,7 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.supervisor import Supervisor
 from lineclear.scheduler.text.chat import load_chat_template
 from lineclear.scheduler.text.tokenizer import load_tokenizer
+from lineclear.scheduler.vigil import Patience
 
 log = structlog.get_logger()
 
@@ -71,7 +72,7 @@ async def serve(
         core,
         link,
         service.publish,
-        limits=_engine_limits(settings),
+        patience=_patience(settings),
         on_joined=supervisor.worker_joined,
         on_broken=supervisor.worker_broken,
         on_explained=supervisor.crashes_explained,
@@ -210,8 +211,8 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
     )
 
 
-def _engine_limits(settings: SchedulerSettings) -> EngineLimits:
-    return EngineLimits(
+def _patience(settings: SchedulerSettings) -> Patience:
+    return Patience(
         step_timeout_seconds=settings.step_timeout_seconds,
         cold_step_timeout_seconds=max(settings.cold_step_timeout_seconds, settings.step_timeout_seconds),
         heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.rpc.responses import duration
 from lineclear.scheduler.rpc.stats import Quantiles, Stats, quantiles
 from lineclear.scheduler.scheduling.core import CoreSnapshot
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.snapshot import EngineSnapshot
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.types import Hello
 

@@ -21,7 +21,6 @@ from prometheus_client.core import Metric
 from lineclear.errors import Drained, Draining, LineclearError, Starting, UnknownRequest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.interceptor import incident
-from lineclear.scheduler.engine import EngineSnapshot
 from lineclear.scheduler.rpc import overview, responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.rpc.detached import DetachedAnswers
@@ -36,6 +35,7 @@ from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
 from lineclear.scheduler.scheduling.events import Event, StepTokens, TokensReady
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.snapshot import EngineSnapshot
 from lineclear.scheduler.text.chat import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
