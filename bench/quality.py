@@ -26,7 +26,8 @@ from torch import Tensor
 from bench.measure import commit, machine, versions
 from lineclear.worker.attention import Chunk, make_batch
 from lineclear.worker.attention.backends import BACKENDS, choose
-from lineclear.worker.loader import LoadedModel, fuse, load, to_int8
+from lineclear.worker.loader import fuse, load, to_int8
+from lineclear.worker.model import LoadedModel
 
 TOP = Path(__file__).parents[1]
 DEMO = TOP / "demo"

@@ -12,7 +12,8 @@ from support.inprocess import InProcess
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
-from lineclear.worker.loader import LoadedModel, load
+from lineclear.worker.loader import load
+from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

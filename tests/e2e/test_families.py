@@ -15,7 +15,8 @@ from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker.families import VERIFIED
-from lineclear.worker.loader import LoadedModel, adopt
+from lineclear.worker.loader import adopt
+from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
 
 BLOCK_SIZE = 4

@@ -14,7 +14,8 @@ from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker.decoder import FAMILIES
 from lineclear.worker.kernels import library
-from lineclear.worker.loader import LoadedModel, adopt, to_int8
+from lineclear.worker.loader import adopt, to_int8
+from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")

@@ -70,7 +70,7 @@ class Imported(types.ModuleType):
         kept.extend([] for _ in range(100_000))
         counts.append(len(collections) - before)
         return make_runner if name == "make_runner" else type(name, (Exception,), {})
-for name in ("golden", "loader", "start"):
+for name in ("golden", "model", "start"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
 sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
 """)

@@ -13,8 +13,9 @@ from support.families import tiny_model
 from lineclear.wire.types import StepPlan
 from lineclear.worker import golden
 from lineclear.worker.golden import SelfTestFailed
-from lineclear.worker.loader import LoadedModel, adopt, fuse
+from lineclear.worker.loader import adopt, fuse
 from lineclear.worker.logits import of
+from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lineclear.worker import int8, loader
 from lineclear.worker.int8 import pack_int8, quantise
 from lineclear.worker.kernels import candidates, library, load
-from lineclear.worker.loader import ModelRefused, adopt, to_int8
+from lineclear.worker.loader import adopt, to_int8
+from lineclear.worker.model import ModelRefused
 from lineclear.worker.pages import Pages
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
 from lineclear.worker.start import make_runner

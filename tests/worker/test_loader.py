@@ -12,7 +12,8 @@ import torch
 import transformers as tf
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 
-from lineclear.worker.loader import ModelRefused, adopt, load
+from lineclear.worker.loader import adopt, load
+from lineclear.worker.model import ModelRefused
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,8 @@ from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.kernels import library
-from lineclear.worker.loader import LoadedModel, ModelRefused, adopt, fuse
+from lineclear.worker.loader import adopt, fuse
+from lineclear.worker.model import LoadedModel, ModelRefused
 from lineclear.worker.protocol import StepFailed
 from lineclear.worker.runner import ModelRunner
 

@@ -1,9 +1,9 @@
 """The self-test before a worker joins: short greedy answers over the path that will serve, against a plain one.
 
-What the load proved (loader: the model's own logits over pages, the fused forward against that) was proven without the
-chosen attention backend, the slots, chunked prompts and the sampler. Here two sequences go through all of it, and every
-token must be the one that recomputing the whole sequence over the reference attention gives. Decides whether the
-process may serve; a wrong answer is never a warning.
+What the load proved (probe.py: the model's own logits over pages; loader.py: the fused forward against that) was proven
+without the chosen attention backend, the slots, chunked prompts and the sampler. Here two sequences go through all of
+it, and every token must be the one that recomputing the whole sequence over the reference attention gives. Decides
+whether the process may serve; a wrong answer is never a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepPlan
 
 from .attention import Chunk, make_batch
 from .attention.reference import ReferenceAttention
-from .loader import LoadedModel
+from .model import LoadedModel
 from .protocol import StepFailed
 from .runner import ModelRunner
 

@@ -1,7 +1,7 @@
 """Rotary positions: a model's own embedding of them, asked once for each position instead of at every step.
 
 How far a position turns is the same in every step of a model that is served: where it would depend on the length of
-the sequence, the loader ends the context before it does.
+the sequence, the probe ends the context before it does.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from lineclear.wire.types import Hello, Logprobs, StepErrorKind, StepPlan, StepR
 
 from .attention import block_bytes
 from .attention.backends import BACKENDS, choose
-from .loader import LoadedModel, ModelRefused
 from .logits import Logits
 from .memory import blocks_that_fit
+from .model import LoadedModel, ModelRefused
 from .parameters import ParameterTable, SamplingRows
 from .protocol import Flight, StepFailed
 from .sampling import Sampled, sample

@@ -42,7 +42,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     # fifth of their time; frozen, it is not looked through later either.
     gc.disable()
     from .golden import SelfTestFailed
-    from .loader import ModelRefused
+    from .model import ModelRefused
     from .start import make_runner
 
     gc.freeze()

@@ -7,7 +7,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from . import golden
 from .host import usable_cores
-from .loader import LoadedModel, fuse, load, to_int8
+from .loader import fuse, load, to_int8
+from .model import LoadedModel
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
 
