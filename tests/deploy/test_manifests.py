@@ -12,8 +12,9 @@ import pytest
 import yaml
 from support.sources import REPOSITORY
 
+from lineclear.scheduler.addresses import parse_address
 from lineclear.scheduler.rpc.server import WORKER
-from lineclear.scheduler.settings import load, parse_address
+from lineclear.scheduler.settings import load
 
 DEPLOY = REPOSITORY / "deploy"
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]

@@ -23,9 +23,10 @@ from lineclear import v1
 from lineclear.limits import MAX_MESSAGE_BYTES
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.rpc.server import BOTH, OPERATORS
 from lineclear.scheduler.rpc.server import CHANNELZ as CHANNELZ_NAME
-from lineclear.scheduler.settings import SchedulerSettings, is_local
+from lineclear.scheduler.settings import SchedulerSettings
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
 FILES = [importlib.import_module(f"lineclear.v1.{module.name}") for module in pkgutil.iter_modules(v1.__path__)]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lineclear.scheduler.addresses import is_local, parse_address
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
 from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, is_local, load, parse_address
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 
 
 @pytest.fixture(autouse=True)

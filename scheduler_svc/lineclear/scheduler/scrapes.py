@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from lineclear.scheduler.settings import ConfigurationError, parse_address
+from lineclear.scheduler.addresses import parse_address
+from lineclear.scheduler.settings import ConfigurationError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment

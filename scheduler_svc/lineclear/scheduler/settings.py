@@ -7,7 +7,6 @@ length) is not a setting; it arrives with the worker's Hello.
 
 from __future__ import annotations
 
-import ipaddress
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pydantic_settings import (
 
 from lineclear import flags
 from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
@@ -391,36 +391,3 @@ def _sentence(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message
-
-
-def parse_address(address: str) -> tuple[str, int] | str:
-    """(host, port), or the path of a unix socket. Raises ValueError for anything else."""
-    if address.startswith("unix:"):
-        path = address.removeprefix("unix:")
-        path = path.removeprefix("//") if path.startswith("///") else path
-        if not path.startswith("/") or len(path.encode()) > 107:
-            raise ValueError("unix: needs an absolute path of at most 107 bytes")
-        return path
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError("an address is host:port or unix:/path")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError("an IPv6 address is written [::1]:50051")
-    return host, int(port)
-
-
-def is_tcp(address: str) -> bool:
-    """Whether this is host:port, which TLS is for."""
-    return bool(address) and not isinstance(parse_address(address), str)
-
-
-def is_local(address: str) -> bool:
-    """Whether only this machine can reach the address."""
-    parsed = parse_address(address)
-    if isinstance(parsed, str):
-        return True
-    host = parsed[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,7 +14,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, parse_address
+from lineclear.scheduler.addresses import parse_address
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 
 _MAX_METADATA_BYTES = 16 * 1024
 _IDLE_CONNECTION_MS = 300_000

@@ -28,13 +28,14 @@ from lineclear.scheduler.access.interceptor import ErrorInterceptor, abort
 from lineclear.scheduler.access.listening import bind, data_options, probe_options
 from lineclear.scheduler.access.tokens import read_tokens
 from lineclear.scheduler.access.watched import Watched
+from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.rpc import admin as admin_module
 from lineclear.scheduler.rpc import health as health_module
 from lineclear.scheduler.rpc import service as service_module
 from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.health import Health
 from lineclear.scheduler.rpc.service import InferenceService
-from lineclear.scheduler.settings import SchedulerSettings, is_local
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 log = structlog.get_logger()
