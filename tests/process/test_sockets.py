@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.world import short_directory
+from support.patience import PATIENCE_SECONDS
+from support.world import ENVIRONMENT, short_directory
 
 from lineclear.scheduler.link import Link
 from lineclear.sockets import SocketError, private_sockets
@@ -116,3 +119,25 @@ def test_a_link_leaves_no_descriptor_behind(root: Path) -> None:
             Link(root)
         (root / "result.sock").rmdir()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_that_is_forgotten_keeps_nothing_and_nobody(root: Path) -> None:
+    """In a process of its own, because a collection that waits for the link's sockets would wait for ever."""
+    program = f"""
+import gc, os, pathlib
+from lineclear.scheduler.link import Link
+root = pathlib.Path({str(root)!r})
+Link(root).close()
+before = len(os.listdir("/proc/self/fd"))
+def forget():
+    link = Link(root)
+    link.itself = link  # only a collection finds it
+forget()
+gc.collect()
+print(len(os.listdir("/proc/self/fd")) - before, sorted(os.listdir(root)))
+Link(root).close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "0 ['scheduler.lock']\n")

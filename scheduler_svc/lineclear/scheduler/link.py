@@ -15,6 +15,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,25 +99,34 @@ class Link:
         self._closed: deque[int] = deque(maxlen=64)
         self._barred: deque[int] = deque(maxlen=64)  # instances of processes that are dead, or as good as dead
         self._probes: deque[float] = deque()
-        self._sockets, self._lock_fd = _own(directory)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        held = contextlib.ExitStack()
+        # Also of a link that is forgotten. The garbage collector would end the context before the sockets, and wait for
+        # them for ever.
+        self._let_go = weakref.finalize(self, held.close)
+        self._let_go.atexit = False
         try:
-            self._plans = self._context.socket(zmq.ROUTER)
+            sockets = _own(directory, held)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            held.callback(context.term)
+            self._plans = held.enter_context(context.socket(zmq.ROUTER))
             self._plans.set(zmq.ROUTER_MANDATORY, 1)
             self._plans.set(zmq.SNDHWM, max_plans_in_flight + 8)  # and some room for Rejoin and probes
             self._plans.set(zmq.MAXMSGSIZE, 1024)  # workers send nothing this way
-            self._results = self._context.socket(zmq.PULL)
+            self._results = held.enter_context(context.socket(zmq.PULL))
             self._results.set(zmq.RCVHWM, 256)
             self._results.set(zmq.MAXMSGSIZE, max_message_bytes)
-            self._monitor = self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            for socket, path in ((self._plans, self._sockets.plan), (self._results, self._sockets.result)):
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            self._monitor = held.enter_context(self._plans.get_monitor_socket(events))
+            for socket, path in ((self._plans, sockets.plan), (self._results, sockets.result)):
                 socket.set(zmq.LINGER, 0)
                 _bind(socket, path)
+                held.callback(_remove, path)
+            self._wake_lock = threading.Lock()
+            self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            held.callback(os.close, self._wake_fd)
         except BaseException:
-            self._close_sockets()
+            self._let_go()
             raise
-        self._wake_lock = threading.Lock()
-        self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for source in (self._plans, self._results, self._monitor, self._wake_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -124,18 +134,8 @@ class Link:
     def close(self) -> None:
         """Close and remove the sockets. Idempotent."""
         with self._wake_lock:
-            if self._wake_fd is None:
-                return
-            os.close(self._wake_fd)
             self._wake_fd = None
-        for path in (self._sockets.plan, self._sockets.result):
-            with contextlib.suppress(OSError):
-                path.unlink()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._context.destroy(linger=0)
-        os.close(self._lock_fd)
+        self._let_go()
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
@@ -342,23 +342,20 @@ class Link:
         arrivals.append(hello)
 
 
-def _own(directory: Path) -> tuple[Sockets, int]:
-    """The checked directory, locked for this process, without the sockets of a dead one. Returns the lock as well."""
+def _own(directory: Path, held: contextlib.ExitStack) -> Sockets:
+    """The checked directory, locked for this process for as long as `held`, without the sockets of a dead one."""
     sockets = private_sockets(directory)
     lock_fd = os.open(sockets.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    held.callback(os.close, lock_fd)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlink_stale(sockets.plan)
-        unlink_stale(sockets.result)
     except BlockingIOError:
-        os.close(lock_fd)
         raise SocketError(
             f"another scheduler uses the socket directory {sockets.directory}; give each one its own"
         ) from None
-    except BaseException:
-        os.close(lock_fd)
-        raise
-    return sockets, lock_fd
+    unlink_stale(sockets.plan)
+    unlink_stale(sockets.result)
+    return sockets
 
 
 def _bind(socket: zmq.Socket[bytes], path: Path) -> None:
@@ -366,6 +363,11 @@ def _bind(socket: zmq.Socket[bytes], path: Path) -> None:
         socket.bind(f"ipc://{path}")
     except zmq.ZMQError as error:
         raise SocketError(f"cannot bind {path}: {error.strerror}; is the directory writable?") from error
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # ZeroMQ may have removed it, or somebody the directory
+        path.unlink()
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
