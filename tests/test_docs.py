@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.buf import find_buf
+from support.patience import PATIENCE_SECONDS
 from support.service import Service, running
 from support.sources import ROOTS
 
@@ -32,7 +33,9 @@ def service() -> Iterator[Service]:
 
 @pytest.mark.parametrize("page", ["configuration.md", "protocol.md", "reliability.md"])
 def test_a_page_made_from_code_is_fresh(page: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, REPOSITORY / "docs/generate.py", "--out", tmp_path], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, REPOSITORY / "docs/generate.py", "--out", tmp_path], check=True, timeout=PATIENCE_SECONDS
+    )
     fresh = (tmp_path / page).read_text(encoding="utf-8")
     assert fresh == (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), "run: python docs/generate.py"
 
@@ -89,7 +92,7 @@ def test_the_python_of_the_readme_runs(service: Service, capsys: pytest.CaptureF
 def test_commands_of_the_readme_run(command: str, service: Service) -> None:
     program, *words = shlex.split(command)
     lineclear = [str(Path(sys.executable).with_name(Path(program).name)), *words, "--target", service.target]
-    done = subprocess.run(lineclear, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(lineclear, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout or "generate" not in words
 
@@ -105,7 +108,7 @@ def test_the_stubs_of_the_readme_are_made(tmp_path: Path) -> None:
     make, protoc = (c for c in commands() if c == "mkdir stubs" or "grpc_tools" in c)
     (tmp_path / "protos").symlink_to(REPOSITORY / "protos")
     script = f"{make} && {protoc.replace('.venv/bin/python', sys.executable)}"
-    subprocess.run(script, shell=True, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run(script, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
     made = {p.name for p in (tmp_path / "stubs/lineclear/v1").iterdir()}
     assert made == {f"{n}_pb2{g}.py" for n in ("inference", "sampling", "admin") for g in ("", "_grpc")}
 
@@ -121,7 +124,7 @@ def test_what_grpcurl_would_be_told_works_with_buf_curl() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with running(listen=address) as service:
         words = [buf, *curl[1:-1], curl[-1].replace("127.0.0.1:50051", service.target)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "FINISH_REASON_LENGTH" in done.stdout

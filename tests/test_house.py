@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY, ROOTS, imports
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -22,7 +23,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 def tracked() -> list[Path]:
     """Every file in git that is there and is text."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=60
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS
     ).stdout
     paths = [REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name]
     return [p for p in paths if p.is_file() and not p.is_symlink() and b"\0" not in p.read_bytes()[:8192]]
@@ -62,7 +63,7 @@ def test_such_a_line_would_be_found(line: str) -> None:
 
 def test_git_has_no_large_file_but_the_demonstration_model() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=60
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS
     ).stdout
     paths = [REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name]
     large = [p for p in paths if p.is_file() and p.stat().st_size > 1_000_000]
@@ -176,7 +177,7 @@ def test_ci_runs_the_tests_and_ends() -> None:
 
 
 def test_make_names_its_targets() -> None:
-    done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0
     assert {"demo", "test", "serve", "lint", "format", "stubs", "clean"} <= set(re.findall(r"make (\w+)", done.stdout))
 
@@ -191,7 +192,12 @@ def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((REPOSITORY / name).read_bytes())
     make = next(str(p) for d in os.environ["PATH"].split(os.pathsep) if (p := Path(d) / "make").exists())
     done = subprocess.run(
-        [make, "demo"], cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        [make, "demo"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode != 0
     assert "No Python >= 3.11" in done.stdout

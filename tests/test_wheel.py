@@ -12,6 +12,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY, ROOTS, breaches
 
 # Runs in a fresh interpreter: the wheel in front of everything, the checkout's own roots out of reach, and third-party
@@ -41,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked wheel of this tree."""
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     (archive,) = out.glob("*.whl")
     with zipfile.ZipFile(archive) as content:
         content.extractall(out / "content")
@@ -57,7 +58,9 @@ def metadata(wheel: Path) -> dict[str, list[str]]:
 def import_alone(wheel: Path, modules: str, present: str = "", absent: str = "") -> None:
     """Import `modules` from the wheel where only `present`, or all but `absent`, is installed; fails if that fails."""
     command = [sys.executable, "-I", "-c", IMPORT_ALONE, str(wheel), str(REPOSITORY), modules, present, absent]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={"PATH": os.environ["PATH"]}
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from core.rig import Rig, make_request
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.scheduler.recording import replay
 from lineclear.scheduler.recording.recorder import RecordedScheduler
@@ -63,7 +64,7 @@ def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
     recordings = Recordings(rig.recorded, directory)
     names = []
     for _ in range(6):
-        path = recordings.write("a test").result(60)
+        path = recordings.write("a test").result(PATIENCE_SECONDS)
         names.append(path.name)
         assert path.stat().st_mode & 0o777 == 0o600
     assert names == [f"flight-{i}.jsonl" for i in (0, 1, 2, 3, 0, 1)]
@@ -85,14 +86,14 @@ def test_whoever_asks_gets_a_file_of_his_own_also_right_after_an_anomaly(tmp_pat
     recordings = Recordings(lived().recorded, tmp_path / "recordings")
     recordings.dump("an anomaly")
     recordings.wait()
-    assert recordings.write("somebody asks").result(60).name == "flight-1.jsonl"
+    assert recordings.write("somebody asks").result(PATIENCE_SECONDS).name == "flight-1.jsonl"
 
 
 def test_a_directory_that_others_may_read_is_not_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     recordings = Recordings(lived().recorded, tmp_path)
     with pytest.raises(OSError, match="0700"):
-        recordings.write("a test").result(60)
+        recordings.write("a test").result(PATIENCE_SECONDS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
 
 DOCKERFILES = sorted((REPOSITORY / "deploy").glob("*.Dockerfile"))
@@ -48,7 +49,7 @@ def test_there_is_one_for_each_process() -> None:
 def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     found = subprocess.run(
-        [hadolint, "--disable-ignore-pragma", dockerfile], capture_output=True, text=True, timeout=60
+        [hadolint, "--disable-ignore-pragma", dockerfile], capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert (found.returncode, found.stdout) == (0, ""), found.stderr
 
@@ -56,7 +57,9 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 def test_hadolint_would_find_something(tmp_path: Path) -> None:
     bad = tmp_path / "Dockerfile"
     bad.write_text("FROM python:latest\nRUN cd /tmp\n")
-    assert subprocess.run([Path(sys.executable).with_name("hadolint"), bad], capture_output=True, timeout=60).returncode
+    assert subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), bad], capture_output=True, timeout=PATIENCE_SECONDS
+    ).returncode
 
 
 def test_the_process_is_told_to_stop_itself(dockerfile: Path) -> None:
@@ -114,7 +117,7 @@ def health_check(target: str) -> subprocess.CompletedProcess[str]:
     command = json.loads(check[check.index("[") :])
     assert command[:2] == ["python", "-c"]
     code = command[2].replace("127.0.0.1:50052", target)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
     # Whether there is a compiler is the image's; compiling here would only take long.
     environment = os.environ | {"LINECLEAR_NATIVE": "0"}
-    done = subprocess.run(build, cwd=context, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(build, cwd=context, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert list((context / "dist").glob("*.whl"))
 
@@ -158,4 +161,4 @@ def test_the_health_check_believes_the_service_liveness(tmp_path: Path, status: 
     try:
         assert health_check(f"unix:{tmp_path}/health.sock").returncode == expected
     finally:
-        server.stop(None).wait(10)
+        server.stop(None).wait(PATIENCE_SECONDS)

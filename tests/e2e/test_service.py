@@ -188,7 +188,7 @@ def test_what_a_client_is_told(service: Service) -> None:
     (field, _) = failure(errors.TokenOutOfVocabulary, [5, vocab]).violations[0]
     assert field == "token_ids.ids[1]"
     assert failure(errors.InvalidRequest, temperature=float("nan")).violations[0].field == "sampling.temperature"
-    with client.stream("Hello", request_id="twice", max_tokens=200, ignore_eos=True) as stream:
+    with client.stream("Hello", request_id="twice", max_tokens=900, ignore_eos=True) as stream:
         next(stream)
         assert failure(errors.DuplicateRequest, request_id="twice").code == "ALREADY_EXISTS"
 

@@ -39,26 +39,26 @@ def decoder(count: int, seed: int) -> dict[str, int]:
     for number in range(count):
         frame = dice.choice(frames)
         damaged = mutate(frame, dice) if dice.random() < 0.5 else damaged_payload(frame, dice)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             encode(decode(damaged))
         except DecodeError:
             refused += 1
         except Exception as error:
             raise Wrong(f"seed {seed}, frame {number}: {type(error).__name__} from {damaged.hex()}") from error
-        if time.perf_counter() - began > _MAX_SECONDS and decode_seconds(damaged) > _MAX_SECONDS:
+        if time.thread_time() - began > _MAX_SECONDS and decode_seconds(damaged) > _MAX_SECONDS:
             raise Wrong(f"seed {seed}, frame {number}: takes longer than {_MAX_SECONDS} s: {damaged.hex()}")
     return {"frames": count, "refused": refused, "read": count - refused}
 
 
 def decode_seconds(frame: bytes) -> float:
-    """The best of three, so that a busy machine is not blamed."""
+    """Of this thread's processor time, the best of three: a busy machine is not blamed."""
     best = float("inf")
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.thread_time()
         with contextlib.suppress(DecodeError):
             decode(frame)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     return best
 
 

@@ -33,10 +33,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def cpu_percent(pids: list[int], seconds: float) -> list[float]:
-    """Of one processor, over the next `seconds`."""
-    before = [cpu_seconds(pid) for pid in pids]
+    """Of one processor, over the next `seconds` at least."""
+    before, begin = [cpu_seconds(pid) for pid in pids], time.monotonic()
     time.sleep(seconds)  # the quantity measured
-    return [100 * (cpu_seconds(pid) - start) / seconds for pid, start in zip(pids, before, strict=True)]
+    used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    return [100 * seconds / (time.monotonic() - begin) for seconds in used]
 
 
 def test_two_idle_processes_use_no_processor(directory: Path) -> None:

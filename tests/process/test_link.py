@@ -7,7 +7,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,13 +67,15 @@ class Station:
             arrivals += self.link.receive()
         return arrivals
 
-    def settle(self, seconds: float = 0.3) -> list[Arrival]:
-        """All that arrives in a while: for what must not come."""
+    def settle(self, seconds: float = 0.3, until: Callable[[], bool] = lambda: True) -> list[Arrival]:
+        """All that arrives in a while, and until something is so: for what must not come."""
         arrivals: list[Arrival] = []
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.link.wait(end)
+        begin = now = time.monotonic()
+        while now < begin + seconds or not until():
+            assert now < begin + PATIENCE_SECONDS, self.link.counters
+            self.link.wait(now + 0.05)
             arrivals += self.link.receive()
+            now = time.monotonic()
         return arrivals
 
 
@@ -113,13 +115,14 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
 def test_a_stranger_is_told_to_join_again(station: Station, message: Message) -> None:
     peer = station.peer(9)
     eventually(lambda: station.link.is_reachable(9))
+    counters = station.link.counters
     peer.say(message)
-    station.settle(0.1)
+    station.settle(0.1, until=lambda: counters.stale_messages == 1)
     assert peer.hear() == Rejoin(9)
     peer.say(hello(9))  # what it said before it was told so comes too late
-    assert station.settle() == []
+    assert station.settle(until=lambda: counters.stale_messages == 2) == []
     station.joined(11)
-    assert station.link.counters.stale_messages == 2
+    assert counters.stale_messages == 2
 
 
 def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
@@ -127,15 +130,14 @@ def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
     station.link.drop(7)
     assert peer.hear() == Rejoin(7)
     peer.say(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
-    assert station.settle() == []
-    assert station.link.counters.stale_messages == 3
+    assert station.settle(until=lambda: station.link.counters.stale_messages == 3) == []
 
 
 def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -> None:
     first = station.joined(7)
     second = station.peer(9)
     second.say(hello(9))
-    assert station.settle(0.1) == []
+    assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > 0) == []
     answer = second.hear()
     assert isinstance(answer, Goodbye)
     assert "another worker is joined" in answer.reason
@@ -265,7 +267,7 @@ def test_a_worker_of_another_release_is_fatal_when_it_is_the_only_one(station: S
 def test_a_worker_of_another_release_is_noise_while_a_right_one_is_joined(station: Station) -> None:
     peer = station.joined(7)
     peer.results.send(_other_release(hello(9)))
-    assert station.settle(0.1) == []
+    assert station.settle(0.1, until=lambda: station.link.counters.bad_frames > 0) == []
     assert station.link.counters.bad_frames == 1
 
 

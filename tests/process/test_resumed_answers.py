@@ -86,7 +86,7 @@ def test_answers_of_threads_survive_two_kills(tmp_path: Path) -> None:
         asking = threading.Thread(target=ask, args=(client,))
         asking.start()
         trouble(service, "killed", begun, 2)
-        asking.join(60)
+        asking.join(PATIENCE_SECONDS)
     check(results)
     assert len(results) == 1
     assert results[0].resumes
@@ -118,7 +118,7 @@ def test_requests_that_waited_outlive_the_scheduler(
             for thread in asking:
                 thread.start()
             for thread in asking:
-                thread.join(60)
+                thread.join(PATIENCE_SECONDS)
 
     async def in_tasks(target: str) -> None:
         async with AsyncClient(target, retry=policy, sessions=sessions) as client:
@@ -133,13 +133,13 @@ def test_requests_that_waited_outlive_the_scheduler(
         service.kill()
         until(lambda: len([1 for count in failed.values() if count > policy.max_attempts]) >= 3)
         service.start()
-        everybody.join(60)
+        everybody.join(PATIENCE_SECONDS)
     check([results[number] for number in range(4)])
     assert sum(result.resumes > 0 for result in results.values()) <= 1, "three had not begun"
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -17,6 +17,7 @@ import pytest
 from service.processes import Running, endless, starting
 from service.processes import error_of as failure_of
 from service.serving import Serving, error_of, run, serving, text_request, until
+from support.patience import PATIENCE_SECONDS
 from support.toy import expected
 from support.world import ENVIRONMENT
 from typer.testing import CliRunner, Result
@@ -75,10 +76,10 @@ def test_a_drain_says_what_remains(tmp_path: Path) -> None:
             calls[0].cancel()
             await until(lambda: len(s.service.streams) == 2)
             s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
-            s.service._drain_ends_at = s.service._clock() + 20
+            s.service._drain_ends_at = s.service._clock() + 2000
             answer = await stub.Drain(pb.DrainRequest())
             assert answer.requests_in_progress == 2
-            assert 10 < answer.remaining.ToMilliseconds() / 1000 <= 20
+            assert 1000 < answer.remaining.ToMilliseconds() / 1000 <= 2000
 
     run(scenario())
 
@@ -101,25 +102,35 @@ def order(tmp_path: Path) -> Callable[..., Result]:
 
 
 def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable[..., Result]) -> None:
-    """The short answer ends exact, the endless one is cut with what it takes to go on; asking twice hurries nothing."""
-    server = start("--drain-timeout-seconds", "5", min_step_seconds=0.02, max_step_seconds=0.02)
+    """Answers end exact, and then the server does; asking twice hurries nothing."""
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
     request = endless(3)
     request.sampling.max_tokens = 20
     short, long = server.stub.Generate(request), server.stub.Generate(endless())
-    tokens, begun = list(next(short).token_ids), list(next(long).token_ids)
+    tokens = list(next(short).token_ids)
+    next(long)
     for _ in range(2):
         result = order("drain", "--json")
         assert result.exit_code == 0, result.stderr
         left = json.loads(result.stdout)
         assert left["requests_in_progress"] == 2
-        assert 0 < left["seconds"] <= 5
+        assert 0 < left["seconds"] <= 600
     assert failure_of(server.stub.Generate(endless())).reason == "DRAINING"
     tokens += [token for response in short for token in response.token_ids]
     assert tokens == expected([5], Sampling(seed=3), 20, 512)
-    error = failure_of(begun.extend(response.token_ids) for response in long)
-    assert (error.reason, int(error.metadata["next_index"])) == ("DRAINED", len(begun))
+    long.cancel()
     assert server.exit_code() == 0
     assert server.wait_for("leaving")["reason"] == "an operator asked"
+
+
+def test_what_outlasts_a_drain_by_word_is_cut(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+    server = start("--drain-timeout-seconds", "0.3", min_step_seconds=0.05, max_step_seconds=0.05)
+    call = server.stub.Generate(endless())
+    tokens = list(next(call).token_ids)
+    assert order("drain").exit_code == 0
+    error = failure_of(tokens.extend(response.token_ids) for response in call)
+    assert (error.reason, int(error.metadata["next_index"])) == ("DRAINED", len(tokens))
+    assert server.exit_code() == 0
 
 
 def test_a_recording_is_written_and_replays(
@@ -136,7 +147,7 @@ def test_a_recording_is_written_and_replays(
     for path in paths:
         assert path.stat().st_mode & 0o777 == 0o600
         command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(path)]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Durations, Stats
@@ -73,7 +74,7 @@ def test_durations_are_counted_up_to_each_bound() -> None:
 
 
 def fetch(scrapes: Scrapes) -> str:
-    with urllib.request.urlopen(f"http://{scrapes.address}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://{scrapes.address}/metrics", timeout=PATIENCE_SECONDS) as response:
         assert response.headers["Content-Type"].startswith("text/plain")
         return str(response.read().decode())
 

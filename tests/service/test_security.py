@@ -416,7 +416,7 @@ def test_who_only_pings_is_told_to_leave(tmp_path: Path) -> None:
 
     def flood(path: Path) -> bytes:
         with socket.socket(socket.AF_UNIX) as raw:
-            raw.settimeout(20.0)
+            raw.settimeout(BOUND_SECONDS)
             raw.connect(str(path))
             raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4) + _frame(6, bytes(8)) * 1000)
             heard = b""
@@ -440,7 +440,7 @@ def test_who_only_pings_is_told_to_leave(tmp_path: Path) -> None:
 def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) -> None:
     def speak(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as raw:
-            raw.settimeout(20.0)
+            raw.settimeout(BOUND_SECONDS)
             raw.connect(str(path))
             raw.sendall(noise)
             raw.shutdown(socket.SHUT_WR)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 
 PACKAGE = "@bufbuild/buf@1.75.0"
 
@@ -28,7 +29,7 @@ def find_buf() -> str:
         home.mkdir(exist_ok=True)
         command = [npm, "install", "--prefix", str(home), "--no-save", "--no-audit", "--no-fund", "--silent", PACKAGE]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=90, cwd=home)
+            subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS, cwd=home)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             pytest.skip(f"npm could not install {PACKAGE}: {type(error).__name__}")
     return str(binary)

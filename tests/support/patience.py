@@ -4,5 +4,7 @@ from __future__ import annotations
 
 PATIENCE_SECONDS = 120.0
 """For what must happen: a hang, and nothing else, takes longer."""
-SOON_SECONDS = 10.0
-"""The most for what an event brings about at once, where only a timeout that is far longer could bring it about too."""
+SOON_SECONDS = 60.0
+"""The most for what an event brings about at once, where only a timeout that is longer still could bring it about too.
+
+Far more than it takes: a machine may stand still for many seconds, and that is nobody's fault."""

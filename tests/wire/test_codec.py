@@ -161,8 +161,8 @@ def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any
 def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) -> None:
     """20,000 mutations over all kinds; three of four get a right checksum, or none would reach the payload.
 
-    What decodes must encode again: the decoder never makes a message that the types do not allow. Time is the best of
-    three tries, so that a busy machine does not fail it.
+    What decodes must encode again: the decoder never makes a message that the types do not allow. Time is the
+    processor's, and the best of three tries, so that a busy machine does not fail it.
     """
     dice = random.Random(repr(example))
     frame = encode(example)
@@ -171,12 +171,12 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
         mutated = damaged_payload(frame, dice) if i % 4 else mutate(frame, dice)
         seconds = math.inf
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 message = decode(mutated)
             except DecodeError:
                 message = None
-            seconds = min(seconds, time.perf_counter() - start)
+            seconds = min(seconds, time.thread_time() - start)
             if seconds < 0.005:
                 break
         assert seconds < 0.005
@@ -222,7 +222,7 @@ def test_a_full_step_costs_microseconds() -> None:
 def _best_seconds(work: typing.Callable[[], object]) -> float:
     best = math.inf
     for _ in range(30):
-        start = time.perf_counter()
+        start = time.thread_time()
         work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     return best

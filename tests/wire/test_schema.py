@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 from support.buf import find_buf
+from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
 
 PROTOS = REPOSITORY / "protos"
@@ -18,7 +19,7 @@ PROTOS = REPOSITORY / "protos"
 def test_stubs_are_fresh(tmp_path: Path) -> None:
     """`make stubs` writes them."""
     command = [sys.executable, str(PROTOS / "generate.py"), "--out", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     made = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*_pb2*")}
     kept = {p.relative_to(PROTOS): p.read_text() for p in PROTOS.rglob("*_pb2*") if "__pycache__" not in p.parts}
     assert sorted(made) == sorted(kept)
@@ -54,7 +55,7 @@ def _undocumented(file: FileDescriptorProto) -> Iterator[str]:
 
 def _compile(folder: Path, out: Path, *files: str) -> FileDescriptorSet:
     protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", "--include_source_info"]
-    subprocess.run([*protoc, f"--descriptor_set_out={out}", *files], check=True, timeout=60)
+    subprocess.run([*protoc, f"--descriptor_set_out={out}", *files], check=True, timeout=PATIENCE_SECONDS)
     return FileDescriptorSet.FromString(out.read_bytes())
 
 
@@ -91,10 +92,12 @@ def buf() -> str:
 
 
 def test_buf_lint_finds_nothing(buf: str) -> None:
-    done = subprocess.run([buf, "lint"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([buf, "lint"], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_buf_formats_nothing(buf: str) -> None:
-    done = subprocess.run([buf, "format", "--diff"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [buf, "format", "--diff"], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.families import tiny_model
+from support.patience import PATIENCE_SECONDS
 from support.world import ENVIRONMENT
 
 from lineclear.worker.checkpoint import CheckpointBroken, check_weights
@@ -204,7 +205,9 @@ def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Pat
         (model / name).write_bytes(data)
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"x": "pytorch_model.bin"}}))
     # The trap works: this is what it does to whoever opens it.
-    subprocess.run([sys.executable, "-c", f"import pickle; pickle.loads({data!r})"], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", f"import pickle; pickle.loads({data!r})"], check=True, timeout=PATIENCE_SECONDS
+    )
     assert marker.read_text() == "this ran"
     marker.unlink()
     program = (
@@ -213,6 +216,8 @@ def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Pat
         "make_runner(WorkerSettings(model='.', directory='/nowhere', device='cpu', num_blocks=64))\n"
     )
     # -P, as the scheduler starts its worker: the current directory is not on the path.
-    done = subprocess.run([sys.executable, "-P", "-c", program], cwd=model, env=ENVIRONMENT, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=model, env=ENVIRONMENT, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0
     assert not marker.exists()
