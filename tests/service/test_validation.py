@@ -11,14 +11,13 @@ from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, req
 from service.serving import EOS, error_of, read_all, run, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
+from lineclear.scheduler.rpc.ranges import RANGES, model_defaults
 from lineclear.scheduler.rpc.validation import (
-    RANGES,
     Bounds,
     check,
     check_detokenize,
     check_tokenize,
     resolve,
-    sampling_defaults,
 )
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
@@ -226,5 +225,5 @@ def test_bad_detokenize_requests() -> None:
 
 def test_only_good_defaults_are_taken_from_the_model() -> None:
     config = {"temperature": 0.7, "top_p": 0, "top_k": -1, "min_p": "0.5", "repetition_penalty": None, "bos": 1}
-    assert sampling_defaults(config) == {"temperature": 0.7}
-    assert sampling_defaults({"temperature": float("nan"), "top_k": 2.5}) == {}
+    assert model_defaults(config) == {"temperature": 0.7}
+    assert model_defaults({"temperature": float("nan"), "top_k": 2.5}) == {}

@@ -27,6 +27,7 @@ from lineclear.scheduler.rpc.detached import DetachedAnswers
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
 from lineclear.scheduler.rpc.prompts import Prompts
+from lineclear.scheduler.rpc.ranges import model_defaults
 from lineclear.scheduler.rpc.session import Session, greeting
 from lineclear.scheduler.rpc.stats import Stats
 from lineclear.scheduler.rpc.streams import Mailbox, Streams
@@ -96,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self._settings = settings
         self._prompts = Prompts(tokenizer, chat, threads=settings.tokenizer_threads, max_busy=settings.max_tokenizing)
-        self._defaults = validation.sampling_defaults(generation_config or {})
+        self._defaults = model_defaults(generation_config or {})
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stats = Stats(clock())

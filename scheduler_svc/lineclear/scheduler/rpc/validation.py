@@ -3,21 +3,17 @@
 All that is wrong with a request is said at once, with the path of each field and never its value. Two stages, because
 tokenizing is work: `check` looks at everything but the prompt's length, `resolve` at the rest. Nothing here tokenizes,
 waits or knows the engine.
-
-What a request leaves open comes from the model's generation_config.json (unless that is switched off), then from the
-defaults written in sampling.proto.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
+from lineclear.scheduler.rpc.ranges import BIAS_RANGE, DEFAULTS, RANGES
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.text.detokenizer import StopStrings
 from lineclear.v1 import inference_pb2 as pb
@@ -40,47 +36,6 @@ _MAX_VIOLATIONS = 16  # the status travels in a header, which has a size limit
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-
-
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """[lowest, highest], and zero besides where zero is allowed. NaN is in no range.
-
-    The bounds are rounded as a protobuf float rounds what a caller wrote, so that a caller may write the bound.
-    """
-
-    lowest: float
-    highest: float
-    or_zero: bool = False
-    above_lowest: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        if self.or_zero and value == 0:
-            return True
-        if self.above_lowest and value <= self.lowest:
-            return False
-        return _float32(self.lowest) <= value <= _float32(self.highest)
-
-    def __str__(self) -> str:
-        interval = f"{'(' if self.above_lowest else '['}{self.lowest:g}, {self.highest:g}]"
-        return f"0 or in {interval}" if self.or_zero else f"in {interval}"
-
-
-RANGES: Mapping[str, Range] = {
-    "temperature": Range(0.01, 10, or_zero=True),
-    "top_p": Range(0, 1, above_lowest=True),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0.01, 10),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-}
-BIAS_RANGE = Range(-100, 100)
-_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,18 +195,6 @@ def check_detokenize(request: pb.DetokenizeRequest, vocab_size: int, max_tokens:
     faults.raise_if_any()
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling parameters that a generation_config.json sets within our bounds; others are as if not there."""
-    found: dict[str, float] = {}
-    for name in _DEFAULTS:
-        value = generation_config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if (name == "top_k" and isinstance(value, int) and value >= 0) or (name in RANGES and value in RANGES[name]):
-            found[name] = value
-    return found
-
-
 # --- parts of a request ----------------------------------------------------------------------------------------------
 
 
@@ -305,7 +248,7 @@ def _check_text_size(path: str, texts: Iterable[str], max_bytes: int, faults: _F
 
 
 def _sampling(params: sampling_pb2.SamplingParams, bounds: Bounds, faults: _Faults) -> tuple[Sampling, int | None]:
-    values = {**_DEFAULTS, "presence_penalty": 0.0, "frequency_penalty": 0.0, **bounds.defaults}
+    values = {**DEFAULTS, **bounds.defaults}
     for name, allowed in RANGES.items():
         if params.HasField(name):  # type: ignore[arg-type]  # one of the fields' names
             values[name] = getattr(params, name)
