@@ -27,6 +27,7 @@ from campaigns.soak import look
 from fuzz.canary import singing
 from google.protobuf.message import Message
 from service.bad_requests import CASES
+from support.mutation import mutate
 from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient
@@ -93,32 +94,10 @@ def seeds() -> list[tuple[str, bytes]]:
     return [(method, message.SerializeToString()) for method, message in found]
 
 
-def mutated(data: bytes, others: Sequence[tuple[str, bytes]], dice: random.Random) -> bytes:
-    """One to four things done to the bytes."""
-    found = bytearray(data)
-    for _ in range(dice.randint(1, 4)):
-        at = dice.randrange(len(found) + 1)
-        kind = dice.randrange(6)
-        if kind == 0 and found:
-            found[at % len(found)] ^= 1 << dice.randrange(8)
-        elif kind == 1:
-            del found[at : at + dice.randint(1, 8)]
-        elif kind == 2:
-            found[at:at] = dice.randbytes(dice.randint(1, 8))
-        elif kind == 3:
-            other = dice.choice(others)[1]
-            begin = dice.randrange(len(other) + 1)
-            found[at:at] = other[begin : begin + dice.randint(1, 64)]
-        elif kind == 4:
-            found[at:at] = found[at : at + 32] * dice.randint(1, 16)
-        elif found:  # a number as large as a varint has it
-            found[at % len(found) : at % len(found) + 1] = b"\xff" * dice.randint(1, 9) + b"\x01"
-    return bytes(found)
-
-
 async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
     """Send so many, and look what becomes of them, of the canaries and of the process."""
     outcome, corpus, dice = Outcome(), seeds(), random.Random(seed)
+    others = [data for _, data in corpus]
     numbers = iter(range(count))
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
 
@@ -127,7 +106,7 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
                 if number % _CANARY_EVERY == 0:
                     await _canary(client, number, outcome)
                 method, data = dice.choice(corpus)
-                data = mutated(data, corpus, dice)
+                data = mutate(data, dice, others)
                 status = await _send(channel, method, data)
                 outcome.statuses[status] += 1
                 if status not in ALLOWED:

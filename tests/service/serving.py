@@ -238,6 +238,13 @@ class Serving:
         """A call in progress."""
         return self.stub.Generate(request or text_request(), **options)
 
+    async def begin(self, request: pb.GenerateRequest | None = None, *, cached_tokens: int = 0) -> tuple[Any, str]:
+        """A first call in progress that the engine has begun to answer, and the engine's name for it."""
+        call = self.generate(request)
+        key = await self.engine.next_request()
+        self.engine.start(key, cached_tokens)
+        return call, key
+
     async def idle(self) -> None:
         """Nothing of any request is left."""
         await until(lambda: len(self.service.streams) == 0)

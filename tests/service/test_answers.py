@@ -28,9 +28,9 @@ from lineclear.wire.types import Logprobs
 def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            call = s.generate(text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}))
-            key = await s.engine.next_request()
-            s.engine.start(key, cached_tokens=2)
+            call, key = await s.begin(
+                text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}), cached_tokens=2
+            )
             started = await call.read()
             assert started.started == pb.Started(
                 request_id="mine",
@@ -72,9 +72,7 @@ def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
 def test_unread_tokens_travel_in_one_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            call = s.generate()
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin()
             for token in HELLO_IDS:  # all before the loop runs once
                 s.engine.tokens(key, [token])
             s.engine.finish_by(key, FinishReason.LENGTH)
@@ -143,9 +141,7 @@ def test_an_unfinished_character_becomes_a_replacement_in_the_end(tmp_path: Path
 def test_a_stop_string_ends_the_answer_and_the_work(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            call = s.generate(text_request(stop={"strings": [" are"]}))
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin(text_request(stop={"strings": [" are"]}))
             for token in HELLO_IDS:  # the engine runs ahead of the text
                 s.engine.tokens(key, [token])
             responses = await read_all(call)
@@ -167,9 +163,7 @@ def test_a_stop_string_ends_the_answer_and_the_work(tmp_path: Path) -> None:
 def test_a_stop_string_counts_also_when_the_engine_was_faster(tmp_path: Path, reason: FinishReason) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            call = s.generate(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
             s.engine.tokens(key, HELLO_IDS)
             s.engine.finish_by(key, reason, EOS)
             responses = await read_all(call)

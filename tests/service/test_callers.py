@@ -35,9 +35,7 @@ def test_a_request_id_may_be_used_again_at_once(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            first = s.generate(text_request(request_id="same"))
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            first, key = await s.begin(text_request(request_id="same"))
             await first.read()
             del s.engine.requests[key]  # the engine's Failed(Cancelled) is still under way
             first.cancel()
@@ -190,9 +188,7 @@ def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
 def test_requests_survive_the_worker_and_new_ones_are_taken_meanwhile(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            old = s.generate()
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            old, key = await s.begin()
             s.engine.tokens(key, HELLO_IDS[:1])
             await old.read()
             s.engine.lose()

@@ -268,9 +268,7 @@ def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
 def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            call = s.generate()
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin()
             s.engine.finish_by(key, FinishReason.LENGTH)
             await s.service.drain(timeout_seconds=5.0)
             await s.server.stop(2.0)

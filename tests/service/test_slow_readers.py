@@ -15,9 +15,7 @@ from service.serving import error_of, read_all, run, serving, text_request, unti
 def test_too_many_unread_tokens(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, max_unread_tokens=16) as s:
-            call = s.generate()
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin()
             s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
             error = await error_of(call)
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
@@ -43,9 +41,7 @@ def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
             before = len(asyncio.all_tasks())
-            call = s.generate(text_request(output={"token_timings": True}))
-            key = await s.engine.next_request()
-            s.engine.start(key)
+            call, key = await s.begin(text_request(output={"token_timings": True}))
             await call.read()
             while s.engine.requests:  # until a write blocks
                 s.engine.tokens(key, [40] * 5000)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from collections.abc import Sequence
 
 HEADER_BYTES = 28
 _CRC_OFFSET = 24
 
 
-def mutate(data: bytes, dice: random.Random) -> bytes:
-    """`data` with a few bytes changed, removed, doubled or put in."""
+def mutate(data: bytes, dice: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """`data` with one to four things done to it; `others` are what pieces may come from."""
     mutated = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(len(mutated) + 1)
-        match dice.randrange(5):
+        match dice.randrange(7 if others else 6):
             case 0 if at < len(mutated):
                 mutated[at] = dice.randrange(256)
             case 1 if at < len(mutated):
@@ -24,8 +25,14 @@ def mutate(data: bytes, dice: random.Random) -> bytes:
                 del mutated[at : at + dice.randint(1, 8)]
             case 3:
                 mutated[at:at] = dice.randbytes(dice.randint(1, 8))
-            case _:
-                mutated[at:at] = mutated[at : at + dice.randint(1, 16)]
+            case 4:
+                mutated[at:at] = mutated[at : at + dice.randint(1, 32)] * dice.randint(1, 16)
+            case 6:
+                other = dice.choice(others)
+                begin = dice.randrange(len(other) + 1)
+                mutated[at:at] = other[begin : begin + dice.randint(1, 64)]
+            case _:  # a number as large as a varint has it
+                mutated[at : at + 1] = b"\xff" * dice.randint(1, 9) + b"\x01"
     return bytes(mutated)
 
 
