@@ -157,7 +157,7 @@ ROOMS = {
     # Uses rich where it is installed.
     "progress bar": Room(("lineclear.client.progress",), ("rich",)),
     "command line": Room(
-        ("lineclear.client.cli",),
+        ("lineclear.cli",),
         ("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors", "lineclear.status"),
     ),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.patience import PATIENCE_SECONDS
 
-COMMAND = [sys.executable, "-m", "lineclear.client.cli"]
+COMMAND = [sys.executable, "-m", "lineclear.cli"]
 QUICK = ["--max-attempts", "1"]
 
 

@@ -233,7 +233,7 @@ def cli(server: Any) -> Any:
     """The command in this process."""
     from typer.testing import CliRunner, Result  # here: the other tests do without the packages of the command
 
-    from lineclear.client.cli.app import app
+    from lineclear.cli.app import app
 
     def invoke(*arguments: str, input: str | None = None) -> Result:
         environment = {"LINECLEAR_TARGET": server.target, "COLUMNS": "120", "NO_COLOR": "1"}

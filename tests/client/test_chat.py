@@ -16,8 +16,8 @@ from client.command import QUICK, spawn
 from support.patience import PATIENCE_SECONDS
 
 from lineclear import errors
+from lineclear.cli import chat
 from lineclear.client import Sampling
-from lineclear.client.cli import chat
 from lineclear.v1 import inference_pb2 as pb
 
 

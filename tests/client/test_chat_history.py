@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lineclear.cli import chat
 from lineclear.client import Client
-from lineclear.client.cli import chat
 from lineclear.client.requests import Sampling
 from lineclear.client.testing import FakeTransport
 

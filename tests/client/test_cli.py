@@ -17,10 +17,10 @@ import typer
 from client.command import QUICK, lines
 
 from lineclear import errors
+from lineclear.cli import exits, screen, serve
+from lineclear.cli.app import app
+from lineclear.cli.flags import SamplingFlags
 from lineclear.client import Sampling
-from lineclear.client.cli import exits, screen, serve
-from lineclear.client.cli.app import app
-from lineclear.client.cli.flags import SamplingFlags
 from lineclear.errors import LineclearError, tree
 from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb

@@ -45,6 +45,24 @@ def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
     assert server.ended.wait(PATIENCE_SECONDS)
 
 
+def test_what_grpc_notes_for_itself_is_not_shown(server: Any) -> None:
+    """Of a server that leaves in the middle of an answer, say; the error is told by us."""
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.tokens(0, 1, text="begun")
+        server.wait_for_end(context)
+
+    server.script = script
+    run = spawn("generate", "x", "--target", server.target, *QUICK)
+    assert run.stdout is not None
+    assert run.stdout.read(5) == b"begun"
+    server.stop()
+    _, err = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 64 + 14
+    assert b"CONNECTION_LOST" in err
+    assert len(err.splitlines()) == 2
+
+
 def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         for index in range(1_000_000):

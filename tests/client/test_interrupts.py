@@ -18,9 +18,9 @@ import grpc
 import pytest
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
+from lineclear.cli import batch
+from lineclear.cli.prompts import Entry
 from lineclear.client import Client
-from lineclear.client.cli import batch
-from lineclear.client.cli.prompts import Entry
 from lineclear.client.interrupts import cancelling
 from lineclear.client.requests import Request
 from lineclear.client.testing import FakeTransport

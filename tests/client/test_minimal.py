@@ -13,7 +13,7 @@ from support.patience import PATIENCE_SECONDS
 BLOCKER = """
 import sys
 class Blocker:
-    rooms = {"client", "errors", "limits", "status", "v1", "wire"}
+    rooms = {"cli", "client", "errors", "limits", "status", "v1", "wire"}
     def find_spec(self, name, path=None, target=None):
         top, _, rest = name.partition(".")
         if top == "lineclear":
@@ -55,7 +55,7 @@ def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
 
 
 def test_the_command_without_its_extra_says_how_to_get_it() -> None:
-    done = run("from lineclear.client.cli import main; main()", "health")
+    done = run("from lineclear.cli import main; main()", "health")
     assert done.returncode == 2
     assert "pip install 'lineclear[cli]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,8 +13,8 @@ import pytest
 from client.command import spawn
 from support.patience import PATIENCE_SECONDS
 
+from lineclear.cli.waiting import Notice
 from lineclear.client import RetryPolicy
-from lineclear.client.cli.waiting import Notice
 from lineclear.client.retries import Attempts, Resumptions, Wait
 from lineclear.errors import ConnectionLost, Drained, QueueFull, Starting
 from lineclear.v1 import inference_pb2 as pb

@@ -22,7 +22,7 @@ from support.toy import expected
 from support.world import ENVIRONMENT
 from typer.testing import CliRunner, Result
 
-from lineclear.client.cli.app import app
+from lineclear.cli.app import app
 from lineclear.errors import RecordingFailed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc

@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lineclear-scheduler: {error}", file=sys.stderr)
         return CONFIGURATION
     writer = logs.configure("scheduler", settings.log_level, settings.log_format)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes of its own between the lines of the log
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))

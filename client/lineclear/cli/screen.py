@@ -11,9 +11,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lineclear.client.results import Generation, Model, Quantiles, Stats
 from lineclear.errors import LineclearError
 
-from ..results import Generation, Model, Quantiles, Stats
 from . import exits
 
 # A model may write anything; a terminal obeys some of it.

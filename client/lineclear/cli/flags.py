@@ -17,11 +17,11 @@ from typing import Annotated, Any, cast, get_type_hints
 import grpc
 import typer
 
+from lineclear.client.channels import DEFAULT_TARGET
+from lineclear.client.requests import Params, Request, Sampling, pairs
+from lineclear.client.sync import Client
 from lineclear.errors import InvalidRequest
 
-from ..channels import DEFAULT_TARGET
-from ..requests import Params, Request, Sampling, pairs
-from ..sync import Client
 from .waiting import Notice
 
 CONNECTION = "Connection"

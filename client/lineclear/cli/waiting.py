@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 
-from ..retries import Wait
+from lineclear.client.retries import Wait
+
 from . import screen
 
 SILENT_SECONDS = 2.0

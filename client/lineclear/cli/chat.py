@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lineclear.client import interrupts
+from lineclear.client.requests import SAMPLING_FIELDS, ChatMessage, Sampling
+from lineclear.client.sync import Client
 from lineclear.errors import LineclearError
 
-from .. import interrupts
-from ..requests import SAMPLING_FIELDS, ChatMessage, Sampling
-from ..sync import Client
 from . import screen
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line in sys.argv and exit with its code (see `exits`)."""
+    # Else gRPC, once imported, notes on standard error that a server has left, and the like.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.live import Live
 from typer.core import TyperCommand
 
+from lineclear.client import methods
+from lineclear.client.operator import LogLevel, Operator
+from lineclear.client.requests import Request
+from lineclear.client.results import HealthStatus
 from lineclear.errors import LineclearError
 
-from .. import methods
-from ..operator import LogLevel, Operator
-from ..requests import Request
-from ..results import HealthStatus
 from . import batch, chat, exits, screen, serve
 from .flags import Connection, RequestFlags, SamplingFlags, expanded, numbers
 from .prompts import Entry, PromptFile

@@ -18,9 +18,8 @@ from typing import IO, Any
 
 import typer
 
+from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Request
 from lineclear.errors import InvalidRequest
-
-from ..requests import REQUEST_FIELDS, SAMPLING_FIELDS, Request
 
 _IN_MEMORY_BYTES = 1 << 20
 _PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata"}

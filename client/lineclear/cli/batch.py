@@ -12,12 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from lineclear.client import interrupts
+from lineclear.client.requests import Request
+from lineclear.client.stream import Stream
+from lineclear.client.sync import Client
 from lineclear.errors import LineclearError
 
-from .. import interrupts
-from ..requests import Request
-from ..stream import Stream
-from ..sync import Client
 from . import exits, screen
 from .prompts import Entry
 

@@ -1,0 +1,5 @@
+"""`python -m lineclear.cli`."""
+
+from . import main
+
+main()

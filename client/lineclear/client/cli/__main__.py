@@ -1,5 +1,0 @@
-"""`python -m lineclear.client.cli`."""
-
-from . import main
-
-main()
