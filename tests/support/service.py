@@ -58,7 +58,8 @@ def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL,
     with tempfile.TemporaryDirectory(prefix="lineclear-test-") as folder:
         target = listen or f"unix:{folder}/api.sock"
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(model), "--listen", target]
-        command += ["--spawn-worker", "--log-level", "warning", *flags, "--", "--dtype", "float32", *worker]
+        command += ["--spawn-worker", "--log-level", "warning", *flags]
+        command += ["--", "--dtype", "float32", "--threads", "1", *worker]
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             with Client(target, max_attempts=1) as client:

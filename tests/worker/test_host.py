@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from lineclear.worker.host import allocator, huge_pages, usable_cores
 
@@ -54,3 +55,13 @@ def test_huge_pages_are_what_the_kernel_says(tmp_path: Path) -> None:
     assert huge_pages(tmp_path) == "unknown"
     put(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
     assert huge_pages(tmp_path) == "madvise"
+
+
+FOUND: list[int] = []
+
+
+@pytest.mark.parametrize("turn", ["a worker starts", "the next test"])
+def test_the_threads_a_worker_takes_are_given_back_after_its_test(turn: str) -> None:
+    FOUND.append(torch.get_num_threads())
+    torch.set_num_threads(FOUND[0] + 1)
+    assert len(set(FOUND)) == 1, turn

@@ -1,0 +1,25 @@
+"""What one test leaves behind in its process must not slow down the next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Torch computes with as many threads after a test as before it.
+
+    A worker that starts takes all cores, and torch has one number for the whole process. Where test processes run side
+    by side, each of its operations would from then on wait for threads that have no core: twenty times the processor
+    time has been seen.
+    """
+    torch = sys.modules.get("torch")
+    num_threads = None if torch is None else torch.get_num_threads()
+    try:
+        return (yield)
+    finally:
+        if torch is not None:
+            torch.set_num_threads(num_threads)
