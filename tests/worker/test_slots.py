@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +133,39 @@ def test_cached_blocks_are_the_start_of_the_table() -> None:
     packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
+
+
+def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
+    slots = Slots(CAPACITY, torch.device("cpu"))
+    go(slots, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
+    packed = go(slots, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
+    # Of slot 2 positions 0 to 5 in blocks 5 and 0; of slot 0 positions 3 to 6 in blocks 8 and 1. A block has 4 cells.
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert packed.batch.cells.tolist() == [20, 21, 22, 23, 0, 1, 35, 4, 5, 6]
+    assert slots.flat_tokens.numpy()[packed.reads].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+
+
+def test_laying_out_a_prompt_takes_no_more_python_for_more_tokens() -> None:
+    def lines(num_tokens: int) -> int:
+        """How many lines of Python entering such a prompt runs."""
+        slots = Slots(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
+        step = plan(Row(0, 0, num_tokens, True, tuple(range(-(-num_tokens // 4)))), inits=(init(0, num_tokens),))
+        count = 0
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            slots.apply(step)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert 0 < lines(5) == lines(500)
 
 
 def test_decodes_are_laid_out_like_the_rows_they_are() -> None:

@@ -199,30 +199,42 @@ class Slots:
     def _pack(self, plan: StepPlan) -> Packed:
         # In lists, and then into few arrays: for the usual handful of rows an operation on an array costs more than all
         # of them together, above all the first of its kind, whose code the matrix products drove out of the caches.
+        # Rows of several tokens are spread by operations on arrays, or a long prompt would be a loop over its tokens.
         decodes, chunks = plan.decodes, plan.chunks
         slots = [*decodes.slots, *(row.slot for row in chunks)]
         starts = [*decodes.starts, *(row.start for row in chunks)]
         counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
         order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
-        first, token_slots, positions = list[int](), list[int](), list[int]()
+        first, num_tokens = list[int](), 0
         last = [0] * len(slots)  # packed index of each plan row's last token
         for i in order:
-            first.append(len(positions))
-            token_slots += [slots[i]] * counts[i]
-            positions += range(starts[i], starts[i] + counts[i])
-            last[i] = len(positions) - 1
+            first.append(num_tokens)
+            num_tokens += counts[i]
+            last[i] = num_tokens - 1
         size, stride, width, block = self.capacity.block_size, self.stride, self._blocks.shape[1], self._blocks.item
         by_chunk = first, [counts[i] for i in order], [starts[i] for i in order], [slots[i] * width for i in order]
-        reads = [slot * stride + at for slot, at in zip(token_slots, positions, strict=True)]
-        cells = [block(slot, at // size) * size + at % size for slot, at in zip(token_slots, positions, strict=True)]
+        single = order[: counts.count(1)]
+        positions = [starts[i] for i in single]
+        reads = [slots[i] * stride + starts[i] for i in single]
+        cells = [block(slots[i], starts[i] // size) * size + starts[i] % size for i in single]
         sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
         sample_slots, ends = [slots[i] for i in sampling], [starts[i] + counts[i] for i in sampling]
         writes = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
         by_sample = [last[i] for i in sampling], sample_slots, ends, writes
+        firsts, num_queries, queries_start, tables = columns = np.array(by_chunk, np.int64)
         by_token = np.array((reads, positions, cells), np.int64)
-        firsts, num_queries, queries_start, tables = np.array(by_chunk, np.int64)
+        if len(single) < len(order):
+            by_token = np.concatenate((by_token, self._spread(*columns[:, len(single) :])), axis=1)
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
         return Packed(batch, *by_token[:2], *np.array(by_sample, np.int64))
+
+    def _spread(self, first: IntArray, count: IntArray, start: IntArray, table: IntArray) -> IntArray:
+        """[3, num_tokens] for rows that lie packed one after the other: what is read, the positions and their cells."""
+        size, lines = self.capacity.block_size, table // self._blocks.shape[1] * self.stride
+        offsets, tables, lines = np.repeat((start - first, table, lines), count, axis=1)
+        positions = offsets + np.arange(first[0], first[0] + len(offsets))
+        cells = self._flat_blocks[tables + positions // size].astype(np.int64) * size + positions % size
+        return np.array((lines + positions, positions, cells))
 
 
 def _protocol(summary: str) -> StepFailed:
