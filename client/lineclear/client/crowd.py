@@ -1,9 +1,12 @@
-"""How many calls of Generate a client has open, and through what the next one goes. Decides, and opens nothing."""
+"""How many calls of Generate a client has open, and through what the next one goes."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from lineclear.v1 import inference_pb2 as pb
 
 from .channels import Pairs
 
@@ -11,19 +14,49 @@ S = TypeVar("S", bound=Any)
 
 
 class Crowd(Generic[S]):
-    """The open calls of one transport and the session they share. A caller with threads holds a lock around each call.
+    """The open calls of one transport and the session they share; from any thread.
 
-    `S` is a session: `is_over` says that it takes no more requests, `is_missing` that the server has none.
+    `S` is a session: `is_over` says that it takes no more requests, `is_missing` that the server has none, and `begin`
+    begins one. `wanted` says whether there is to be one at all.
     """
 
-    def __init__(self, wanted: bool) -> None:
-        self.session: S | None = None
+    def __init__(self, wanted: bool, open_session: Callable[[Pairs], S]) -> None:
         self._is_welcome = wanted  # the server has sessions, as far as we know, and we want them
+        self._open_session = open_session
+        self._lock = threading.Lock()  # also for an event loop, which never waits for it
+        self._session: S | None = None
         self._open = 0
         self._metadata: Pairs | None = None
 
-    def enter(self, metadata: Pairs, open_session: Callable[[Pairs], S]) -> S | None:
-        """One more call: the session it goes through, or None where it is a call of its own.
+    @property
+    def session(self) -> S | None:
+        """The last one that was opened."""
+        with self._lock:
+            return self._session
+
+    def begin(
+        self,
+        request: pb.GenerateRequest,
+        timeout_seconds: float | None,
+        metadata: Pairs,
+        alone: Callable[[float | None], Any],
+    ) -> Any:
+        """One more call, until `leave`: through the session, or of its own, which `alone(seconds left)` makes."""
+        try:
+            with self._lock:
+                session = self._enter(metadata)
+            return alone(timeout_seconds) if session is None else session.begin(request, timeout_seconds, alone)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """One less."""
+        with self._lock:
+            self._open -= 1
+
+    def _enter(self, metadata: Pairs) -> S | None:
+        """The session that one more call goes through, or None where it is a call of its own.
 
         A call that is alone is one of its own. A session has one caller, whose metadata is that of the first call that
         came here so; what others say is said by calls of their own.
@@ -35,14 +68,10 @@ class Crowd(Generic[S]):
             self._metadata = metadata
         if metadata != self._metadata:
             return None
-        if self.session is None or self.session.is_over:
-            self._is_welcome = self.session is None or not self.session.is_missing
-            self.session = open_session(metadata) if self._is_welcome else None
-        return self.session
-
-    def leave(self) -> None:
-        """One less."""
-        self._open -= 1
+        if self._session is None or self._session.is_over:
+            self._is_welcome = self._session is None or not self._session.is_missing
+            self._session = self._open_session(metadata) if self._is_welcome else None
+        return self._session
 
 
 class Counted:

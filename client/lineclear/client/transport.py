@@ -7,7 +7,6 @@ and never looks into a message. `lineclear.client.testing.FakeTransport` is anot
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar, cast
 
@@ -85,8 +84,8 @@ class GrpcTransport:
         sessions: bool | None = None,
     ) -> None:
         self._peer = Peer(target)
-        self._lock = threading.Lock()
-        self._crowd = Crowd[Session](names_one_server(self.target) if sessions is None else sessions)
+        wanted = names_one_server(self.target) if sessions is None else sessions
+        self._crowd = Crowd[Session](wanted, self._open_session)
         chosen = channel_options(options)
         if credentials is None:
             self._channel = grpc.insecure_channel(self.target, options=chosen)
@@ -113,22 +112,13 @@ class GrpcTransport:
         if method is not methods.GENERATE:
             return self._stream(method, request, timeout_seconds, metadata)
         pairs = tuple(metadata)
-        with self._lock:
-            session = self._crowd.enter(pairs, self._open_session)
-        call: Any = (
-            self._stream(method, request, timeout_seconds, pairs)
-            if session is None
-            else session.begin(
-                cast("pb.GenerateRequest", request),
-                timeout_seconds,
-                lambda left: self._stream(method, request, left, pairs),
-            )
+        call = self._crowd.begin(
+            cast("pb.GenerateRequest", request),
+            timeout_seconds,
+            pairs,
+            lambda left: self._stream(method, request, left, pairs),
         )
-        return cast("Call[Res]", _Counted(call, self._leave))
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._crowd.leave()
+        return cast("Call[Res]", _Counted(call, self._crowd.leave))
 
     def _open_session(self, metadata: Pairs) -> Session:
         def open_call(orders: Iterator[pb.SessionRequest]) -> Any:
@@ -154,9 +144,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._peer.closed = True
-        with self._lock:
-            session = self._crowd.session
-        if session is not None:
+        if (session := self._crowd.session) is not None:
             session.close()
         self._channel.close()
 
@@ -191,7 +179,8 @@ class AioTransport:
         sessions: bool | None = None,
     ) -> None:
         self._peer = Peer(target)
-        self._crowd = Crowd[AioSession](names_one_server(self.target) if sessions is None else sessions)
+        wanted = names_one_server(self.target) if sessions is None else sessions
+        self._crowd = Crowd[AioSession](wanted, self._open_session)
         self._credentials = credentials
         self._options = channel_options(options)
         self._channel: grpc.aio.Channel | None = None
@@ -221,15 +210,11 @@ class AioTransport:
         if method is not methods.GENERATE:
             return self._stream(method, request, timeout_seconds, metadata)
         pairs = tuple(metadata)
-        session = self._crowd.enter(pairs, self._open_session)
-        call: Any = (
-            self._stream(method, request, timeout_seconds, pairs)
-            if session is None
-            else session.begin(
-                cast("pb.GenerateRequest", request),
-                timeout_seconds,
-                lambda left: self._stream(method, request, left, pairs),
-            )
+        call = self._crowd.begin(
+            cast("pb.GenerateRequest", request),
+            timeout_seconds,
+            pairs,
+            lambda left: self._stream(method, request, left, pairs),
         )
         return cast("AsyncCall[Res]", _AioCounted(call, self._crowd.leave))
 
@@ -248,8 +233,8 @@ class AioTransport:
 
     async def close_async(self) -> None:
         self._peer.closed = True
-        if self._crowd.session is not None:
-            await self._crowd.session.close()
+        if (session := self._crowd.session) is not None:
+            await session.close()
         if self._channel is not None:
             await self._channel.close()
 
