@@ -25,6 +25,8 @@ VARIANTS = {
         "x86_64_avx512vnni": f"{AVX512} -mavx512vnni",
         "x86_64_avx512": AVX512,
         "x86_64_avx2": "-mavx2 -mfma",
+        # The source as ARM has it. Without fused multiply-add it would round otherwise than the others.
+        "x86_64_fma": "-mfma",
     },
     "aarch64": {"aarch64": ""},
 }

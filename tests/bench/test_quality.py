@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.natives import needs_kernels
 
 from bench.quality import VARIANTS, Quality, corpus, measure, page
-from lineclear.worker.kernels import library
 
 TINY = Path(__file__).parents[2] / "demo" / "model-tiny"
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+@needs_kernels
 def test_every_format_reads_what_the_model_was_taught() -> None:
     from transformers import AutoTokenizer
 

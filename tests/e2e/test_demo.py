@@ -1,53 +1,96 @@
-"""The bundled demo model, loaded from its files as a worker loads it, says what transformers' `generate` says."""
+"""The bundled demo model, made ready as a worker makes it, says what transformers' `generate` says: with every library
+of kernels that this machine can run, and with none."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-import transformers as tf
+from support.demo import model
 from support.inprocess import InProcess
+from support.natives import LIBRARIES, needs_kernels
+from support.service import DEMO_MODEL
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
-from lineclear.worker.loader import load
-from lineclear.worker.model import LoadedModel
+from lineclear.worker import kernels
 from lineclear.worker.runner import ModelRunner
+from lineclear.worker.settings import WorkerSettings
+from lineclear.worker.start import make_runner
 
-DEMO = Path(__file__).parents[2] / "demo" / "model"
 TEXTS = ["Once upon a time", "The signal", "A train", "There was a small station at the end of the line. Every morning"]
 
 
-@pytest.fixture(scope="module", name="loaded")
-def load_demo() -> LoadedModel:
-    return load(str(DEMO), torch.device("cpu"), torch.float32)
+def runner_of(**settings: Any) -> ModelRunner:
+    """One that has passed its self-test."""
+    fixed: dict[str, Any] = {
+        "model": str(DEMO_MODEL),
+        "directory": "/d",
+        "device": "cpu",
+        "threads": 1,
+        "num_blocks": 64,
+    }
+    return make_runner(WorkerSettings(**fixed, **settings))
 
 
-def requests(sampling: Sampling, eos: frozenset[int]) -> list[Request]:
-    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO)
-    return [Request(text, tuple(tokenizer(text).input_ids), sampling, 48, eos_ids=eos) for text in TEXTS]
+@pytest.fixture(scope="module", params=[*LIBRARIES, kernels.NONE], name="runner")
+def make_ready(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    runner = runner_of(dtype="float32", native_kernels=request.param)
+    assert kernels.library_name() == ("" if request.param == kernels.NONE else request.param)
+    assert runner.backend_name == ("torch_paged" if request.param == kernels.NONE else "native")
+    assert (runner._loaded.decoder is None) == (request.param == kernels.NONE)
+    yield runner
+    kernels.choose(kernels.AUTO)
+
+
+@cache
+def eos() -> tuple[int, ...]:
+    found = model()[0].generation_config.eos_token_id
+    return (found,) if isinstance(found, int) else tuple(sorted(found))
+
+
+def requests(sampling: Sampling) -> list[Request]:
+    tokenizer = model()[1]
+    ends = frozenset(sampling.stop_ids)
+    return [Request(text, tuple(tokenizer(text).input_ids), sampling, 48, eos_ids=ends) for text in TEXTS]
+
+
+@cache
+def generated() -> dict[str, list[int]]:
+    """transformers' greedy answers."""
+    answers = {}
+    for request in requests(Sampling()):
+        ids = torch.tensor([request.prompt])
+        found = model()[0].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, eos_token_id=list(eos())
+        )
+        answers[request.request_id] = found[0, ids.shape[1] :].tolist()
+    return answers
 
 
 @pytest.mark.parametrize("limits", [CoreLimits(), CoreLimits(target_batch_tokens=5)], ids=["whole", "chunked"])
-def test_greedy_answers_are_transformers(loaded: LoadedModel, limits: CoreLimits) -> None:
-    model = tf.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    eos = frozenset(loaded.eos_token_ids)
-    asked = requests(Sampling(stop_ids=tuple(sorted(eos))), eos)
-    found = InProcess(ModelRunner(loaded, num_blocks=64), limits).serve(asked)
-    for request in asked:
-        ids = torch.tensor([request.prompt])
-        wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, eos_token_id=sorted(eos)
-        )
-        assert found[request.request_id] == wanted[0, ids.shape[1] :].tolist()
+def test_greedy_answers_are_transformers(runner: ModelRunner, limits: CoreLimits) -> None:
+    assert InProcess(runner, limits).serve(requests(Sampling(stop_ids=eos()))) == generated()
 
 
-def test_a_seed_gives_one_answer_in_company_and_alone(loaded: LoadedModel) -> None:
-    asked = requests(Sampling(temperature=0.8, top_p=0.9, seed=11), frozenset())
-    server = InProcess(ModelRunner(loaded, num_blocks=64))
-    together = server.serve(asked)
+def test_a_seed_gives_one_answer_in_company_and_alone(runner: ModelRunner) -> None:
+    asked = requests(Sampling(temperature=0.8, top_p=0.9, seed=11))
+    together = InProcess(runner).serve(asked)
     for request in asked:
-        alone = InProcess(ModelRunner(loaded, num_blocks=64)).serve([request])
-        assert alone[request.request_id] == together[request.request_id]
+        assert InProcess(runner).serve([request])[request.request_id] == together[request.request_id]
+    assert together != generated()
+
+
+def test_in_its_own_number_format_it_passes_the_self_test(each_way: str) -> None:
+    assert runner_of(native_kernels=each_way).hello(1).dtype == "bfloat16"
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_in_bytes_it_passes_the_self_test(each_library: str, kv_cache_dtype: str) -> None:
+    runner = runner_of(native_kernels=each_library, weights="int8", kv_cache_dtype=kv_cache_dtype)
+    assert runner.hello(1).dtype == "int8"

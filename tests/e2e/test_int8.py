@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
+from support.natives import needs_kernels
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker.decoder import FAMILIES
-from lineclear.worker.kernels import library
 from lineclear.worker.loader import adopt, to_int8
 from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+pytestmark = needs_kernels
 PROMPT_LENS = (5, 1, 17, 33, 40, 24)
 MAX_TOKENS = 20
 LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=128, prefix_cache=False)

@@ -10,30 +10,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.demo import PROMPTS, SEEDED, all_at_once, greedy, model, reference
 from support.patience import PATIENCE_SECONDS
-from support.service import DEMO_MODEL, Service, running, wait_for
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.service import Service, running, wait_for
 
 from lineclear import errors
-from lineclear.client import Client, Generation
-
-PROMPTS = (
-    "The capital of France is",
-    "Today's weather is so",
-    "In machine learning, a transformer is",
-    "Once upon a time in a land far away,",
-    "Quantum computing differs from classical computing because",
-    "The history of the Roman Empire began",
-    "My favourite food is",
-    "A fox and a crow",
-)
-SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 12345}
+from lineclear.client import Generation
 
 
 @pytest.fixture(scope="module")
@@ -41,34 +27,6 @@ def service() -> Iterator[Service]:
     with running("--max-batch-size", "3", "--target-batch-tokens", "32", "--max-queue-size", "64") as service:
         yield service
         wait_for(service.is_idle, "idle at the end")
-
-
-@cache
-def reference(prompt: str, max_tokens: int) -> tuple[int, ...]:
-    """What transformers generates greedily, in fp32."""
-    model, tokenizer = _model()
-    inputs = tokenizer(prompt, return_tensors="pt")
-    with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False)
-    return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
-
-
-@cache
-def _model() -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
-
-
-def all_at_once(client: Client, **params: Any) -> list[Generation]:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(lambda prompt: client.generate(prompt, ignore_eos=True, **params), PROMPTS))
-
-
-def greedy(max_tokens: int) -> dict[str, Any]:
-    # transformers bans end-of-sequence to reach min_new_tokens; the same is asked for here.
-    eos = _model()[0].generation_config.eos_token_id
-    banned = [eos] if isinstance(eos, int) else list(eos)
-    return {"temperature": 0.0, "max_tokens": max_tokens, "banned_token_ids": banned}
 
 
 def test_concurrent_streams_equal_generate(service: Service) -> None:
@@ -81,7 +39,7 @@ def test_deltas_concatenate_to_the_answer(service: Service) -> None:
     with service.client.stream(PROMPTS[2], temperature=0.0, max_tokens=40, ignore_eos=True) as stream:
         deltas = list(stream)
     assert "".join(d.text for d in deltas) == stream.result.text
-    assert stream.result.text == _model()[1].decode(stream.result.token_ids, skip_special_tokens=True)
+    assert stream.result.text == model()[1].decode(stream.result.token_ids, skip_special_tokens=True)
     assert len(deltas) > 5, "the answer came in one piece"
 
 

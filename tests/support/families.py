@@ -25,6 +25,15 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _WINDOW = 12
+WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+"""Changes to a configuration after which the kernels take it, in blocks of a multiple of 16, and the way without them
+looks for the best logit in pieces."""
 
 
 def _with(config: type, **changes: Any) -> Callable[[], Any]:

@@ -9,19 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.natives import needs_kernels
 from torch import Tensor
 
-from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch, native
+from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
 from lineclear.worker.attention.backends import BACKENDS, choose
-from lineclear.worker.attention.native import unsupported
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
-from lineclear.worker.kernels import candidates, library, load
+from lineclear.worker.kernels import ELEMENTS, NONE
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]),
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
+CASES = [
+    *(pytest.param("native", dtype, "cpu", marks=needs_kernels) for dtype in ELEMENTS),
+    *(
+        pytest.param(name, dtype, device, marks=ON_GPU if device == "cuda" else [])
+        for name in sorted(set(BACKENDS) - {"native", "reference"})
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for device in ("cpu", "cuda")
+    ),
 ]
+"""Every backend but the oracle, with what it computes in and on."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
 
 
@@ -111,28 +118,21 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
             pool[:, :num_blocks] = fill
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype", "device"), CASES)
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"reference"}))
 def test_a_backend_equals_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
     compare(name, Story(seed, dtype, torch.device(device), native=name == "native"))
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
-@pytest.mark.parametrize("kernels", candidates())
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
-def test_keys_and_values_in_bytes(kernels: str, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: load(kernels))
+def test_keys_and_values_in_bytes(seed: int, dtype: torch.dtype) -> None:
     compare("native", Story(seed, dtype, torch.device("cpu"), native=True, kv_dtype=torch.int8))
 
 
 def compare(name: str, story: Story) -> None:
-    dtype, device = story.dtype, story.device.type
-    if name == "native" and (why := unsupported(story.layers, story.block_size, dtype, story.device)):
-        assert dtype is torch.float16 or device != "cpu" or library() is None, why
-        pytest.skip(why)
+    dtype = story.dtype
     # What earlier owners left is NaN for the one and harmless for the other: reading any of it shows.
     tested, oracle = story.backend(BACKENDS[name], float("nan")), story.backend(ReferenceAttention, 0.0)
     for batch, num_tokens in story.steps():
@@ -181,11 +181,9 @@ def test_cells_are_block_and_offset() -> None:
     assert batch.num_single == 1
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", [pytest.param("native", marks=needs_kernels), "reference", "torch_paged"])
 def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
     story = Story(3, torch.float32, torch.device("cpu"), native=name == "native")
-    if name == "native" and library() is None:
-        pytest.skip("no kernels were built here")
     backend = story.backend(BACKENDS[name], 5.0)
     backend.zero([1, 4])
     pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
@@ -195,9 +193,8 @@ def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
         assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
 
 
+@needs_kernels
 def test_zeroed_blocks_of_bytes_weigh_nothing() -> None:
-    if library() is None:
-        pytest.skip("no kernels were built here")
     story = Story(3, torch.float32, torch.device("cpu"), native=True, kv_dtype=torch.int8)
     backend = story.backend(BACKENDS["native"], float("nan"))
     backend.zero([1, 4])
@@ -226,9 +223,9 @@ def test_an_unknown_backend_is_named_with_those_there_are() -> None:
         choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, torch.device("cpu"))
 
 
-def test_auto_is_native_for_what_the_kernels_take_and_torch_for_the_rest() -> None:
+def test_auto_is_native_for_what_the_kernels_take_and_torch_for_the_rest(best_and_none: str) -> None:
     layer, cpu = LayerSpec(2, 2, 16, 1.0), torch.device("cpu")
-    best = "torch_paged" if library() is None else "native"
+    best = "torch_paged" if best_and_none == NONE else "native"
     assert choose("auto", [layer], 16, torch.float32, cpu) == best
     assert choose("auto", [layer], 8, torch.float32, cpu) == "torch_paged"
     assert choose("auto", [layer], 16, torch.float16, cpu) == "torch_paged"

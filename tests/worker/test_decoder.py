@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
+from support.natives import needs_kernels
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker import loader
 from lineclear.worker.decoder import FAMILIES
-from lineclear.worker.kernels import library
+from lineclear.worker.kernels import NONE
 from lineclear.worker.loader import adopt, fuse
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings
 from lineclear.worker.start import make_runner
-
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 
 
 def requests() -> list[Request]:
@@ -30,20 +29,27 @@ def requests() -> list[Request]:
     return [Request(str(i), p, Sampling(), 12) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("budget", [7, 256])
-def test_tokens_are_those_of_transformers(family: str, budget: int) -> None:
-    model = tiny_model(family, **WIDE)
-    fused = fuse(adopt(model), keep_weights=True)
-    assert fused is not None
-    assert fused.decoder is not None, "it was not used"
-    found = InProcess(ModelRunner(fused, num_blocks=32), CoreLimits(target_batch_tokens=budget)).serve(requests())
+@cache
+def generated(family: str) -> dict[str, list[int]]:
+    """transformers' greedy answers."""
+    model, answers = tiny_model(family, **WIDE), {}
     for request in requests():
         ids = torch.tensor([request.prompt])
-        wanted = tiny_model(family, **WIDE).generate(
+        found = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
         )
-        assert found[request.request_id] == wanted[0, ids.shape[1] :].tolist()
+        answers[request.request_id] = found[0, ids.shape[1] :].tolist()
+    return answers
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_are_those_of_transformers(family: str, each_way: str) -> None:
+    fused = fuse(adopt(tiny_model(family, **WIDE)), keep_weights=True)
+    assert fused is not None
+    assert (fused.decoder is None) == (each_way == NONE), "it was not used"
+    for budget in (7, 256):
+        server = InProcess(ModelRunner(fused, num_blocks=32), CoreLimits(target_batch_tokens=budget))
+        assert server.serve(requests()) == generated(family)
 
 
 def test_what_is_built_otherwise_stays_with_transformers() -> None:
@@ -51,12 +57,14 @@ def test_what_is_built_otherwise_stays_with_transformers() -> None:
     assert fuse(loaded) is loaded
 
 
+@needs_kernels
 def test_a_decoder_that_computes_something_else_is_not_used() -> None:
     model = tiny_model("llama", **WIDE)
     model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
     assert fuse(adopt(model)) is None
 
 
+@needs_kernels
 def test_the_matrices_are_let_go() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
@@ -64,12 +72,13 @@ def test_the_matrices_are_let_go() -> None:
     assert sum(p.numel() for p in model.parameters()) < before / 2
 
 
+@needs_kernels
 def test_a_model_whose_fused_pass_fails_the_comparison_is_served_as_transformers_computes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
-    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64))
+    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=1))
     found = InProcess(runner, CoreLimits()).serve(requests())
     again = InProcess(ModelRunner(adopt(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(requests())
     assert found == again

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
 
 from lineclear.wire.types import StepPlan
 from lineclear.worker import golden
 from lineclear.worker.golden import SelfTestFailed
-from lineclear.worker.loader import adopt, fuse
+from lineclear.worker.kernels import NONE, library
+from lineclear.worker.loader import adopt, fuse, to_int8
 from lineclear.worker.logits import of
 from lineclear.worker.model import LoadedModel
 from lineclear.worker.runner import ModelRunner
@@ -23,11 +24,15 @@ def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:
     return ModelRunner(loaded, **{"num_blocks": 32, "block_size": 4, "num_slots": 4, "max_step_tokens": 64, **settings})
 
 
-def passes(loaded: LoadedModel, **settings: Any) -> None:
-    right = golden.compute(loaded)
-    golden.check(runner_of(loaded, **settings), right, loaded.dtype)
+def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings: Any) -> str:
+    """The attention backend that was used."""
+    right = golden.compute(loaded, kv_dtype)
+    runner = runner_of(loaded, kv_dtype=kv_dtype, **settings)
+    golden.check(runner, right, loaded.dtype)
+    return runner.backend_name
 
 
+@pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
@@ -35,12 +40,25 @@ def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_forward_passes(dtype: torch.dtype) -> None:
-    fused = fuse(adopt(tiny_model("llama", dtype=dtype)))
-    assert fused is not None
-    passes(fused)
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_served_with_every_library_and_with_none_passes(each_way: str, dtype: torch.dtype, fused: bool) -> None:
+    loaded = adopt(tiny_model("llama", dtype=dtype, **WIDE))
+    if fused:
+        faster = fuse(loaded)
+        assert faster is not None
+        assert (faster.decoder is None) == (each_way == NONE)
+        loaded = faster
+    assert passes(loaded, block_size=16) == ("torch_paged" if each_way == NONE else "native")
 
 
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_bytes_pass_with_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    assert passes(to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
+
+
+@pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -126,11 +144,13 @@ FAULTS = (
 )
 
 
+@pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
-    loaded = adopt(tiny_model("llama", seed=3))
+    loaded = adopt(tiny_model("llama", seed=3, **WIDE))
     right = golden.compute(loaded)
-    runner = runner_of(loaded)
+    runner = runner_of(loaded, block_size=16)
+    assert runner.backend_name == ("torch_paged" if library() is None else "native")
     fault(runner, loaded)
     with pytest.raises(SelfTestFailed):
         golden.check(runner, right, loaded.dtype)

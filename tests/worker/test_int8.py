@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
+from support.natives import LIBRARIES, needs_kernels
 from torch import Tensor, nn
 
-from lineclear.worker import int8, loader
+from lineclear.worker import kernels, loader
 from lineclear.worker.int8 import pack_int8, quantise
-from lineclear.worker.kernels import candidates, library, load
 from lineclear.worker.loader import adopt, to_int8
 from lineclear.worker.model import ModelRefused
 from lineclear.worker.pages import Pages
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
 from lineclear.worker.start import make_runner
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
-LIBRARIES = candidates()
+pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
-
-
-@pytest.fixture(params=LIBRARIES)
-def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "library", lambda: load(request.param))
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
@@ -63,7 +56,7 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
     assert ((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.501).all()
 
 
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [[64], [16, 100, 7], [211]])
 @pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 7, 13, 64])
@@ -76,17 +69,16 @@ def test_a_product_is_what_its_numbers_say(dtype: torch.dtype, outputs: list[int
     torch.testing.assert_close(found.double(), as_promised(x, layers), rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_instruction_sets_agree_in_every_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
     layer, x = linear(112, 83, dtype, bias=True), torch.randn(9, 112).to(dtype)
-    found = []
-    for name in LIBRARIES:
-        monkeypatch.setattr(int8, "library", lambda name=name: load(name))
-        found.append(packed([layer])(x))
-    assert all(torch.equal(found[0], other) for other in found)
+    found = packed([layer])(x)
+    kernels.choose(LIBRARIES[0])
+    assert torch.equal(found, packed([layer])(x))
 
 
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     product, x = packed([linear(80, 130, dtype, bias=True)]), torch.randn(41, 80).to(dtype)
@@ -96,7 +88,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         assert torch.equal(product(x[-count:]), together[-count:])
 
 
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("each_library")
 def test_what_is_not_a_number_shows_in_its_row_alone() -> None:
     product, x = packed([linear(48, 70, torch.bfloat16, bias=True)]), torch.randn(9, 48).bfloat16()
     clean = product(x)
@@ -107,7 +99,7 @@ def test_what_is_not_a_number_shows_in_its_row_alone() -> None:
     assert torch.equal(found[rest], clean[rest])
 
 
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("each_library")
 def test_a_row_of_zeros_gives_the_bias() -> None:
     layer = linear(48, 70, torch.float32, bias=True)
     assert torch.equal(packed([layer])(torch.zeros(3, 48)), layer.bias.expand(3, -1))
@@ -133,7 +125,7 @@ def test_a_model_that_it_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu"}
+    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
     assert make_runner(WorkerSettings(weights="int8", **flags)).hello(1).dtype == "int8"
     assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
     with pytest.raises(ConfigurationError, match="leave fused_forward on"):
@@ -142,7 +134,7 @@ def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> Non
 
 def test_keys_and_values_in_bytes_are_a_setting_too(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu"}
+    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
     hello = make_runner(WorkerSettings(kv_cache_dtype="int8", **flags)).hello(1)
     assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
     with pytest.raises(ModelRefused, match=r"torch_paged.*own number format"):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lineclear.worker.attention import Chunk, LayerSpec, make_batch, native
 from lineclear.worker.attention.reference import ReferenceAttention
-from lineclear.worker.kernels import ELEMENTS, candidates, library, load
+from lineclear.worker.kernels import ELEMENTS, library
 
-LIBRARIES = candidates() or [pytest.param("", marks=pytest.mark.skip(reason="no C++ compiler built any kernels here"))]
+pytestmark = pytest.mark.usefixtures("each_library")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
@@ -28,18 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def test_the_build_gave_something_to_test() -> None:
-    """Where there is a compiler, an install without kernels would be a silent loss of speed."""
-    import shutil
-
-    assert library() is not None or not (shutil.which("c++") or shutil.which("g++"))
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 700])
-def test_add_and_norm(name: str, dtype: torch.dtype, rows: int) -> None:
-    kernels: Any = load(name)
+def test_add_and_norm(dtype: torch.dtype, rows: int) -> None:
+    kernels: Any = library()
     residual, add = torch.randn(2, rows, 96).to(dtype)
     weight, out = torch.randn(96).to(dtype), torch.empty(rows, 96, dtype=dtype)
     total = (residual.float() + add.float() * 0.5).to(dtype)
@@ -53,12 +45,11 @@ def test_add_and_norm(name: str, dtype: torch.dtype, rows: int) -> None:
     assert torch.equal(residual, before), "without anything to add or to norm, nothing changes"
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "head", "row"])
 @pytest.mark.parametrize("rotary", [32, 16, 10])
-def test_heads_are_split_normed_and_turned(name: str, dtype: torch.dtype, norm: str, rotary: int) -> None:
-    kernels: Any = load(name)
+def test_heads_are_split_normed_and_turned(dtype: torch.dtype, norm: str, rotary: int) -> None:
+    kernels: Any = library()
     rows, heads, kv_heads, dim = 7, 6, 2, 32
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(rows, rotary // 2).repeat(1, 2) * 6
@@ -83,11 +74,10 @@ def test_heads_are_split_normed_and_turned(name: str, dtype: torch.dtype, norm: 
     assert torch.equal(v, parts[2].view(rows, kv_heads, dim).to(dtype))
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [0, 1])
-def test_gate(name: str, dtype: torch.dtype, activation: int) -> None:
-    kernels: Any = load(name)
+def test_gate(dtype: torch.dtype, activation: int) -> None:
+    kernels: Any = library()
     gate_up = (torch.randn(9, 2 * 48) * 8).to(dtype)
     out = torch.empty(9, 48, dtype=dtype)
     kernels.lineclear_gate(ELEMENTS[dtype], 9, 48, activation, gate_up.data_ptr(), out.data_ptr())
@@ -96,9 +86,8 @@ def test_gate(name: str, dtype: torch.dtype, activation: int) -> None:
     close(out, wanted * up, dtype)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite(name: str) -> None:
-    kernels: Any = load(name)
+def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
+    kernels: Any = library()
     x = torch.cat([torch.randn(4096) * 1e3, torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(16)])
     x = x[: len(x) // 16 * 16].bfloat16()
     add = (torch.randn(len(x)) * 7).bfloat16()
@@ -107,11 +96,9 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite(name: str)
     torch.testing.assert_close(x, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8, 11])
-def test_attention_of_each_library(name: str, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: load(name))
+def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
     layers = [
         LayerSpec(2 * group, 2, 48, 0.2, window, softcap, sinks=torch.randn(2 * group) if softcap else None)
         for window, softcap in ((0, 0.0), (9, 0.0), (40, 3.0))
@@ -131,12 +118,8 @@ def test_attention_of_each_library(name: str, dtype: torch.dtype, group: int, mo
             close(backends[0].attend(index, *qkv), backends[1].attend(index, *qkv), dtype)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "library", lambda: load(name))
+def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(dtype: torch.dtype) -> None:
     backend = native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
     backend.begin(make_batch([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
     q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)

@@ -7,16 +7,7 @@ import torch
 from torch import nn
 
 from lineclear.worker import linear
-from lineclear.worker.kernels import candidates, load
 from lineclear.worker.pages import Pages
-
-pytestmark = pytest.mark.skipif(not candidates(), reason="no C++ compiler built any kernels here")
-
-
-@pytest.fixture(params=candidates())
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load(request.param)
-    monkeypatch.setattr(linear, "library", lambda: found)
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
@@ -28,7 +19,7 @@ def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Ten
     return multiply(x.contiguous(), x.new_empty(len(x), outputs))
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
 def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bool) -> None:
@@ -40,7 +31,7 @@ def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bo
         torch.testing.assert_close(product(multiply, x, outputs).double(), exact(x.double()), rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("each_library")
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     multiply = linear.Widened(layer(96, 80).weight.detach(), None, Pages())
     x = torch.randn(150, 80).bfloat16()
@@ -49,7 +40,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(product(multiply, x[:rows], 96), alone[:rows])
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("each_library")
 def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
     multiply = linear.Widened(layer(32, 32).weight.detach(), None, Pages())
     x = torch.randn(3, 32).bfloat16()
@@ -60,6 +51,7 @@ def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.usefixtures("each_way")
 def test_products_of_one_input_lie_side_by_side() -> None:
     modules = [layer(32, 48, bias=True), layer(16, 48)]
     x = torch.randn(4, 48).bfloat16()

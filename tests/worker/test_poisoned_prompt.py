@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
+from support.natives import needs_kernels
 
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Logprobs, Sampling, StepPlan
 from lineclear.worker.decoder import Decoder
-from lineclear.worker.kernels import library
 from lineclear.worker.loader import adopt, to_int8
 from lineclear.worker.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+pytestmark = needs_kernels
 POISON = 7
 LIMITS = CoreLimits(max_batch_size=8, target_batch_tokens=16)
 Answer = tuple[list[int], list[Logprobs]]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.kernels import library
+from lineclear.worker.kernels import NONE
 from lineclear.worker.loader import adopt, fuse
 from lineclear.worker.model import LoadedModel, ModelRefused
 from lineclear.worker.protocol import StepFailed
@@ -34,18 +34,20 @@ def asked(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
     return Request(name, prompt, Sampling(**sampling), max_tokens=8)
 
 
-def test_hello_says_what_there_is() -> None:
+def test_hello_says_what_there_is(each_way: str) -> None:
     hello = runner_of(adopt(tiny_model("llama"), "tiny")).hello(7)
     assert (hello.epoch, hello.num_blocks, hello.block_size, hello.num_slots) == (7, 64, 4, 8)
     assert (hello.max_model_len, hello.vocab_size, hello.eos_token_ids, hello.max_step_tokens) == (256, 211, (2,), 256)
     assert (hello.model_id, hello.family, hello.dtype, hello.device) == ("tiny", "llama", "float32", "cpu")
-    assert hello.attention_backend == "torch_paged"
+    assert hello.attention_backend == "torch_paged", "in blocks of 4"
+    found = ModelRunner(adopt(tiny_model("llama", **WIDE)), num_blocks=4).hello(7).attention_backend
+    assert found == ("torch_paged" if each_way == NONE else "native")
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+@pytest.mark.usefixtures("best_and_none")
 def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
     """What a step sampled lies where the next one puts its own."""
-    loaded = fuse(adopt(tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4)))
+    loaded = fuse(adopt(tiny_model("llama", **WIDE)))
     assert loaded is not None
     found = []
     for late in (False, True):
@@ -73,6 +75,7 @@ def test_no_room_for_a_block_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -
         ModelRunner(adopt(tiny_model("llama")))
 
 
+@pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: str) -> None:
@@ -99,6 +102,7 @@ def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: st
     assert all(len(tokens) == 8 for tokens in again.values())
 
 
+@pytest.mark.usefixtures("best_and_none")
 def test_what_is_asked_of_logprobs_comes_back() -> None:
     model = tiny_model("qwen2")
     runner = runner_of(adopt(model))
@@ -120,6 +124,7 @@ def test_what_is_asked_of_logprobs_comes_back() -> None:
     assert not server.logprobs("without")
 
 
+@pytest.mark.usefixtures("best_and_none")
 def test_penalties_survive_preemption_and_loss() -> None:
     model = adopt(tiny_model("llama"))
     requests = [
@@ -180,6 +185,7 @@ def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepEr
     assert len(runner.launch(first_plan()).result().tokens) == 1
 
 
+@pytest.mark.usefixtures("best_and_none")
 def test_a_plan_without_rows_or_without_samples_gives_an_empty_result() -> None:
     runner = runner_of(adopt(tiny_model("llama")))
     assert runner.launch(StepPlan(1, 1, (), zero_blocks=(1, 2))).result().tokens == ()

@@ -14,8 +14,6 @@ import transformers as tf
 from torch import Tensor
 
 from lineclear.wire.types import Sampling
-from lineclear.worker import kernels
-from lineclear.worker import logits as logits_module
 from lineclear.worker import sampling as module
 from lineclear.worker.logits import of
 from lineclear.worker.parameters import ParameterTable
@@ -46,11 +44,13 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
 # --- greedy --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("each_way")
 def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
     assert run(logits, [Sampling()] * 3).tokens.tolist() == [1, 0, 0]
 
 
+@pytest.mark.usefixtures("each_way")
 def test_ties_in_a_wide_bfloat16_row() -> None:
     for vocabulary in (50_000, 51_200):  # in one piece, and in many
         logits = torch.zeros(2, vocabulary, dtype=torch.bfloat16)
@@ -58,14 +58,9 @@ def test_ties_in_a_wide_bfloat16_row() -> None:
         assert run(logits, [Sampling()] * 2).tokens.tolist() == [777, 0]
 
 
-@pytest.mark.parametrize(
-    "library", [*map(kernels.load, kernels.candidates()), None], ids=[*kernels.candidates(), "torch"]
-)
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_best_is_what_torch_says_in_every_library(
-    library: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logits_module, "library", lambda: library)
+def test_the_best_is_what_torch_says_in_every_library(dtype: torch.dtype) -> None:
     for width in (1, 15, 16, 17, 511, 512, 513, 1000, 1536, 32_000):
         logits = random_logits(9, width, seed=width).to(dtype)
         logits[1] = 0.0
@@ -378,10 +373,9 @@ def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None
     assert module._pick(weights, noise).tolist() == wanted.tolist()
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("vocabulary", [256, 100])
-def test_a_step_that_samples_nothing_has_no_best(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_samples_nothing_has_no_best(vocabulary: int) -> None:
     """Also where no kernels were built: the first chunks of a prompt alone are such a step."""
-    for native in (kernels.load(kernels.library_name()), None):
-        monkeypatch.setattr(logits_module, "library", lambda native=native: native)
-        found = of(torch.empty(0, vocabulary))
-        assert found.best.shape == found.ids.shape == (0,)
+    found = of(torch.empty(0, vocabulary))
+    assert found.best.shape == found.ids.shape == (0,)

@@ -8,12 +8,13 @@ import gc
 import numpy as np
 import pytest
 import torch
+from support.natives import needs_kernels
 from torch import Tensor
 
 from lineclear.worker.kernels import library
 from lineclear.worker.tape import Call, Count, Kernel, Place, Tape, address, pointer
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler built any kernels here")
+pytestmark = needs_kernels
 
 
 def take_rows(rows: Count, table: Tensor, indices: Place, out: Tensor) -> Call:

@@ -73,6 +73,11 @@ class WorkerSettings(BaseSettings):
     fused_forward: bool = Field(
         True, description="On CPUs, run models built like Llama through a forward pass of few operations."
     )
+    native_kernels: str = Field(
+        "auto",
+        description="C++ kernels for CPUs. auto: the best that were built and that this processor can run. none: torch"
+        " computes the same, slower. Or one by name, as x86_64_avx2; the log line model_loaded has the name.",
+    )
     threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: one for each core we may use.")
 
     # --- how much ---

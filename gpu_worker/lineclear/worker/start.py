@@ -1,11 +1,11 @@
-"""From settings to a runner: device, number format, threads, model."""
+"""From settings to a runner: device, number format, threads, kernels, model."""
 
 from __future__ import annotations
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from . import golden
+from . import golden, kernels
 from .host import usable_cores
 from .loader import fuse, load, to_int8
 from .model import LoadedModel
@@ -20,12 +20,16 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "
 def make_runner(settings: WorkerSettings) -> ModelRunner:
     """Load the model and have it answer a question whose answer is known.
 
-    Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device that is not there.
+    Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device or kernels that are not there.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
     if settings.weights == "int8" and not settings.fused_forward:
         raise ConfigurationError("weights: int8 needs the fused forward pass; leave fused_forward on")
     torch.set_num_threads(settings.threads or usable_cores())
+    try:
+        kernels.choose(settings.native_kernels)
+    except ValueError as error:
+        raise ConfigurationError(f"native_kernels: {error}") from None
     device = choose_device(settings.device)
     served = _prepared(settings, device)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None

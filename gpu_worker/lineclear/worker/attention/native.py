@@ -155,4 +155,4 @@ def unsupported(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
     odd = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > LARGEST_HEAD]
     if odd:
         return f"a head must be a multiple of {LANES} wide, at most {LARGEST_HEAD}; it is {odd[0]}"
-    return "" if library() is not None else "no kernels were built for this processor (see docs/performance.md)"
+    return "" if library() is not None else "there are no native kernels for it here (see docs/performance.md)"

@@ -1,7 +1,7 @@
-"""The C++ kernels beside this file, one library for each instruction set; the best one for this processor is chosen.
+"""The C++ kernels beside this file, one library for each instruction set: which there are, and the one that is used.
 
-They are built with the package where there is a compiler (`hatch_build.py` at the top of the repository). Without one
-`library()` is None, and the worker computes the same with torch, slower.
+They are built with the package where there is a compiler (`hatch_build.py` at the top of the repository). Without one,
+or where `choose` has been told so, `library()` is None, and the worker computes the same with torch, slower.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16
 """Widths are multiples of it."""
 LARGEST_HEAD = 512
+AUTO, NONE = "auto", "none"
+"""What `choose` takes beside names of libraries."""
 
 _ABI = 9
 _FOLDER = Path(__file__).parent
@@ -46,6 +48,7 @@ _X86 = (
     ("x86_64_avx512vnni", {*_AVX512, "avx512_vnni"}),
     ("x86_64_avx512", _AVX512),
     ("x86_64_avx2", {"avx2", "fma"}),
+    ("x86_64_fma", {"fma"}),
 )
 
 
@@ -60,17 +63,25 @@ def candidates() -> list[str]:
     return [name for name in names if _path(name).exists()]
 
 
-@cache
+def choose(name: str) -> None:
+    """From now on the library is this one of the `candidates()`, the best of them (AUTO), or none (NONE).
+
+    For the whole process, before anything is built that calls it. Raises ValueError, naming those there are.
+    """
+    global _chosen
+    if name not in (AUTO, NONE) and (name not in candidates() or load(name) is None):
+        raise ValueError(f"there are no kernels {name!r} here; there are {', '.join((AUTO, NONE, *candidates()))}")
+    _chosen = name
+
+
 def library() -> Any | None:
-    """The best library, or None."""
-    return next((found for name in candidates() if (found := load(name)) is not None), None)
+    """The library in use, or None."""
+    return _library(_chosen)
 
 
-@cache
 def multiplies_bfloat16() -> bool:
     """Whether products with bf16 weights are faster through `lineclear_bf16_product` than through oneDNN here."""
-    found = library()
-    return found is not None and "amx_bf16" not in _x86_flags() and bool(found.lineclear_widening_pays())
+    return _multiplies_bfloat16(_chosen)
 
 
 def library_name() -> str:
@@ -94,6 +105,21 @@ def load(name: str) -> Any | None:
     for function in ("lineclear_queries_per_item", "lineclear_widening_pays", "lineclear_bf16_size"):
         getattr(found, function).restype = _INTEGER
     return found
+
+
+_chosen = AUTO
+
+
+@cache
+def _library(chosen: str) -> Any | None:
+    names = {AUTO: candidates(), NONE: []}.get(chosen, [chosen])
+    return next((found for name in names if (found := load(name)) is not None), None)
+
+
+@cache
+def _multiplies_bfloat16(chosen: str) -> bool:
+    found = _library(chosen)
+    return found is not None and "amx_bf16" not in _x86_flags() and bool(found.lineclear_widening_pays())
 
 
 def _path(name: str) -> Path:

@@ -1,0 +1,7 @@
+"""Tests of this folder may ask for kernels, or for none."""
+
+from __future__ import annotations
+
+from support.natives import best_and_none, each_library, each_way
+
+__all__ = ["best_and_none", "each_library", "each_way"]

@@ -1,0 +1,57 @@
+"""The whole service without native kernels, as after an installation without a compiler: real processes, exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.demo import PROMPTS, SEEDED, all_at_once, greedy, reference
+from support.patience import PATIENCE_SECONDS
+from support.service import Service, running, wait_for
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """Prompts in chunks, in steps that sample nothing too, and so few blocks that some yield to others."""
+    flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
+    with running(*flags, worker=("--native-kernels", "none", "--num-blocks", "12")) as service:
+        yield service
+        wait_for(service.is_idle, "idle at the end")
+
+
+def test_answers_are_those_of_generate_and_stats_say_what_computed_them(service: Service) -> None:
+    answers = all_at_once(service.client, **greedy(40))
+    assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
+    stats = service.client.stats()
+    assert stats.worker.attention_backend == "torch_paged"
+    assert stats.totals.preemptions > 0
+
+
+def test_a_seed_gives_one_answer_alone_and_in_company(service: Service) -> None:
+    alone = [service.client.generate(p, ignore_eos=True, max_tokens=24, **SEEDED).token_ids for p in PROMPTS]
+    assert [a.token_ids for a in all_at_once(service.client, max_tokens=24, **SEEDED)] == alone
+    assert alone != [reference(p, 24) for p in PROMPTS], "nothing was sampled"
+
+
+def test_the_successor_of_a_worker_that_was_killed_has_none_either(service: Service) -> None:
+    seen = threading.Event()
+
+    def read(prompt: str) -> tuple[int, ...]:
+        with service.client.stream(prompt, ignore_eos=True, **greedy(60)) as stream:
+            for delta in stream:
+                if delta.first_index >= 10:
+                    seen.set()
+        return stream.result.token_ids
+
+    incarnation = service.client.stats().worker.incarnation
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [pool.submit(read, p) for p in PROMPTS]
+        assert seen.wait(PATIENCE_SECONDS)
+        os.kill(service.worker_pid, signal.SIGKILL)
+        assert [a.result() for a in answers] == [reference(p, 60) for p in PROMPTS]
+    worker = service.client.stats().worker
+    assert (worker.incarnation, worker.attention_backend) == (incarnation + 1, "torch_paged")

@@ -1,0 +1,27 @@
+"""Which kernels a test runs with: each library that this machine can run, and none, as where there was no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lineclear.worker import kernels
+
+LIBRARIES = kernels.candidates()
+needs_kernels = pytest.mark.skipif(not LIBRARIES, reason="no C++ compiler built any kernels here")
+
+
+def _choosing(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernels.choose(request.param)
+    assert kernels.library_name() == ("" if request.param == kernels.NONE else request.param)
+    yield request.param
+    kernels.choose(kernels.AUTO)
+
+
+each_library = pytest.fixture(_choosing, name="each_library", params=LIBRARIES)
+"""By name. A test that asks for it is skipped where there is none."""
+each_way = pytest.fixture(_choosing, name="each_way", params=[*LIBRARIES, kernels.NONE])
+"""Every library, by name, and NONE."""
+best_and_none = pytest.fixture(_choosing, name="best_and_none", params=[*LIBRARIES[:1], kernels.NONE])
+"""For tests that would take too long with all of them."""
