@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import uvloop
 from service.small_tokenizers import byte_level, definition
+from support.events import told
 
 from lineclear.errors import Cancelled, Draining, LineclearError
 from lineclear.scheduler.rpc.admin import AdminService
@@ -28,7 +29,7 @@ from lineclear.scheduler.scheduling.events import (
     FinishReason,
     Record,
     Started,
-    TokensReady,
+    StepTokens,
     WorkerJoined,
     WorkerLost,
 )
@@ -166,9 +167,9 @@ class FakeEngine:
         """Tokens of several requests in one go."""
         self._publish([self._ready(key, ids, ()) for key, ids in tokens.items()])
 
-    def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> TokensReady:
+    def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> StepTokens:
         record, now = self._records[key], monotonic()
-        event = TokensReady(key, record.completion_tokens, tuple(tokens), tuple(logprobs))
+        event = told(key, record.completion_tokens, tokens, logprobs)
         self._records[key] = replace(
             record,
             completion_tokens=record.completion_tokens + len(tokens),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service.serving import TOKENIZER, run
+from support.events import told
 from support.patience import PATIENCE_SECONDS
 
 from lineclear.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InternalError, LineclearError
@@ -22,7 +23,7 @@ from lineclear.scheduler.scheduling.events import (
     Preempted,
     Record,
     Started,
-    TokensReady,
+    StepTokens,
     WorkerJoined,
     WorkerLost,
 )
@@ -73,7 +74,7 @@ def test_every_token_once_and_one_end(chunks: list[int], reads: list[bool], fail
                 events.append(Preempted(mailbox.key))
                 continue
             logprobs = tuple(Logprobs(-float(n)) for n in range(count, count + size)) if asks_logprobs else ()
-            events.append(TokensReady(mailbox.key, count, tuple(range(count, count + size)), logprobs))
+            events.append(told(mailbox.key, count, tuple(range(count, count + size)), logprobs))
             count += size
         error = DeadlineExceeded("late")
         last = Failed(mailbox.key, error, RECORD) if fails else Finished(mailbox.key, FinishReason.LENGTH, None, RECORD)
@@ -93,7 +94,7 @@ def test_every_token_once_and_one_end(chunks: list[int], reads: list[bool], fail
 
         for event, is_read in zip(events, reads, strict=False):
             inbox.dispatch([event], 1.0)
-            if is_read and isinstance(event, TokensReady | Started):
+            if is_read and isinstance(event, StepTokens | Started):
                 assert not await read()
         inbox.dispatch([last], 1.0)
         if fails:
@@ -120,7 +121,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
         mailbox = inbox.open("r", None)
         inbox.dispatch([Failed(mailbox.key, Cancelled("first"), RECORD)], 0.0)
         mailbox.fail(InternalError("second"))
-        inbox.dispatch([TokensReady(mailbox.key, 0, (1,))], 0.0)
+        inbox.dispatch([told(mailbox.key, 0, (1,))], 0.0)
         inbox.dispatch([Finished(mailbox.key, FinishReason.LENGTH, None, RECORD)], 0.0)
         for _ in range(2):
             with pytest.raises(Cancelled, match="first"):
@@ -136,10 +137,10 @@ def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
         inbox, engine, _ = streams()
         mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["lo"])))
         ids = TOKENIZER.encode_sealed("Hello, how")
-        inbox.dispatch([TokensReady(mailbox.key, 0, tuple(ids))], 0.0)
+        inbox.dispatch([told(mailbox.key, 0, tuple(ids))], 0.0)
         assert engine.told[0][0] == "finish"
         used = engine.told[0][2]
-        inbox.dispatch([TokensReady(mailbox.key, len(ids), (5,))], 0.0)  # made meanwhile
+        inbox.dispatch([told(mailbox.key, len(ids), (5,))], 0.0)  # made meanwhile
         inbox.dispatch([Failed(mailbox.key, DeadlineExceeded("late"), RECORD)], 0.0)
         delivery = await taken(mailbox)
         assert list(delivery.token_ids) == ids[:used]
@@ -157,7 +158,7 @@ def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None:
         mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
         waiting = asyncio.create_task(taken(mailbox))
         await asyncio.sleep(0)
-        inbox.dispatch([TokensReady(mailbox.key, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
+        inbox.dispatch([told(mailbox.key, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
         delivery = await waiting
         assert delivery.token_ids
         assert delivery.end is None
@@ -169,11 +170,11 @@ def test_unread_tokens_are_bounded_and_forgotten_when_there_are_too_many() -> No
     async def scenario() -> None:
         inbox, engine, _ = streams(max_unread_tokens=4)
         mailbox = inbox.open("r", None)
-        inbox.dispatch([TokensReady(mailbox.key, 0, (1, 2, 3, 4))], 0.0)
+        inbox.dispatch([told(mailbox.key, 0, (1, 2, 3, 4))], 0.0)
         assert engine.told == []
-        inbox.dispatch([TokensReady(mailbox.key, 4, (5,))], 0.0)
+        inbox.dispatch([told(mailbox.key, 4, (5,))], 0.0)
         assert engine.told == [("cancel", mailbox.key)]
-        inbox.dispatch([TokensReady(mailbox.key, 5, (6,))], 0.0)  # made before the engine heard
+        inbox.dispatch([told(mailbox.key, 5, (6,))], 0.0)  # made before the engine heard
         with pytest.raises(LineclearError, match="5 tokens are unread") as caught:
             await taken(mailbox)
         assert caught.value.reason == "SLOW_CONSUMER"
@@ -203,7 +204,7 @@ def test_a_gap_is_a_bug_and_not_sent() -> None:
         inbox, _, _ = streams()
         mailbox = inbox.open("r", None)
         with pytest.raises(AssertionError, match="gap"):
-            inbox.dispatch([TokensReady(mailbox.key, 1, (5,))], 0.0)
+            inbox.dispatch([told(mailbox.key, 1, (5,))], 0.0)
 
     run(scenario())
 

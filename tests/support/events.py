@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lineclear.scheduler.scheduling.events import StepTokens
+from lineclear.wire.types import Logprobs
 
 
 def flat(events: Iterable[Any]) -> Iterator[Any]:
@@ -15,3 +16,9 @@ def flat(events: Iterable[Any]) -> Iterator[Any]:
             yield from event
         else:
             yield event
+
+
+def told(request_id: str, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> StepTokens:
+    """Some tokens of one request: to who reads rows, the same as a step for each."""
+    indices = tuple(range(first_index, first_index + len(tokens)))
+    return StepTokens((request_id,) * len(tokens), indices, tuple(tokens), tuple(logprobs))

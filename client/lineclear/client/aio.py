@@ -163,8 +163,9 @@ class AsyncClient:
     async def submit(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
     ) -> AsyncSubmitted:
-        """Begin an answer and leave it to the server; see `AsyncSubmitted`. The answer may take
-        `timeout_seconds`; the call itself returns when the request is in the queue.
+        """Begin an answer and leave it to the server; see `AsyncSubmitted`.
+
+        The answer may take `timeout_seconds`; the call itself returns when the request is in the queue.
         """
         outgoing = self._settings.outgoing(prompt, sampling, **params)
         request = submission(outgoing)

@@ -71,7 +71,7 @@ class Submitted:
     def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
         """End it, or forget its answer. Whether there was anything."""
         request = pb.CancelRequest(request_id=self.request_id)
-        return (self._client._unary(methods.CANCEL, request, timeout_seconds, self._metadata)).found
+        return self._client._unary(methods.CANCEL, request, timeout_seconds, self._metadata).found
 
 
 class Client:
@@ -172,8 +172,9 @@ class Client:
             return list(outcomes)
 
     def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
-        """Begin an answer and leave it to the server; see `Submitted`. The answer may take
-        `timeout_seconds`; the call itself returns when the request is in the queue.
+        """Begin an answer and leave it to the server; see `Submitted`.
+
+        The answer may take `timeout_seconds`; the call itself returns when the request is in the queue.
         """
         outgoing = self._settings.outgoing(prompt, sampling, **params)
         request = submission(outgoing)

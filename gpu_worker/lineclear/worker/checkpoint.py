@@ -18,7 +18,6 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
 _MAX_INDEX_BYTES = 100 * 1000 * 1000
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-_ONLY_PICKLES = "the weights are pickle files, which can run code when read; convert them to safetensors"
 _BITS = {
     "F64": 64,
     "I64": 64,

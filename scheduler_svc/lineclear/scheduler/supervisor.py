@@ -55,7 +55,7 @@ class SupervisorLimits:
 
 
 class Supervisor:
-    """Runs `command`, and runs it again when it ends. All but the methods marked so is for the main thread.
+    """Runs `command`, and runs it again when it ends. Everything but the methods marked so is for the main thread.
 
     `on_exit(pid, exit_code)` is called on the event loop within milliseconds of a worker's end; it may be set after
     `start`, and misses nothing if the loop has not turned since. `on_give_up(reason)` is called once, when no further

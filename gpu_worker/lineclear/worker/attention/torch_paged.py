@@ -224,9 +224,8 @@ def _softmax(spec: LayerSpec, scores: Tensor, hidden: Tensor, sinks: Tensor | No
 def _attend_chunk(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """query [count, num_heads, head_dim], key and value [num_kv_heads, context, head_dim] -> like query."""
     heads, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
-    q = query.transpose(0, 1).view(
-        heads, group, *query.shape[::2]
-    )  # [kv heads as batch, group as heads, count, head_dim]
+    count, _, dim = query.shape
+    q = query.transpose(0, 1).view(heads, group, count, dim)  # KV heads as the batch, those of a group as the heads
     k = key[:, None].expand(-1, group, -1, -1)  # stride 0: nothing is repeated in memory
     v = value[:, None].expand(-1, group, -1, -1)
     if spec.softcap or spec.sinks is not None:

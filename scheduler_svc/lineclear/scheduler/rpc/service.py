@@ -22,7 +22,7 @@ from lineclear.errors import Drained, Draining, LineclearError, Starting, Unknow
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.interceptor import incident
 from lineclear.scheduler.rpc import overview, responses, validation
-from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
+from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outcome_of
 from lineclear.scheduler.rpc.detached import DetachedAnswers
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
@@ -30,11 +30,10 @@ from lineclear.scheduler.rpc.prompts import Prompts
 from lineclear.scheduler.rpc.ranges import model_defaults
 from lineclear.scheduler.rpc.session import Session, greeting
 from lineclear.scheduler.rpc.stats import Stats
-from lineclear.scheduler.rpc.streams import Mailbox, Streams
+from lineclear.scheduler.rpc.streams import Canceller, Mailbox, Streams
 from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
-from lineclear.scheduler.scheduling.events import Event, StepTokens, TokensReady
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.scheduling.events import Event, StepTokens
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.snapshot import EngineSnapshot
 from lineclear.scheduler.text.chat import ChatTemplate
@@ -49,20 +48,8 @@ NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
 
 
-class EngineApi(Protocol):
-    """What the service needs of the engine."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request; the outcome is an event."""
-        ...
-
-    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
-        """End a request without an answer."""
-        ...
-
-    def finish(self, request_id: str, num_tokens: int) -> None:
-        """Complete a request after its first `num_tokens` output tokens."""
-        ...
+class EngineApi(Submitter, Canceller, Protocol):
+    """What the service needs of the engine, and those to whom it hands it on."""
 
     def drain(self) -> None:
         """Take no new requests."""
@@ -168,7 +155,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _dispatch(self, events: Sequence[Event], at: float) -> None:
         try:
-            count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens | TokensReady))
+            count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens))
             if count:
                 self._stats.add_tokens(count, at)
             self.streams.dispatch(events, at)
@@ -362,9 +349,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             tasks=len(asyncio.all_tasks()),
             version=VERSION,
         )
-
-
-# --- errors and logs -------------------------------------------------------------------------------------------------
 
 
 def _room_limits(settings: SchedulerSettings) -> RoomLimits:

@@ -24,7 +24,6 @@ from lineclear.scheduler.scheduling.events import (
     Record,
     Started,
     StepTokens,
-    TokensReady,
     WorkerJoined,
     WorkerLost,
 )
@@ -76,8 +75,7 @@ class Delivery(NamedTuple):
 
 
 class Mailbox:
-    """One request's unread answer. One reader, which waits in `take` or is told by `listen`; written to by Streams
-    only.
+    """One request's unread answer. One reader, which waits in `take` or is told by `listen`; only Streams writes to it.
 
     `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any. Tokens before
     `num_received` reached the caller in another way. `seed` is what another server needs to go on with the answer.
@@ -347,7 +345,7 @@ class Streams:
         """Return when no mailbox is open."""
         await self._idle.wait()
 
-    def dispatch(self, events: Sequence[Event | TokensReady], at: float) -> None:
+    def dispatch(self, events: Sequence[Event], at: float) -> None:
         """Put the engine's events where they belong. `at` is when the engine made them."""
         mailboxes = self._by_key
         for event in events:
@@ -357,12 +355,6 @@ class Streams:
                     mailbox = mailboxes.get(request_id)
                     if mailbox is not None:
                         mailbox.on_token(index, token_id, logprobs, at)
-            elif isinstance(event, TokensReady):
-                mailbox = mailboxes.get(event.request_id)
-                if mailbox is not None:
-                    for place, token_id in enumerate(event.tokens):
-                        logprobs = event.logprobs[place] if event.logprobs else None
-                        mailbox.on_token(event.first_index + place, token_id, logprobs, at)
             elif isinstance(event, WorkerJoined | WorkerLost):
                 self._on_worker(isinstance(event, WorkerJoined))
             else:

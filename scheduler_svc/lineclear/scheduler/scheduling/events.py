@@ -58,7 +58,7 @@ class Started:
 
 
 class TokensReady(NamedTuple):
-    """New confirmed tokens; `first_index` counts output tokens from 0. `logprobs` is empty or one for each token."""
+    """A row of StepTokens by itself. `first_index` counts output tokens from 0; `logprobs` is empty or one a token."""
 
     request_id: str
     first_index: int

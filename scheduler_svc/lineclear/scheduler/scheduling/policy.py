@@ -17,7 +17,7 @@ from lineclear.scheduler.scheduling.stepmodel import StepModel
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The numbers the policies go by."""
+    """The numbers by which policies decide, and planning cuts prompts."""
 
     min_batch_size: int = 1
     batch_timeout_seconds: float = 0.05
