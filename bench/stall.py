@@ -1,6 +1,6 @@
 """What a long prompt does to those who decode: their gaps while it is computed, against their gaps before it came.
 
-    python -m bench.stall --model DIR [--streams 8] [--prompt-tokens 2000]
+    python -m bench.stall --model DIR [--streams 8] [--prompt-tokens 2000] [--preallocate]
 
 Through the whole service, as callers see it. One long prompt arrives when all streams have been decoding for a while
 and nobody else waits for a first token: then a step may take `decode_stretch` times what its decodes alone take.
@@ -22,6 +22,7 @@ from bench.measure import median, percentile
 _ALONE_SECONDS = 3.0
 _PROMPT_LEN, _LEAST = 32, 20  # of those who decode; tokens before their gaps count
 _ENOUGH_TOKENS = 1200  # for the time that all of it takes
+_NUM_BLOCKS = 1024  # enough for both prompts and all that decodes beside them, and soon given
 _GOAL = 2.0
 
 
@@ -63,13 +64,16 @@ async def gaps(
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Gaps alone and beside, and their ratios."""
 
+    worker_flags = ("--preallocate-kv-cache", "--num-blocks", str(_NUM_BLOCKS)) if options.preallocate else ()
+
     async def measured() -> tuple[list[float], list[float], float]:
-        async with serving(str(options.model)) as service:
+        async with serving(str(options.model), worker_flags=worker_flags) as service:
             await gaps(service, options.streams, options.prompt_tokens, 3001)  # the service learns what a step costs
             return await gaps(service, options.streams, options.prompt_tokens, 3002)
 
     alone, beside, seconds = asyncio.run(measured())
     case = f"{options.model.resolve().name}, {options.streams} streams, a prompt of {options.prompt_tokens}"
+    case += ", all memory given before" if options.preallocate else ""
     step = median(alone)  # every stream has decoded for seconds
     yield Figure("stall: decode step alone, p50", case, step * 1e3, "ms")
     yield Figure("stall: gap alone, p99", case, scaled(percentile(alone, 0.99), 1e3), "ms")
@@ -86,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--streams", type=int, default=8)
     found.add_argument("--prompt-tokens", type=int, default=2000)
+    found.add_argument("--preallocate", action="store_true", help="the KV cache's memory is given before the start")
     return found
 
 

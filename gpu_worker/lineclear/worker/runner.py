@@ -26,6 +26,8 @@ from .protocol import Flight, StepFailed
 from .sampling import Sampled, sample
 from .slots import Capacity, Packed, Slots
 
+_BLOCKS_AT_ONCE = 256
+
 
 class ModelRunner:
     """A Runner (see `protocol`) over a transformers model."""
@@ -86,6 +88,11 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget every slot. The pools keep their bytes: no cell is read before its next owner wrote it."""
         self._slots.reset()
+
+    def preallocate(self) -> None:
+        """Have the system give all memory of the KV pools now, and not when a step first writes there."""
+        for first in range(0, self.capacity.num_blocks, _BLOCKS_AT_ONCE):
+            self._backend.zero(range(self.capacity.num_blocks)[first : first + _BLOCKS_AT_ONCE])
 
     def launch(self, plan: StepPlan) -> Flight:
         """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""

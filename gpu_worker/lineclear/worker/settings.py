@@ -94,6 +94,11 @@ class WorkerSettings(BaseSettings):
         description="Share of the memory free after loading that the KV cache may take, when num_blocks is 0."
         " 0: 0.85 on a GPU, 0.5 on a CPU, whose memory others use too.",
     )
+    preallocate_kv_cache: bool = Field(
+        False,
+        description="On a CPU, have the system give all memory of the KV cache before the first request, instead of as"
+        " it is first used: no step waits for it, and a machine that promised more than it has shows at start.",
+    )
     num_slots: int = Field(64, ge=1, le=4096, description="Most sequences in progress at once.")
     max_model_len: int = Field(
         0, ge=0, le=2**24, description="Most positions of a sequence, prompt and output together. 0: the model's limit."

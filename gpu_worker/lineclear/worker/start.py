@@ -45,6 +45,8 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kv_dtype=kv_dtype,
     )
     golden.check(runner, right, served.dtype)
+    if settings.preallocate_kv_cache:
+        runner.preallocate()
     return runner
 
 
