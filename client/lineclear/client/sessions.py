@@ -12,6 +12,7 @@ import itertools
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,32 @@ def _late() -> errors.DeadlineExceeded:
 
 def _ended(target: str) -> errors.ConnectionLost:
     return errors.ConnectionLost(f"no answer from {target}: it ended the session")
+
+
+class _SessionCall(ABC):
+    """One request of a session, however its answer is waited for: when it goes on elsewhere, and how it is given up."""
+
+    def __init__(self, session: AioSession | Session, handle: int, instead: Callable[[float | None], Any]) -> None:
+        self._session = session
+        self._handle = handle
+        self._instead = instead
+        self._other: Any = None  # the call that was made instead
+        self._is_over = False
+        self._is_cancelled = False
+        self._heard = False
+
+    @abstractmethod
+    def put(self, item: Item) -> None:
+        """Something came."""
+
+    def _goes_elsewhere(self, error: errors.LineclearError) -> bool:
+        """The server has no Session, so this says nothing about the request: a call of its own is made instead."""
+        return self._session.is_missing and not self._heard and isinstance(error, errors.Unsupported)
+
+    def _hang_up(self, error: errors.LineclearError) -> None:
+        if not self._is_over:
+            self._session.order(pb.SessionCancel(handle=self._handle))
+            self.put(error)
 
 
 # --- for asyncio ------------------------------------------------------------------------------------------------------
@@ -110,8 +137,8 @@ class AioSession:
             call.put(error)
 
 
-class AioSessionCall:
-    """One request of a session (transport.AsyncCall)."""
+class AioSessionCall(_SessionCall):
+    """A request of an AioSession (transport.AsyncCall)."""
 
     def __init__(
         self,
@@ -120,15 +147,9 @@ class AioSessionCall:
         timeout_seconds: float | None,
         instead: Callable[[float | None], Any],
     ) -> None:
-        self._session = session
-        self._handle = handle
-        self._instead = instead
-        self._other: Any = None
+        super().__init__(session, handle, instead)
         self._unread: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._is_over = False
-        self._is_cancelled = False
-        self._heard = False
         loop = asyncio.get_running_loop()
         self._deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
         self._timer = None if timeout_seconds is None else loop.call_later(timeout_seconds, self._expire)
@@ -145,7 +166,7 @@ class AioSessionCall:
                 return item
             if item is None:
                 raise StopAsyncIteration
-            if not (self._session.is_missing and not self._heard and isinstance(item, errors.Unsupported)):
+            if not self._goes_elsewhere(item):
                 raise item
             left = None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
             self._other = self._instead(left)
@@ -155,7 +176,6 @@ class AioSessionCall:
         return response
 
     def put(self, item: Item) -> None:
-        """Something came."""
         if self._is_over:
             return
         if not isinstance(item, pb.GenerateResponse):
@@ -173,11 +193,6 @@ class AioSessionCall:
 
     def _expire(self) -> None:
         self._hang_up(_late())
-
-    def _hang_up(self, error: errors.LineclearError) -> None:
-        if not self._is_over:
-            self._session.order(pb.SessionCancel(handle=self._handle))
-            self.put(error)
 
     def _finish(self) -> None:
         self._is_over = True
@@ -267,8 +282,8 @@ class Session:
             call.put(error)
 
 
-class SessionCall:
-    """One request of a session (transport.Call)."""
+class SessionCall(_SessionCall):
+    """A request of a Session (transport.Call)."""
 
     def __init__(
         self,
@@ -277,16 +292,10 @@ class SessionCall:
         timeout_seconds: float | None,
         instead: Callable[[float | None], Any],
     ) -> None:
-        self._session = session
-        self._handle = handle
-        self._instead = instead
-        self._other: Any = None
+        super().__init__(session, handle, instead)
         self._unread: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_over = False
         self._is_read = False
-        self._is_cancelled = False
-        self._heard = False
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
     def __next__(self) -> pb.GenerateResponse:
@@ -303,7 +312,7 @@ class SessionCall:
             self._is_read = True
             if item is None:
                 raise StopIteration
-            if not (self._session.is_missing and not self._heard and isinstance(item, errors.Unsupported)):
+            if not self._goes_elsewhere(item):
                 raise item
             other = self._instead(self._left())
             with self._lock:
@@ -314,7 +323,7 @@ class SessionCall:
         return response
 
     def put(self, item: Item) -> None:
-        """Something came; from the session's thread, or from one that hangs up."""
+        """From the session's thread, or from one that hangs up."""
         with self._lock:
             if self._is_over:
                 return
@@ -335,8 +344,3 @@ class SessionCall:
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def _hang_up(self, error: errors.LineclearError) -> None:
-        if not self._is_over:
-            self._session.order(pb.SessionCancel(handle=self._handle))
-            self.put(error)
