@@ -179,7 +179,8 @@ def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
     assert parse_address(settings.listen) == ("0.0.0.0", port)
     service = SERVICE.documents[1]["spec"]
     assert service["clusterIP"] == "None"
-    assert [p["targetPort"] for p in service["ports"]] == ["grpc"]
+    # A headless Service translates no ports: callers connect to the pod's.
+    assert [(p["port"], p["targetPort"]) for p in service["ports"]] == [(port, "grpc")]
     secrets = {v["name"]: v["secret"] for v in SERVICE.pod["volumes"] if "secret" in v}
     files = (settings.tls_cert_file, settings.tls_key_file, settings.token_file)
     paths = {SERVICE.mounts("lineclear-scheduler")[name]["mountPath"] for name in secrets}
@@ -188,6 +189,12 @@ def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
     assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
     assert SERVICE.pod["securityContext"]["fsGroup"] == SERVICE.scheduler["securityContext"]["runAsGroup"]
     assert not set(secrets) & set(SERVICE.mounts("lineclear-worker"))
+
+
+def test_a_new_replica_waits_for_the_gpu_of_an_old_one() -> None:
+    strategy = SERVICE.documents[0]["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert SERVICE.documents[0]["spec"]["replicas"] > 1, "one of them leaves during a rollout"
 
 
 def test_there_is_time_to_load(manifest: Manifest) -> None:

@@ -6,13 +6,16 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 
 import pytest
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request, supervised
 
+from lineclear.scheduler.link import CLOSED
 from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.events import Event
 from lineclear.scheduler.supervisor import Supervisor
 from lineclear.scheduler.vigil import Patience
 
@@ -201,27 +204,41 @@ def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
 
 
 def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> None:
-    with World(options=ToyOptions(min_step_seconds=0.05, max_step_seconds=0.05)) as world:
-        first = world.start_worker()
-        streams = [world.submit(request(i, max_tokens=40)) for i in range(4)]
-        world.wait(lambda: num_tokens(streams) > 20)
+    anomalies: list[str] = []
+    with World(on_anomaly=anomalies.append) as world:
+        begun = world.root / "begun"
+        slow = ToyOptions(min_step_seconds=0.5, max_step_seconds=0.5, fault="none", fault_step=3, fault_once=str(begun))
+        first = world.start_worker(slow)
+        stream = world.submit(request(0, max_tokens=40))  # a token a step
+        eventually(begun.exists, what="the third step")
         first.send_signal(signal.SIGTERM)
         world.wait(lambda: len(world.losses) == 1)
+        assert len(stream.tokens) >= 3, "a step that had begun was thrown away"
+        assert CLOSED not in anomalies, "it went without a word, and whoever was in its steps is suspected"
         assert first.wait(PATIENCE_SECONDS) == 0
         world.start_worker()
+        world.wait_ended([stream])
+        stream.check(world.options.vocab_size)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_pipeline_of_one_and_of_four_answer_alike(depth: int) -> None:
+    deepest = 0
+    with World(core=CoreLimits(pipeline_depth=depth), options=SLOW) as world:
+
+        def look(events: Sequence[Event]) -> None:
+            nonlocal deepest
+            deepest = max(deepest, world.core.snapshot().steps_in_flight)
+
+        world.on_publish = look
+        world.start_worker()
+        streams = [world.submit(request(i)) for i in range(20)]
         world.wait_ended(streams)
         for stream in streams:
             stream.check(world.options.vocab_size)
-
-
-def test_a_pipeline_of_one_and_of_four_answer_alike() -> None:
-    for depth in (1, 4):
-        with World(core=CoreLimits(pipeline_depth=depth)) as world:
-            world.start_worker()
-            streams = [world.submit(request(i)) for i in range(20)]
-            world.wait_ended(streams)
-            for stream in streams:
-                stream.check(world.options.vocab_size)
+        assert deepest == depth
+        assert len(world.joins) == 1, "right answers, but of several workers"
+        assert world.losses == []
 
 
 def test_streams_only_pause() -> None:

@@ -155,6 +155,19 @@ def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
     station.joined(9)
 
 
+def test_last_words_count_that_come_after_the_other_connection_closed(station: Station) -> None:
+    """A worker that leaves closes both; which of them is seen first is chance."""
+    peer = station.joined(7)
+    peer.plans.close(linger=0)
+    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    peer.say(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
+    assert station.expect(2) == [StepResult(7, 3, (5,)), Goodbye(7, "told to stop")]
+    successor = station.joined(9)
+    peer.say(Goodbye(7, "told to stop"))
+    assert station.settle(until=lambda: station.link.counters.stale_messages == 1) == []
+    successor.leave()
+
+
 def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
     peer = station.joined(7)
     peer.plans.close(linger=0)

@@ -29,8 +29,8 @@ class ToyOptions:
     load_seconds: float = 0.0
     """Between the start of the process and its first Hello."""
     fault: str = ""
-    """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "hang", "exit", or "tokens": a result
-    that cannot be."""
+    """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "hang", "exit", "tokens": a result
+    that cannot be, or "none": nothing, but for the file of `fault_once`."""
     fault_step: int = 0
     fault_once: str = ""
     """A file that is made by the first fault and prevents further ones, also in later processes."""

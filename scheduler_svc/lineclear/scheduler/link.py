@@ -97,6 +97,7 @@ class Link:
         self._pending_since = 0.0
         # Epochs that are over: a Hello of theirs that is still under way must not open them again.
         self._closed: deque[int] = deque(maxlen=64)
+        self._cut_off: int | None = None  # no plan reaches its worker any more, whose last words may be on their way
         self._barred: deque[int] = deque(maxlen=64)  # instances of processes that are dead, or as good as dead
         self._probes: deque[float] = deque()
         held = contextlib.ExitStack()
@@ -174,12 +175,14 @@ class Link:
 
     def drop(self, epoch: int) -> None:
         """The epoch is over. If its worker still lives it is told to begin a new one."""
+        self._cut_off = None
         if self._epoch == epoch:
             self._end()
         self._tell(Rejoin(epoch))
 
     def bar(self, worker: Hello) -> None:
         """The process of that worker is dead or being killed: whatever it still says, it joins no more."""
+        self._cut_off = None
         self._barred.append(worker.instance)
         if self._pending is not None and self._pending.instance == worker.instance:
             self._pending = None
@@ -265,6 +268,8 @@ class Link:
         self.counters.messages += 1
         if isinstance(message, Hello):
             self._hear_hello(message, arrivals)
+        elif message.epoch == self._cut_off and isinstance(message, StepResult | StepError | Goodbye):
+            arrivals.append(message)  # what it sends comes by another connection than the one that closed first
         elif message.epoch != self._epoch:
             self._hear_stranger(message.epoch)
         else:
@@ -319,6 +324,7 @@ class Link:
             self._probes.popleft()
         if self._epoch is not None and not self.is_reachable(self._epoch):
             arrivals.append(Goodbye(self._epoch, CLOSED))
+            self._cut_off = self._epoch
             self._end()
         if (hello := self._pending) is None:
             return
@@ -337,7 +343,7 @@ class Link:
             self._tell(Goodbye(hello.epoch, "another worker is joined to this scheduler"))
             log.error("worker_refused", pid=hello.pid, hint="one worker to a socket directory")
             return
-        self._epoch, self._instance = hello.epoch, hello.instance
+        self._epoch, self._instance, self._cut_off = hello.epoch, hello.instance, None
         self.last_heard = self._clock()
         arrivals.append(hello)
 
