@@ -18,6 +18,7 @@ from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 from lineclear.worker import kernels
+from lineclear.worker.kernels import library_name
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings
 from lineclear.worker.start import make_runner
@@ -40,7 +41,7 @@ def runner_of(**settings: Any) -> ModelRunner:
 @pytest.fixture(scope="module", params=[*LIBRARIES, kernels.NONE], name="runner")
 def make_ready(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     runner = runner_of(dtype="float32", native_kernels=request.param)
-    assert kernels.library_name() == ("" if request.param == kernels.NONE else request.param)
+    assert library_name() == ("" if request.param == kernels.NONE else request.param)
     assert runner.backend_name == ("torch_paged" if request.param == kernels.NONE else "native")
     assert (runner._loaded.decoder is None) == (request.param == kernels.NONE)
     yield runner

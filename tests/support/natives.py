@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lineclear.worker import kernels
+from lineclear.worker.kernels import library_name
 
 LIBRARIES = kernels.candidates()
 needs_kernels = pytest.mark.skipif(not LIBRARIES, reason="no C++ compiler built any kernels here")
@@ -14,7 +15,7 @@ needs_kernels = pytest.mark.skipif(not LIBRARIES, reason="no C++ compiler built 
 
 def _choosing(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.choose(request.param)
-    assert kernels.library_name() == ("" if request.param == kernels.NONE else request.param)
+    assert library_name() == ("" if request.param == kernels.NONE else request.param)
     yield request.param
     kernels.choose(kernels.AUTO)
 

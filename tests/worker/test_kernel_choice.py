@@ -11,6 +11,7 @@ from support.families import WIDE, tiny_model
 from support.natives import LIBRARIES, needs_kernels
 
 from lineclear.worker import kernels
+from lineclear.worker.kernels import library, library_name
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
 from lineclear.worker.start import make_runner
 
@@ -30,8 +31,8 @@ def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_where_none_were_built_there_is_none(folder: Path) -> None:
     assert kernels.candidates() == []
-    assert kernels.library() is None
-    assert kernels.library_name() == ""
+    assert library() is None
+    assert library_name() == ""
 
 
 @needs_kernels
@@ -41,7 +42,7 @@ def test_the_best_that_can_be_loaded_is_taken(folder: Path) -> None:
         shutil.copy(Path(kernels.__file__).parent / f"lineclear_{name}.so", folder)
     (folder / f"lineclear_{LIBRARIES[0]}.so").write_bytes(b"not a library")
     assert kernels.candidates() == LIBRARIES
-    assert kernels.library_name() == ([*LIBRARIES, ""][1])
+    assert library_name() == ([*LIBRARIES, ""][1])
     with pytest.raises(ValueError, match=f"no kernels '{LIBRARIES[0]}' here"):
         kernels.choose(LIBRARIES[0])
 
@@ -79,10 +80,10 @@ def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.
     for name in ("auto", *LIBRARIES):
         runner = make_runner(WorkerSettings(native_kernels=name, **flags))
         best = LIBRARIES[0] if LIBRARIES else ""
-        assert kernels.library_name() == (best if name == "auto" else name)
+        assert library_name() == (best if name == "auto" else name)
         assert runner.hello(1).attention_backend == ("native" if LIBRARIES else "torch_paged")
     runner = make_runner(WorkerSettings(native_kernels="none", **flags))
-    assert kernels.library_name() == ""
+    assert library_name() == ""
     assert not kernels.multiplies_bfloat16()
     assert runner.hello(1).attention_backend == "torch_paged"
     with pytest.raises(

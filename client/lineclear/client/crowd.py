@@ -56,7 +56,7 @@ class Crowd(Generic[S]):
             self._open -= 1
 
     def _enter(self, metadata: Pairs) -> S | None:
-        """The session that one more call goes through, or None where it is a call of its own.
+        """What one more call goes through, or None where it is a call of its own.
 
         A call that is alone is one of its own. A session has one caller, whose metadata is that of the first call that
         came here so; what others say is said by calls of their own.

@@ -41,8 +41,8 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     # Nearly all that these imports make stays. Looking through it for garbage, again and again while it grows, took a
     # fifth of their time; frozen, it is not looked through later either.
     gc.disable()
-    from . import kernels
     from .golden import SelfTestFailed
+    from .kernels import NONE, library_name
     from .model import ModelRefused
     from .start import make_runner
 
@@ -67,7 +67,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
         device=hello.device,
         dtype=hello.dtype,
         attention_backend=hello.attention_backend,
-        native_kernels=kernels.library_name() or kernels.NONE,
+        native_kernels=library_name() or NONE,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
