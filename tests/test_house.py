@@ -6,15 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import zmq
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.patience import PATIENCE_SECONDS
+from support.sockets import bare_context
 from support.sources import REPOSITORY, ROOTS, imports
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -162,6 +165,29 @@ def test_pins_are_exact_and_allowed_by_pyproject() -> None:
         if requirement.name != PROJECT["name"]:
             pin = pins()[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(pin, prereleases=True), f"{text}, but {pin} is pinned"
+
+
+# --- tests that end --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_test_did_not_send_keeps_nobody_waiting() -> None:
+    """Of a socket that was closed in passing, with a message for somebody who never came."""
+    context = bare_context()
+    forgotten = context.socket(zmq.PUSH)
+    forgotten.connect("ipc:///nowhere/at/all.sock")
+    forgotten.send(b"x")
+    forgotten.close()
+    ended = threading.Thread(target=context.term, daemon=True)
+    ended.start()
+    ended.join(PATIENCE_SECONDS)
+    assert not ended.is_alive()
+
+
+def test_tests_make_their_sockets_in_one_place() -> None:
+    tests = REPOSITORY / "tests"
+    makes = re.compile(r"zmq\.(asyncio\.)?Context(\.instance)?\(")
+    found = [str(p.relative_to(tests)) for p in sorted(tests.rglob("*.py")) if makes.search(p.read_text())]
+    assert found == ["support/sockets.py"]
 
 
 # --- the way in ----------------------------------------------------------------------------------------------------

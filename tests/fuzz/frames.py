@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import zmq
 from support.examples import EXAMPLES
 from support.mutation import damaged_payload, mutate
+from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import World, request
 
@@ -70,7 +71,7 @@ def live(count: int, seed: int) -> dict[str, int]:
     with World(options=ToyOptions()) as world:
         world.start_worker()
         world.wait_joined()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = bare_context()
         rogue = context.socket(zmq.PUSH)
         try:
             rogue.connect(f"ipc://{world.directory}/result.sock")
@@ -84,7 +85,7 @@ def live(count: int, seed: int) -> dict[str, int]:
                 num_canaries += len(streams)
             world.wait(lambda: world.engine.snapshot().link.bad_frames >= count or _nudge(world), what="the last frame")
         finally:
-            context.destroy(linger=0)
+            context.destroy()
         counters = world.engine.snapshot().link
         if len(world.joins) != 1 or world.losses or world.fatal:
             raise Wrong(f"seed {seed}: the worker was lost ({len(world.losses)}), or the engine died ({world.fatal})")

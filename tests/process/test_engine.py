@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import zmq
 from support.patience import SOON_SECONDS
+from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request
 
@@ -177,12 +178,12 @@ def test_a_worker_of_another_release_ends_the_engine_with_both_versions_named() 
     with World() as world:
         frame = bytearray(encode(Heartbeat(7, 0)))
         frame[4] += 1  # the protocol, little-endian
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = bare_context()
         peer = context.socket(zmq.PUSH)
         peer.connect(f"ipc://{world.directory}/result.sock")
         peer.send(bytes(frame))
         world.wait(lambda: bool(world.fatal))
-        context.destroy(linger=0)
+        context.destroy()
         assert isinstance(world.fatal[0], ProtocolMismatch)
         assert f"protocol {PROTOCOL + 1}, this one {PROTOCOL}" in str(world.fatal[0])
 

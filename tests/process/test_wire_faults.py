@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import zmq
 from support.proxy import Proxy, Tamper
+from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
@@ -139,7 +140,7 @@ def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
     def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
         world.wait_joined()
         (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        with bare_context() as context, context.socket(zmq.PUSH) as socket:
             socket.connect(f"ipc://{private_sockets(world.directory).result}")
             socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
             eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import zmq
 from support.patience import PATIENCE_SECONDS
+from support.sockets import bare_context
 
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.types import Heartbeat, Hello, Message
@@ -53,15 +54,15 @@ class Peer:
 
     def leave(self) -> None:
         """Close both connections."""
-        self.plans.close(linger=0)
-        self.results.close(linger=0)
+        self.plans.close()
+        self.results.close()
 
 
 @contextmanager
 def peers(directory: Path) -> Iterator[Callable[[int], Peer]]:
     """What makes the peer of an epoch for the scheduler in `directory`; all are gone after the block."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = bare_context()
     try:
         yield partial(Peer, context, directory)
     finally:
-        context.destroy(linger=0)
+        context.destroy()

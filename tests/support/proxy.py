@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
+from support.sockets import bare_context
 
 from lineclear.sockets import private_sockets
 from lineclear.wire.codec import DecodeError, decode, encode
@@ -29,15 +30,15 @@ class Proxy:
         """What came, as it came."""
         self._tamper = tamper
         self._injected: deque[bytes] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = bare_context()
         ours, theirs = private_sockets(worker_side), private_sockets(scheduler_side)
         self._to_plans = f"ipc://{theirs.plan}"
-        self._plans_out = self._socket(zmq.ROUTER)
+        self._plans_out = self._context.socket(zmq.ROUTER)
         self._plans_out.set(zmq.ROUTER_MANDATORY, 1)
         self._plans_out.bind(f"ipc://{ours.plan}")
-        self._results_in = self._socket(zmq.PULL)
+        self._results_in = self._context.socket(zmq.PULL)
         self._results_in.bind(f"ipc://{ours.result}")
-        self._results_out = self._socket(zmq.PUSH)
+        self._results_out = self._context.socket(zmq.PUSH)
         self._results_out.connect(f"ipc://{theirs.result}")
         self._plans_in: dict[bytes, zmq.Socket[bytes]] = {}
         self._hellos: list[tuple[int, bytes]] = []  # epoch and frame, of workers that no plan could reach yet
@@ -51,16 +52,11 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
-        self._context.destroy(linger=0)
+        self._context.destroy()
 
     def inject(self, frame: bytes) -> None:
         """Send a frame to the scheduler that no worker has sent now. Any thread."""
         self._injected.append(frame)
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        return socket
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -96,7 +92,7 @@ class Proxy:
         if not self._pass_plan(identity, encode(Heartbeat(epoch, 0))):
             return False
         # The scheduler addresses plans by epoch: from here on we are who bears that name.
-        socket = self._socket(zmq.DEALER)
+        socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, identity)
         socket.connect(self._to_plans)
         self._plans_in[identity] = socket
