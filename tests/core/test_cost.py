@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 
 import pytest
 from core.rig import Rig, make_request
+from support.work import count_calls
 
 from lineclear.wire.types import Logprobs
 
 LARGE = 100_000
-
-
-def count_calls(action: Callable[[], object]) -> int:
-    """Calls of Python and C functions in `action`: a measure of work that no other process disturbs."""
-    calls = 0
-
-    def on_event(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(on_event)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def crowd(count: int, **sizes: object) -> Rig:
