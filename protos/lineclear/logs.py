@@ -79,7 +79,7 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _tell_exception,
     ]
-    ending = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else _JSON
+    ending = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False) if console else _JSON
     structlog.configure(
         processors=[*shared, ending],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # the level that holds can change

@@ -60,7 +60,7 @@ def test_console_lines_are_for_people() -> None:
     lines = lines_of("debug", "console")
     assert "too_fine" in lines[0]
     assert "worker_joined" in lines[1]
-    assert "epoch=3" in lines[1]
+    assert lines[1].split()[4:] == ["process=worker", "epoch=3", "model_id=toy"]
 
 
 @pytest.mark.parametrize(("level", "form"), [("loud", "json"), ("info", "xml")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from support.patience import PATIENCE_SECONDS
 from support.world import ENVIRONMENT
 
@@ -75,3 +76,22 @@ for name in ("golden", "model", "start"):
 sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
 """)
     assert (done.returncode, done.stdout) == (78, "[0, 0, 0] True True\n"), done.stderr
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(form: str) -> None:
+    done = run(f"""
+import sys, types
+from lineclear.worker import serving, settings
+def make_runner(found):
+    raise settings.ConfigurationError("enough")
+for name in ("golden", "model", "start"):
+    sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
+        make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError
+    )
+flags = ["--model", "absent", "--directory", "nowhere", "--log-format", {form!r}]
+sys.exit(serving.serve(flags, False))
+""")
+    assert done.returncode == 78, done.stderr
+    assert "nowhere" in done.stderr
+    assert ("num_slots" in done.stderr) == (form == "json")

@@ -111,7 +111,7 @@ class Running(Process):
         super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, **toy)
         try:
             self.address = self.wait_for("listening")["address"]
-            self.wait_for("worker_joined")
+            assert self.wait_for("serving")["address"] == self.address
         except BaseException:
             self.end()
             raise

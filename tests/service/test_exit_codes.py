@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -51,7 +52,14 @@ def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: s
     assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
 
 
-def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def occupied() -> Iterator[str]:
+    """An address where somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occupied: str) -> None:
     """Most is seen before a worker is started. What only the parts themselves can see takes the worker along."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -66,10 +74,11 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> N
         ([*spawn, "--model", "nobody/nothing"], "local cache"),
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
         (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "something else"),
+        (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
         (["--listen", "10.0.0.1:1", "--model", str(model)], "insecure_allow_remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]
-    late = {"tokenizer.json", "something else"}
+    late = {"tokenizer.json"}
     processes = [(Process([*flags]), flags, says) for flags, says in cases]
     for process, flags, says in processes:
         try:
@@ -78,12 +87,26 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path) -> N
             assert code == 78, (flags, said)
             assert says in said
             assert "Traceback" not in said
+            assert "add_port.cc" not in said, "gRPC wrote a line of its own"
             started = [line["pid"] for line in process.lines if line["event"] == "worker_started"]
             assert len(started) == (says in late), flags
             assert [line["pid"] for line in process.lines if line["event"] == "worker_stopped"] == started
             assert not any(Path(f"/proc/{pid}").exists() for pid in started)
         finally:
             process.end()
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(occupied: str, form: str) -> None:
+    process = Process(["--demo", "--listen", occupied, "--log-format", form])
+    try:
+        assert process.exit_code() == 78
+        said = "".join(process.other) + str(process.lines)
+        assert occupied in said
+        assert "demo" in said
+        assert ("max_batch_size" in said) == (form == "json")
+    finally:
+        process.end()
 
 
 def test_help_is_not_an_error() -> None:

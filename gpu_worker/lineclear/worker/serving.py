@@ -48,7 +48,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
 
     gc.freeze()
     gc.enable()
-    log.info("worker_starting", **settings.model_dump(mode="json"))
+    log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=settings.log_format == "console"))
     began_at = time.monotonic()
     try:
         runner = make_runner(settings)

@@ -2,8 +2,8 @@
 
 Decides in which order the process comes up and when it ends. The worker takes longest to be ready, because of what it
 imports, so it is started as soon as it is known what to start: this file imports what that takes, and `serving`, which
-does the rest, while the worker is at its own imports. Settings that are wrong are told before; what can only be seen
-later (a tokenizer, a certificate, an address) ends the worker, too.
+does the rest, while the worker is at its own imports. Settings that are wrong are told before, an address in use, too;
+what can only be seen later (a tokenizer, a certificate) ends the worker, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import structlog
 import uvloop
 
 from lineclear import logs
+from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.leaving import (
     CONFIGURATION,
     INTERNAL,
@@ -75,10 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
-    log.info("settings", version=version("lineclear"), pid=os.getpid(), **settings.model_dump())
+    shown = settings.model_dump(exclude_defaults=_log_format(settings) == "console")
+    log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
     leaving = Leaving()
     leaving.listen_to_signals()
     model = _model(settings)
+    for address in (settings.listen, settings.admin_listen, settings.health_listen, settings.metrics_listen):
+        if address:
+            require_vacant(address)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         link = Link(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)

@@ -5,15 +5,10 @@ Decides the transport's limits. Which services are offered where is the server's
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import stat
-from pathlib import Path
-
 import grpc
 import grpc.aio
 
+from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.addresses import parse_address
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 
@@ -70,8 +65,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     Raises ConfigurationError.
     """
     parsed = parse_address(address)
-    if isinstance(parsed, str):
-        _remove_dead_socket(Path(parsed))
+    require_vacant(address)  # gRPC would take a socket's path from who lives there, and writes of a port in use itself
     try:
         if credentials is None or isinstance(parsed, str):
             port = server.add_insecure_port(address)
@@ -80,22 +74,5 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     except RuntimeError:
         port = 0
     if port == 0:
-        raise ConfigurationError(f"cannot listen on {address}: in use, or not an address of this machine")
+        raise ConfigurationError(f"cannot listen on {address}")
     return address if isinstance(parsed, str) else f"{parsed[0]}:{port}"
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """gRPC would take a path away from a server that lives there; so look first, and remove what a dead one left."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror}") from None
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigurationError(f"cannot listen on unix:{path}: something else is there; remove it, or choose another")
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.settimeout(1.0)
-        probe.connect(str(path))
-        raise ConfigurationError(f"cannot listen on unix:{path}: another server does")
-    path.unlink(missing_ok=True)

@@ -96,7 +96,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if level is None:
             description = f"must be one of {', '.join(_LEVELS.values())}"
             raise InvalidRequest(f"level {description}", violations=[Violation("level", description)])
-        _log_order("set_log_level", context, level=level)
+        _log_order("set_log_level", context, log_level=level)
         return pb.SetLogLevelResponse(previous=_NUMBERS[self._operations.set_log_level(level)])
 
 

@@ -125,6 +125,8 @@ class Server:
     def set_ready(self, ready: bool) -> None:
         """Say whether requests are welcome."""
         self.health.set(READY, ready)
+        if self.health.is_serving(service_module.NAME):
+            log.info("serving", address=self.address)
 
     def set_live(self, live: bool) -> None:
         """Say whether the process does its work."""

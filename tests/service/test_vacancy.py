@@ -1,0 +1,79 @@
+"""What is said of an address on which nobody could listen. Dead sockets and what is no socket: test_server.py."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineclear.scheduler.access.vacancy import require_vacant
+from lineclear.scheduler.settings import ConfigurationError
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of 127.0.0.1 on which somebody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_where_somebody_listens_is_in_use(taken: int, host: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^cannot listen on {host}:{taken}: in use$"):
+        require_vacant(f"{host}:{taken}")
+
+
+def test_a_name_whose_addresses_are_half_taken_is_in_use(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC would be content with the other half, and callers of the first would find a stranger."""
+    both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, taken)) for host in ("127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    with pytest.raises(ConfigurationError, match="in use"):
+        require_vacant(f"name:{taken}")
+
+
+def test_a_name_may_have_an_address_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*hosts: str) -> Any:
+        return lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve("192.0.2.1", "127.0.0.1"))
+    require_vacant("name:0")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve("192.0.2.1"))
+    with pytest.raises(ConfigurationError, match="not an address of this machine"):
+        require_vacant("name:0")
+
+
+def test_what_else_the_system_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(ConfigurationError, match="80: Permission denied"):
+        require_vacant("127.0.0.1:80")
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match="cannot listen on nobody:1: Name or service not known"):
+        require_vacant("nobody:1")
+
+
+def test_a_socket_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"/absent is no directory that we may write to"):
+        require_vacant(f"unix:{tmp_path}/absent/s")
+
+
+def test_what_is_vacant_stays_so(tmp_path: Path) -> None:
+    """Asking leaves nothing behind."""
+    for _ in range(2):
+        require_vacant("127.0.0.1:0")
+        require_vacant(f"unix:{tmp_path}/s")
+    assert list(tmp_path.iterdir()) == []
