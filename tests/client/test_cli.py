@@ -196,7 +196,9 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
     server.requests.clear()
     assert cli(*arguments, "--resume").exit_code == 0
     assert [(line["index"], line["text"]) for line in lines(out.read_text("utf-8"))] == list(enumerate("abcd"))
-    assert [request.text for request in server.requests] == ["c", "d"]
+    asked = [request.text for request in server.requests]  # the first run's "d", given up, may be heard of only now
+    assert set(asked) == {"c", "d"}
+    assert asked.count("c") == 1
 
 
 # -- exit codes
