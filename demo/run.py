@@ -2,26 +2,23 @@
 
     python demo/run.py [--model DIR] [--slots N]
 
-Starts `lineclear-scheduler` (which starts its worker), sends all prompts at once over gRPC, prints the tokens as they
-stream, then the admission log, and compares with static batching: the same service, model and slots, where a batch
-begins together and nobody joins until its longest answer is done.
+Starts a `LocalServer`, sends all prompts at once over gRPC, prints the tokens as they stream, then the admission log,
+and compares with static batching: the same service, model and slots, where a batch begins together and nobody joins
+until its longest answer is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineclear.client import AsyncClient, Generation, HealthStatus
-from lineclear.errors import LineclearError
+from lineclear.client import AsyncClient, Generation, LocalServer, ServerFailed
 
 PROMPTS = (
     ("The capital of France is", 6),
@@ -48,38 +45,13 @@ class Run:
         return max(a.timings.last_step for a in self.answers) - min(a.started.step for a in self.answers) + 1
 
 
-@contextlib.asynccontextmanager
-async def serving(model: str, slots: int, strategy: str) -> AsyncIterator[AsyncClient]:
-    """A service of its own, on a unix socket, for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix="lineclear-demo-") as folder:
-        target = f"unix:{folder}/api.sock"
-        flags = ["--model", model] if model else ["--demo"]
-        flags += ["--spawn-worker", "--listen", target, "--max-batch-size", str(slots)]
-        flags += ["--batching-strategy", strategy, "--log-level", "warning"]
-        # Worker settings: the comparison is about tokens, so weights and sums are exact.
-        flags += ["--", "--dtype", "float32", "--log-level", "warning"]
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "lineclear.scheduler.main", *flags)
-        try:
-            async with AsyncClient(target) as client:
-                await ready(client, process)
-                yield client
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
-
-
-async def ready(client: AsyncClient, process: asyncio.subprocess.Process) -> None:
-    """Wait until a worker has joined. Raises SystemExit when the service ends or takes too long."""
-    give_up = time.monotonic() + START_SECONDS
-    while time.monotonic() < give_up:
-        if process.returncode is not None:
-            raise SystemExit(f"the service ended with exit code {process.returncode}")
-        with contextlib.suppress(LineclearError):
-            if await client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
-                return
-        await asyncio.sleep(0.05)
-    raise SystemExit(f"the service was not ready within {START_SECONDS:.0f} s")
+def server(model: str, slots: int, strategy: str) -> LocalServer:
+    """A service of our own."""
+    which = ["--model", model] if model else ["--demo"]
+    how = ["--max-batch-size", str(slots), "--batching-strategy", strategy]
+    # Worker settings: the comparison is about tokens, so weights and sums are exact.
+    exact = ["--", "--dtype", "float32"]
+    return LocalServer(*which, *how, *exact, start_timeout_seconds=START_SECONDS)
 
 
 class Printer:
@@ -122,18 +94,18 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
     return stream.result
 
 
-async def run(model: str, slots: int, strategy: str, printer: Printer | None) -> Run:
-    """All prompts at once through a service with the given strategy."""
-    async with serving(model, slots, strategy) as client:
+async def run(target: str, printer: Printer | None) -> Run:
+    """All prompts at once through a service."""
+    async with AsyncClient(target) as client:
         await client.generate(PROMPTS[0][0], max_tokens=2)  # the first request pays for what is made on first use
         begin = time.monotonic()
         answers = await asyncio.gather(*(stream_one(client, i, printer) for i in range(len(PROMPTS))))
         return Run(tuple(answers), time.monotonic() - begin)
 
 
-async def run_static(model: str, slots: int) -> Run:
+async def run_static(target: str, slots: int) -> Run:
     """The prompts in order, in batches of `slots`; the service waits for a whole batch before it begins."""
-    async with serving(model, slots, "fixed_size") as client:
+    async with AsyncClient(target) as client:
         await asyncio.gather(*(client.generate(PROMPTS[0][0], max_tokens=2) for _ in range(slots)))
         begin = time.monotonic()
         tasks = []
@@ -181,9 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     model = str(Path(options.model).resolve()) if options.model else ""
     print(f"Starting the service: continuous batching, {options.slots} slots")
-    continuous = asyncio.run(run(model, options.slots, "continuous", Printer()))
-    print("\nStarting the service again: static batching, for comparison")
-    static = asyncio.run(run_static(model, options.slots))
+    try:
+        with (
+            asyncio.Runner() as runner
+        ):  # one loop for both: gRPC may still have a word for the first when it is closed
+            with server(model, options.slots, "continuous") as service:
+                continuous = runner.run(run(service.target, Printer()))
+            print("\nStarting the service again: static batching, for comparison")
+            with server(model, options.slots, "fixed_size") as service:
+                static = runner.run(run_static(service.target, options.slots))
+    except ServerFailed as error:
+        raise SystemExit(str(error)) from None
     return 0 if report(continuous, static, options.slots) else 1
 
 

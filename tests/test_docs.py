@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.buf import find_buf
 from support.patience import PATIENCE_SECONDS
-from support.service import Service, running
+from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
 
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
@@ -79,13 +79,15 @@ def commands() -> list[str]:
 
 
 def test_the_python_of_the_readme_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("python")
+    example, local = blocks("python")
     found: dict[str, object] = {}
     exec(compile(example.replace("127.0.0.1:50051", service.target), "README.md", "exec"), found)
     assert "Usage(" in capsys.readouterr().out
     answers = found["answers"]
     assert isinstance(answers, list)
     assert len(answers) == 2
+    exec(compile(local.replace("/path/to/model", str(DEMO_MODEL)), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 10
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if re.match(r"\.venv/bin/lineclear (generate \"|stats)", c)])

@@ -20,7 +20,7 @@ from lineclear import errors
 from lineclear.cli import exits, screen, serve
 from lineclear.cli.app import app
 from lineclear.cli.flags import SamplingFlags
-from lineclear.client import Sampling
+from lineclear.client import Sampling, local
 from lineclear.errors import LineclearError, tree
 from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
@@ -342,7 +342,7 @@ def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyP
 
 
 def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
-    monkeypatch.setattr(serve, "_installed", lambda name: name not in ("pyzmq", "torch"))
+    monkeypatch.setattr(local, "_installed", lambda name: name not in ("pyzmq", "torch"))
     result = cli("serve", "--demo")
     assert result.exit_code == 2
     assert "pyzmq, torch is not installed" in result.stderr

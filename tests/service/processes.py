@@ -48,14 +48,14 @@ TOKENIZER = Tokenizer(definition(byte_level()))
 class Process:
     """A scheduler and all it says."""
 
-    def __init__(self, flags: list[str], code: str = RUN, **toy: Any) -> None:
+    def __init__(self, flags: list[str], code: str = RUN, stdin: int = subprocess.DEVNULL, **toy: Any) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         environment |= {
             "PYTHONPATH": ENVIRONMENT["PYTHONPATH"],
             "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy}),
         }
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=stdin
         )
         self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
@@ -104,11 +104,19 @@ class Process:
 class Running(Process):
     """A scheduler that listens and has a worker, and a client."""
 
-    def __init__(self, model: Path, *flags: str, code: str = RUN, demo: bool = False, **toy: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        code: str = RUN,
+        demo: bool = False,
+        stdin: int = subprocess.DEVNULL,
+        **toy: Any,
+    ) -> None:
         worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
         which = ["--demo"] if demo else ["--model", str(model)]
         common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
-        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, **toy)
+        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, stdin, **toy)
         try:
             self.address = self.wait_for("listening")["address"]
             assert self.wait_for("serving")["address"] == self.address

@@ -34,6 +34,24 @@ def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: si
     assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
 
 
+def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Running]) -> None:
+    """However that one ends: the pipe is closed then. Answers in progress finish, as after SIGTERM."""
+    reading, writing = os.pipe()
+    try:
+        server = start("--leave-with-stdin", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
+        os.write(writing, b"what is written there says nothing\n")
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+        call = server.stub.Generate(request)
+        tokens = list(next(call).token_ids)
+    finally:
+        os.close(writing)
+        os.close(reading)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    assert server.exit_code() == 0
+    assert server.wait_for("leaving")["reason"] == "standard input ended"
+
+
 def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
     watch = server.health.Watch(health_pb2.HealthCheckRequest())

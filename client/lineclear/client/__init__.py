@@ -14,6 +14,7 @@ Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a se
 from .aio import AsyncClient, AsyncSubmitted
 from .crew import Outcomes
 from .kept import Snapshot
+from .local import LocalServer, ServerFailed
 from .operator import Operator
 from .requests import ChatMessage, Request, Sampling
 from .results import (
@@ -46,6 +47,7 @@ __all__ = [
     "Generation",
     "HealthStatus",
     "Limits",
+    "LocalServer",
     "Model",
     "Operator",
     "Outcomes",
@@ -53,6 +55,7 @@ __all__ = [
     "Request",
     "RetryPolicy",
     "Sampling",
+    "ServerFailed",
     "Snapshot",
     "Started",
     "Stats",

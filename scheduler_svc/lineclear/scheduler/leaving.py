@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -43,6 +47,11 @@ class Leaving:
             self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.add_signal_handler(signal.SIGHUP, log.info, "signal_ignored")
 
+    def listen_to_standard_input(self) -> None:
+        """Its end: leave. What is written there says nothing."""
+        # On a thread, which any kind of file can keep waiting; what waits in a loop must be a pipe or a terminal.
+        threading.Thread(target=self._wait_for_the_end, name="stdin", daemon=True).start()
+
     def begin(self, exit_code: int, reason: str) -> None:
         """Leave; at once if that was going on already and can now not be finished."""
         if not self.begun.is_set():
@@ -66,6 +75,13 @@ class Leaving:
             self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
         else:
             self._loop.call_soon_threadsafe(self.begin, INTERNAL, "a part of this process died")
+
+    def _wait_for_the_end(self) -> None:
+        with contextlib.suppress(OSError):
+            while sys.stdin is not None and os.read(sys.stdin.fileno(), 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we have left
+            self._loop.call_soon_threadsafe(self.ask, "standard input ended")
 
     def _signalled(self, number: signal.Signals) -> None:
         if self.begun.is_set():

@@ -80,6 +80,8 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
     leaving = Leaving()
     leaving.listen_to_signals()
+    if settings.leave_with_stdin:
+        leaving.listen_to_standard_input()
     model = _model(settings)
     for address in (settings.listen, settings.admin_listen, settings.health_listen, settings.metrics_listen):
         if address:

@@ -256,6 +256,11 @@ class SchedulerSettings(BaseSettings):
         le=600,
         description="A server told to leave answers for this long at least, so that late callers are told why.",
     )
+    leave_with_stdin: bool = Field(
+        False,
+        description="Leave, as after SIGTERM, when standard input ends: a program that starts a server and holds the "
+        "other end of the pipe takes it along, however it ends.",
+    )
     standstill_seconds: float = Field(
         5.0, gt=0, le=3600, description="An event loop or engine at one thing for this long is reported as hung."
     )
