@@ -28,7 +28,7 @@ from lineclear.wire.types import Heartbeat, Hello, StepPlan, StepResult
 
 # Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
 PATIENCE = Patience(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
-SHORT_SILENCE = replace(PATIENCE, heartbeat_timeout_seconds=2.0)
+SHORT_SILENCE = replace(PATIENCE, heartbeat_timeout_seconds=4.0)
 OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
 
 
