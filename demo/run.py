@@ -154,9 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = str(Path(options.model).resolve()) if options.model else ""
     print(f"Starting the service: continuous batching, {options.slots} slots")
     try:
-        with (
-            asyncio.Runner() as runner
-        ):  # one loop for both: gRPC may still have a word for the first when it is closed
+        # One loop for both: gRPC may still have a word for the first when that is closed.
+        with asyncio.Runner() as runner:
             with server(model, options.slots, "continuous") as service:
                 continuous = runner.run(run(service.target, Printer()))
             print("\nStarting the service again: static batching, for comparison")
