@@ -7,7 +7,7 @@ inside (a bug) is an assertion, not an entry here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 DOMAIN = "lineclear"
 
@@ -53,6 +53,11 @@ class InvalidRequest(LineclearError):
 
     code = "INVALID_ARGUMENT"
     reason = "INVALID_REQUEST"
+
+    @classmethod
+    def at(cls, field: str, description: str) -> Self:
+        """One field is wrong; the sentence names it."""
+        return cls(f"{field}: {description}", violations=[Violation(field, description)])
 
 
 class PromptTooLong(InvalidRequest):

@@ -149,7 +149,7 @@ def test_a_line_of_json_that_is_no_request_is_not_taken_for_a_prompt(cli: Any, s
         ("[]", "`prompt` or `messages`"),
         ('{"prompt": "a", "temprature": 1}', "temprature"),
         ('{"prompt": "a", "top_k": -1}', "sampling.top_k"),
-        ('{"prompt": 5}', "prompt must be"),
+        ('{"prompt": 5}', "prompt: must be"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2"),
     ],
 )
@@ -257,6 +257,11 @@ def test_wrong_usage_is_two_and_never_a_traceback(cli: Any, server: Any, argumen
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert server.requests == []
+
+
+def test_what_the_system_refuses_is_a_sentence(cli: Any) -> None:
+    result = cli("generate", "--file", "/nonexistent/file")
+    assert result.stderr == "error: /nonexistent/file: No such file or directory\n"
 
 
 def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:

@@ -46,6 +46,17 @@ def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("details", "says"),
+    [
+        (REFUSED, "no answer from 127.0.0.1:9: ipv4:127.0.0.1:9: Failed to connect to remote host"),
+        (NO_NAME, f"no answer from 127.0.0.1:9: {NO_NAME}"),
+    ],
+)
+def test_the_sentence_begins_with_what_was_asked_and_ends_with_what_the_system_says(details: str, says: str) -> None:
+    assert str(failed(Peer("127.0.0.1:9"), "UNAVAILABLE", details)) == says
+
+
+@pytest.mark.parametrize(
     ("code", "details"),
     [
         ("UNAVAILABLE", CUT),

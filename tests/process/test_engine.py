@@ -25,6 +25,8 @@ from lineclear.errors import (
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.serving import _max_inbox
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
 from lineclear.wire.types import PROTOCOL, Heartbeat
 
@@ -147,6 +149,21 @@ def test_more_requests_than_the_inbox_holds_are_refused_and_the_rest_are_exact()
         for stream in streams[10:]:
             assert isinstance(error_of(stream), QueueFull)
             assert error_of(stream).retry_after_seconds is not None
+
+
+@pytest.mark.parametrize("size", [1, 3000])
+def test_whoever_may_wait_finds_room_in_the_inbox_and_so_does_the_end_of_each(size: int) -> None:
+    settings = SchedulerSettings(model="m", max_queue_size=size, max_batch_size=1)
+    with World(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size)) as world:
+        world.start_worker()
+        world.wait_joined()
+        with world.held():
+            streams = []
+            for i in range(size):
+                streams.append(world.submit(request(i)))
+                world.engine.cancel(streams[-1].request.request_id)
+        world.wait_ended(streams)
+        assert {type(error_of(stream)) for stream in streams} == {Cancelled}
 
 
 def test_a_full_queue_is_the_cores_word() -> None:

@@ -37,6 +37,7 @@ def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
             submitted = await client.submit("x", temperature=0.0)
+            assert repr(submitted) == f"AsyncSubmitted({submitted.request_id!r})"
             assert (await submitted.poll()).state == "waiting"
             waiting = asyncio.ensure_future(submitted.result())
             await finish(s)

@@ -74,7 +74,7 @@ def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., No
             except BrokenPipeError:
                 raise  # whoever read our output left: typer ends quietly
             except OSError as error:
-                screen.note(f"error: {error}", "bold red")
+                screen.note(f"error: {screen.refused(error)}", "bold red")
                 raise typer.Exit(exits.USAGE) from None
 
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")

@@ -192,7 +192,7 @@ class Commands:
         try:
             Path(name).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
         except OSError as error:
-            screen.note(f"not saved: {error}", "red")
+            screen.note(f"not saved: {screen.refused(error)}", "red")
         else:
             screen.note(f"saved {len(messages)} messages")
 

@@ -59,6 +59,11 @@ def show_error(error: LineclearError) -> None:
         console.print(Text(hint, style="dim"))
 
 
+def refused(error: OSError) -> str:
+    """What the system says, without its number."""
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
 def summary(result: Generation) -> str:
     """One line about how the answer came to be."""
     usage, timings = result.usage, result.timings

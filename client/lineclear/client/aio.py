@@ -54,6 +54,9 @@ class AsyncSubmitted:
         self._client = client
         self._metadata = metadata
 
+    def __repr__(self) -> str:
+        return f"AsyncSubmitted({self.request_id!r})"
+
     def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> AsyncStream:
         """The answer from that token on, as far as it is there and then as it is made. Leaving it changes nothing."""
         settings = self._client._settings

@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from lineclear.errors import InvalidRequest, Violation
+from lineclear.errors import InvalidRequest
 from lineclear.v1 import admin_pb2
 from lineclear.v1 import inference_pb2 as pb
 
@@ -39,9 +39,7 @@ def encode_health_request(service: str) -> bytes:
     """grpc.health.v1.HealthCheckRequest: field 1, the name of the service."""
     name = service.encode(errors="replace")
     if len(name) > 127:  # so that its length is one byte
-        raise InvalidRequest(
-            "the name of a service has at most 127 bytes", violations=[Violation("service", "is long")]
-        )
+        raise InvalidRequest.at("service", "must have at most 127 bytes")
     return b"\x0a" + bytes([len(name)]) + name if name else b""
 
 

@@ -6,6 +6,7 @@ From what gRPC reports to the LineclearError that says what happened. No waiting
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, TypeVar
 
 import grpc
@@ -22,6 +23,8 @@ Res = TypeVar("Res")
 _CUT = ("RST_STREAM", "Stream removed", "Internal error from Core")
 # What it says of a server that it did not get to. Anything else befell a connection that was there.
 _NOBODY = ("backends failing", "ailed to connect", "rrors resolving", "DNS resolution failed", "name resolution")
+# And what it says around that, as of many servers, with the code of a bug.
+_ALL_OF_ONE = re.compile(r"^connections to all backends failing; last error: ([A-Z_]+: )?")
 
 
 class Peer:
@@ -77,7 +80,7 @@ class Peer:
         if code in ("INTERNAL", "UNKNOWN") and any(sign in text for sign in _CUT):
             return self._lost(f"the connection to {self.target} was cut: {text}")
         if isinstance(found, errors.Unreachable):
-            sentence = f"no answer from {self.target}: {text}"
+            sentence = f"no answer from {self.target}: {_ALL_OF_ONE.sub('', text)}"
             if not self.met and any(sign in text for sign in _NOBODY):
                 return errors.Unreachable(sentence)
             return self._lost(sentence)

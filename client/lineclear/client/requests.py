@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
-from lineclear.errors import InvalidRequest, Malformed, Violation
+from lineclear.errors import InvalidRequest, Malformed
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
@@ -195,11 +195,15 @@ def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
         for name, value in source.items() if isinstance(source, Mapping) else source:
             key = name.lower()
             if not _KEY.fullmatch(key) or key.startswith("grpc-"):
-                raise _wrong("metadata", f"has the key {key!r}: keys are of [a-z0-9_.-] and do not begin with grpc-")
+                raise InvalidRequest.at(
+                    "metadata", f"has the key {key!r}: keys are of [a-z0-9_.-] and do not begin with grpc-"
+                )
             if key.endswith("-bin") != isinstance(value, bytes):
-                raise _wrong("metadata", f"has a value of {key!r} that is not what -bin says: with it bytes, else text")
+                raise InvalidRequest.at(
+                    "metadata", f"has a value of {key!r} that is not what -bin says: with it bytes, else text"
+                )
             if isinstance(value, str) and not _VALUE.fullmatch(value):
-                raise _wrong(
+                raise InvalidRequest.at(
                     "metadata", f"has a value of {key!r} that is not printable ASCII; use a -bin key for bytes"
                 )
             found.append((key, value))
@@ -232,7 +236,7 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prom
         message.token_ids.SetInParent()  # an empty list is the server's to refuse
         _extend(message.token_ids.ids, prompt, "token_ids.ids")
     else:
-        raise _wrong("prompt", "must be a text, a list of token ids or a list of chat messages")
+        raise InvalidRequest.at("prompt", "must be a text, a list of token ids or a list of chat messages")
 
 
 def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
@@ -244,7 +248,7 @@ def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
         elif isinstance(turn, Mapping) and turn.keys() == {"role", "content"}:
             role, content = turn["role"], turn["content"]
         else:
-            raise _wrong(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
+            raise InvalidRequest.at(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
         message = chat.messages.add()
         _set(message, "role", role, path=f"{path}.role")
         _set(message, "content", content, path=f"{path}.content")
@@ -259,7 +263,7 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
         path = f"sampling.{name}"
         if name == "logit_bias":
             if not isinstance(value, Mapping):
-                raise _wrong(path, "must be a mapping of token ids to numbers")
+                raise InvalidRequest.at(path, "must be a mapping of token ids to numbers")
             for token_id, bias in value.items():
                 entry = params.logit_bias.add()
                 _set(entry, "token_id", token_id, path=path)
@@ -283,25 +287,21 @@ def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
     try:
         setattr(message, name, value)
     except UnicodeError:
-        raise _wrong(path, "is not valid Unicode", Malformed) from None
+        raise Malformed.at(path, "is not valid Unicode") from None
     except (TypeError, ValueError):
-        raise _wrong(path, f"must be {_KINDS[message.DESCRIPTOR.fields_by_name[name].type]}") from None
+        raise InvalidRequest.at(path, f"must be {_KINDS[message.DESCRIPTOR.fields_by_name[name].type]}") from None
 
 
 def _extend(field: Any, values: Any, path: str) -> None:
     wanted = "a list of texts" if path == "stop.strings" else "a list of whole numbers from 0 to 2**32 - 1"
     if isinstance(values, str | bytes):
-        raise _wrong(path, f"must be {wanted}")
+        raise InvalidRequest.at(path, f"must be {wanted}")
     try:
         field.extend(values)
     except UnicodeError:
-        raise _wrong(path, "is not valid Unicode", Malformed) from None
+        raise Malformed.at(path, "is not valid Unicode") from None
     except (TypeError, ValueError):
-        raise _wrong(path, f"must be {wanted}") from None
-
-
-def _wrong(path: str, description: str, kind: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
-    return kind(f"{path} {description}", violations=[Violation(path, description)])
+        raise InvalidRequest.at(path, f"must be {wanted}") from None
 
 
 # By the numbers of google.protobuf.FieldDescriptor.TYPE_*.

@@ -213,7 +213,7 @@ class Engine:
         for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_TURN)):
             events += self._inbox.popleft()(now)
         while self._refused:
-            message = f"{self._max_inbox} requests wait to be queued, which is the limit"
+            message = f"{self._max_inbox} orders are unread, which is the limit that follows from --max-queue-size"
             error = QueueFull(message, retry_after_seconds=1.0)
             events.append(_refusal(self._refused.popleft(), error, now))
         return events

@@ -72,6 +72,7 @@ async def serve(
         core,
         link,
         service.publish,
+        max_inbox=_max_inbox(settings),
         patience=_patience(settings),
         on_joined=supervisor.worker_joined,
         on_broken=supervisor.worker_broken,
@@ -209,6 +210,12 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
             decode_stretch=settings.decode_stretch,
         ),
     )
+
+
+def _max_inbox(settings: SchedulerSettings) -> int:
+    """Whoever waits or runs has a submit in it and an end, at the most. More can only come where callers come and go
+    while the engine stands still."""
+    return 2 * (settings.max_queue_size + settings.max_batch_size)
 
 
 def _patience(settings: SchedulerSettings) -> Patience:

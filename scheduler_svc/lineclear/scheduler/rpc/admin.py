@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc.aio
 import structlog
 
-from lineclear.errors import InvalidRequest, Violation
+from lineclear.errors import InvalidRequest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.rpc.service import InferenceService
 from lineclear.scheduler.settings import SchedulerSettings
@@ -94,8 +94,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Log more, or less."""
         level = _LEVELS.get(request.level)
         if level is None:
-            description = f"must be one of {', '.join(_LEVELS.values())}"
-            raise InvalidRequest(f"level {description}", violations=[Violation("level", description)])
+            raise InvalidRequest.at("level", f"must be one of {', '.join(_LEVELS.values())}")
         _log_order("set_log_level", context, log_level=level)
         return pb.SetLogLevelResponse(previous=_NUMBERS[self._operations.set_log_level(level)])
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import Cancelled, InvalidRequest, LineclearError, Violation
+from lineclear.errors import Cancelled, InvalidRequest, LineclearError
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import validation
@@ -211,10 +211,7 @@ def _end_of(request: Request, text: AnswerText | None) -> tuple[FinishReason, in
     count, last = len(request.output), request.output[-1]
     if text is not None and text.match is not None:
         if text.match.num_tokens < count:
-            description = "goes on after a stop string"
-            raise InvalidRequest(
-                f"resume.token_ids {description}", violations=[Violation("resume.token_ids", description)]
-            )
+            raise InvalidRequest.at("resume.token_ids", "goes on after a stop string")
         return FinishReason.STOP_STRING, None
     if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
         return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from lineclear.errors import DuplicateRequest, InvalidRequest, LineclearError, QueueFull, UnknownRequest, Violation
+from lineclear.errors import DuplicateRequest, InvalidRequest, LineclearError, QueueFull, UnknownRequest
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import responses
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
@@ -81,8 +81,7 @@ class Detached:
     def _check(self, from_index: int) -> None:
         """Raises InvalidRequest where nobody can listen from there on."""
         if not self.first_index <= from_index <= self.next_index:
-            path, description = "from_index", f"must be in [{self.first_index}, {self.next_index}] now"
-            raise InvalidRequest(f"{path}: {description}", violations=[Violation(path, description)])
+            raise InvalidRequest.at("from_index", f"must be in [{self.first_index}, {self.next_index}] now")
 
     def read(self, from_index: int) -> Listener:
         """Everything from there on, as it comes. Raises InvalidRequest where nobody can listen from there."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull, Violation
+from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull
 from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import responses
@@ -100,10 +100,11 @@ class Session:
         kind = message.WhichOneof("order")
         count = len(message.submits) + len(message.cancels)
         if kind is None and not count:
-            raise InvalidRequest("order: is missing: set submit or cancel", violations=[Violation("order", "missing")])
+            raise InvalidRequest.at("order", "is missing: set submit or cancel")
         if count > MAX_SESSION_ORDERS:
-            description = f"are {count} orders with cancels; at most {MAX_SESSION_ORDERS} go into a message"
-            raise InvalidRequest(f"submits {description}", violations=[Violation("submits", description)])
+            raise InvalidRequest.at(
+                "submits", f"are {count} orders with cancels; at most {MAX_SESSION_ORDERS} go into a message"
+            )
         if kind == "submit":
             await self._admit("submit.handle", message.submit)
         elif kind == "cancel":
@@ -117,8 +118,7 @@ class Session:
         handle = order.handle
         if handle in self._live:
             # Not a Failure of the handle: that would end the request that has it.
-            violation = Violation(field, "is that of another live request")
-            raise InvalidRequest(f"{field} is that of another live request", violations=[violation])
+            raise InvalidRequest.at(field, "is that of another live request")
         try:
             self._begin(handle, order)
         except LineclearError as error:

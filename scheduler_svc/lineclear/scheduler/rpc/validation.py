@@ -140,7 +140,7 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
     min_tokens cannot be reached, TokenOutOfVocabulary if the tokenizer is not the model's.
     """
     if not prompt:
-        raise _invalid(checked.prompt_path, "has no tokens")
+        raise InvalidRequest.at(checked.prompt_path, "has no tokens")
     if max(prompt) >= bounds.vocab_size:
         description = "the tokenizer gave a token that the model does not have"
         raise TokenOutOfVocabulary(description, violations=[Violation(checked.prompt_path, description)])
@@ -150,9 +150,9 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
         raise _too_long(checked.prompt_path, len(prompt), wanted, bounds.context_length)
     max_tokens = min(bounds.default_max_tokens, room) if wanted is None else wanted
     if checked.sampling.min_tokens > max_tokens:
-        raise _invalid("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
+        raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
     if len(checked.received) > max_tokens:
-        raise _invalid("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
+        raise InvalidRequest.at("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
     return Request(
         request_id=key,
         prompt=tuple(prompt),
@@ -366,10 +366,6 @@ def _logprobs(output: pb.OutputOptions, faults: _Faults) -> int:
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def _invalid(path: str, description: str) -> InvalidRequest:
-    return InvalidRequest(f"{path}: {description}", violations=[Violation(path, description)])
 
 
 def _too_long(path: str, prompt_tokens: int, max_tokens: int | None, context_length: int) -> PromptTooLong:
