@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from lineclear.client import interrupts
-from lineclear.client.requests import Request
 from lineclear.client.stream import Stream
 from lineclear.client.sync import Client
 from lineclear.errors import LineclearError
 
 from . import exits, screen
+from .flags import Shown
 from .prompts import Entry
 
 T = TypeVar("T")
@@ -32,27 +32,22 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
-def single(client: Client, request: Request, json_lines: bool, deltas: bool, quiet: bool) -> None:
-    """Ask one, showing the answer as it comes."""
-    show(client.stream(request), json_lines, deltas, quiet)
-
-
-def show(answer: Stream, json_lines: bool, deltas: bool, quiet: bool) -> None:
+def show(answer: Stream, shown: Shown) -> None:
     """Read an answer, showing it as it comes."""
     with interrupts.cancelling(answer.cancel), answer as stream:
         try:
             for delta in stream:
-                if not json_lines:
+                if not shown.json_lines:
                     screen.show(delta.text)
-                elif deltas:
+                elif shown.deltas:
                     screen.show_json({"delta": screen.plain(delta)})
         finally:
-            if not json_lines and stream.text:
+            if not shown.json_lines and stream.text:
                 screen.show("\n")
-    if json_lines:
+    if shown.json_lines:
         result = stream.result.to_dict()
-        screen.show_json({"result": result} if deltas else result)
-    elif not quiet and sys.stderr.isatty():
+        screen.show_json({"result": result} if shown.deltas else result)
+    elif not shown.quiet and sys.stderr.isatty():
         screen.note(screen.summary(stream.result))
 
 

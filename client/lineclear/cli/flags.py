@@ -34,6 +34,10 @@ def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **settings)
 
 
+Json = Annotated[bool, _option(OUTPUT, "One JSON object per line.", "--json")]
+AsChat = Annotated[bool, typer.Option("--chat", help="Send the text as a user's message, through the chat template.")]
+
+
 def numbers(text: str | None, flag: str) -> list[int] | None:
     """Comma or space separated whole numbers."""
     if text is None:
@@ -207,7 +211,16 @@ class RequestFlags:
         return Request.of(prompt, sampling, **self.params())
 
 
-BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags)
+@dataclass(frozen=True)
+class Shown:
+    """How an answer is shown."""
+
+    json_lines: Json = False
+    deltas: Annotated[bool, _option(OUTPUT, "With --json: each piece as it comes, too.", "--deltas")] = False
+    quiet: Annotated[bool, _option(OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False
+
+
+BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, Shown)
 
 
 def expanded(function: Callable[..., None]) -> Callable[..., None]:
