@@ -67,6 +67,10 @@ class InstantRunner:
         """A token for each row that samples."""
         return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
+    def prepare(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop."""

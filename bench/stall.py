@@ -2,8 +2,9 @@
 
     python -m bench.stall --model DIR [--streams 8] [--prompt-tokens 2000] [--preallocate]
 
-Through the whole service, as callers see it. One long prompt arrives when all streams have been decoding for a while
-and nobody else waits for a first token: then a step may take `decode_stretch` times what its decodes alone take.
+Through the whole service, as callers see it, after a rest in which its worker asks for memory ahead of use. One long
+prompt arrives when all streams have been decoding for a while and nobody else waits for a first token: then a step may
+take `decode_stretch` times what its decodes alone take.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bench.figures import Figure, arguments, main, scaled
 from bench.lineclear_serve import Service, serving
 from bench.measure import median, percentile
 
+_REST_SECONDS = 3.0
 _ALONE_SECONDS = 3.0
 _PROMPT_LEN, _LEAST = 32, 20  # of those who decode; tokens before their gaps count
 _ENOUGH_TOKENS = 1200  # for the time that all of it takes
@@ -68,6 +70,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
     async def measured() -> tuple[list[float], list[float], float]:
         async with serving(str(options.model), worker_flags=worker_flags) as service:
+            await asyncio.sleep(_REST_SECONDS)
             await gaps(service, options.streams, options.prompt_tokens, 3001)  # the service learns what a step costs
             return await gaps(service, options.streams, options.prompt_tokens, 3002)
 

@@ -16,6 +16,21 @@ _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 _CONTENTS = st.sampled_from([(b"x", (0, 0)), (b"x", (0, 1)), (b"y", (0, 0))])  # salt and tokens of a block
 
 
+def test_blocks_come_from_the_lowest_up_and_those_used_once_before_any_that_never_was() -> None:
+    """The worker has memory given ahead of use in this order."""
+    pool = BlockPool(8, 2)
+    first = pool.take(4)
+    assert first == [0, 1, 2, 3]
+    pool.publish(0, chain_key(root_key(b"", b""), (0, 0)), (0, 0))
+    pool.release(first)
+    assert sorted(pool.take(3)) == [1, 2, 3], "a cached prefix stays"
+    assert pool.take(1) == [4]
+    pool.release([2])
+    pool.forget()
+    assert sorted(pool.take(2)) == [0, 2]
+    assert pool.take(1) == [5]
+
+
 class Pool(RuleBasedStateMachine):
     """Holders take, share, publish and release; the model knows who holds what and what may be found."""
 

@@ -102,6 +102,10 @@ class ToyRunner:
         self.cells = [[HOLE] * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
 
+    def prepare(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def launch(self, plan: StepPlan) -> ToyFlight:
         """Run the plan at once."""
         for block in plan.zero_blocks:

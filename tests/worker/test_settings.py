@@ -89,3 +89,19 @@ def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -
     assert _cgroup_bytes(tmp_path) == 550_000
     (tmp_path / "memory.max").write_text("max\n")
     assert _cgroup_bytes(tmp_path) > 2**60
+
+
+def test_the_limits_of_all_groups_around_us_count(tmp_path: Path) -> None:
+    from lineclear.worker.memory import _cgroup_bytes
+
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/elsewhere\n0::/system.slice/lineclear.service\n")
+    for name, limit, used in (("system.slice", "900", "400"), ("system.slice/lineclear.service", "800", "200")):
+        (tmp_path / name).mkdir()
+        for file, text in (("max", limit), ("current", used), ("stat", "inactive_file 0")):
+            (tmp_path / name / f"memory.{file}").write_text(f"{text}\n")
+    assert _cgroup_bytes(tmp_path, own) == 500
+    (tmp_path / "system.slice/lineclear.service/memory.current").write_text("700\n")
+    assert _cgroup_bytes(tmp_path, own) == 100
+    own.write_text("0::/\n")
+    assert _cgroup_bytes(tmp_path, own) > 2**60

@@ -185,3 +185,16 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
         )
     assert found[0] == found[1]
     assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"
+
+
+def test_what_no_plan_has_named_begins_behind_the_highest_block_of_any() -> None:
+    slots = slots_with_one()
+    assert slots.num_begun == 5
+    go(slots, plan(inits=(init(1, 8, blocks=(6,)),)))
+    assert slots.num_begun == 7, "shared ones count"
+    go(slots, plan(Row(2, 6, 1, True)))
+    go(slots, plan(decodes=Decodes((2,), (7,))))
+    go(slots, plan(decodes=Decodes((2,), (8,), ((2, 8),))))
+    assert slots.num_begun == 9
+    slots.reset()
+    assert slots.num_begun == 0, "the next scheduler begins with the lowest again"

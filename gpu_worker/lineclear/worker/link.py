@@ -74,15 +74,19 @@ class PlanSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(bell.fileno, zmq.POLLIN)
 
-    def receive(self) -> Order | None:
-        """Wait for the next order of this epoch, or for the bell: then None.
+    def receive(self, patience_seconds: float | None = None) -> Order | None:
+        """Wait for the next order of this epoch, or for the bell: then None. So too when nothing at all comes for
+        `patience_seconds`.
 
         Frames that are none are counted and dropped. Raises ProtocolMismatch.
         """
         while True:
+            ready = self._poller.poll(None if patience_seconds is None else round(patience_seconds * 1000))
             # The bell goes first: whoever rang it wants no more plans to start.
-            if any(source == self._bell.fileno for source, _ in self._poller.poll()):
+            if any(source == self._bell.fileno for source, _ in ready):
                 self._bell.silence()
+                return None
+            if not ready:
                 return None
             try:
                 message = self._decode(self._socket.recv_multipart(zmq.NOBLOCK))

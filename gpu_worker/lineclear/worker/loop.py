@@ -54,6 +54,8 @@ class LoopLimits:
     max_plan_bytes: int = 256 * 2**20
     farewell_seconds: float = 1.0
     """How long the last message may take to leave."""
+    idle_seconds: float = 0.05
+    """How long no order must have come before the runner prepares for later ones."""
     standby_seconds: float = 1.0
     """How long a worker that was refused waits before it asks again."""
 
@@ -175,9 +177,10 @@ class _Loop:
 
     def _run_plans(self, plans: PlanSocket) -> _Ending:
         last_step = 0
+        patience_seconds: float | None = self._limits.idle_seconds
         while True:
             try:
-                order = plans.receive()
+                order = plans.receive(patience_seconds)
             except ProtocolMismatch as error:
                 log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
                 return _Ending.MISMATCH
@@ -194,7 +197,9 @@ class _Loop:
                 logs.set_level(order.level.name.lower())
             elif order is not None:
                 self._launch(order, last_step)
-                last_step = order.step
+                last_step, patience_seconds = order.step, self._limits.idle_seconds
+            else:  # in small pieces, so that an order that comes meanwhile hardly waits
+                patience_seconds = 0.0 if self._runner.prepare() else None
 
     def _launch(self, plan: StepPlan, last_step: int) -> None:
         self._progress.launching(plan.step)

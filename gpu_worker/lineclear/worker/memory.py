@@ -8,6 +8,7 @@ import torch
 
 _DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.5, "mps": 0.5}
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def blocks_that_fit(block_bytes: int, most: int, fraction: float, device: torch.device) -> int:
@@ -33,13 +34,23 @@ def _available_bytes() -> int:
     raise RuntimeError("/proc/meminfo does not say how much memory is available; set num_blocks")
 
 
-def _cgroup_bytes(root: Path = _CGROUP) -> int:
-    """What the memory limit of this container leaves; cached files that the kernel would drop count as free."""
+def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
+    """What the memory limits of our control group and of those around it leave."""
     try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = int((root / "memory.current").read_text(encoding="ascii"))
-        statistics = (root / "memory.stat").read_text(encoding="ascii").split()
-    except OSError:  # no control group of version 2, or not a container
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    inner = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    return min(_room(group) for group in (inner, *inner.parents) if group.is_relative_to(root))
+
+
+def _room(group: Path) -> int:
+    """What one group's limit leaves; cached files that the kernel would drop count as free."""
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        statistics = (group / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:  # no control group of version 2, not seen from within the container, or the outermost one
         return 1 << 62
     if limit == "max":
         return 1 << 62

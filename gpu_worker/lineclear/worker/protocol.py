@@ -51,3 +51,10 @@ class Runner(Protocol):
         the flight. The slots are then in no promised state: the caller ends the epoch and calls reset.
         """
         ...
+
+    def prepare(self) -> bool:
+        """Do some milliseconds of what would else be a later step's, because nothing is asked for now.
+
+        Whether there is more of it. If not, there is none until another plan has been launched.
+        """
+        ...

@@ -22,11 +22,10 @@ from .logits import Logits
 from .memory import blocks_that_fit
 from .model import LoadedModel, ModelRefused
 from .parameters import ParameterTable, SamplingRows
+from .pool_memory import PoolMemory
 from .protocol import Flight, StepFailed
 from .sampling import Sampled, sample
 from .slots import Capacity, Packed, Slots
-
-_BLOCKS_AT_ONCE = 256
 
 
 class ModelRunner:
@@ -39,6 +38,7 @@ class ModelRunner:
         num_blocks: int = 0,
         kv_memory_fraction: float = 0.0,
         block_size: int = 16,
+        kv_ahead_tokens: int = 0,
         num_slots: int = 64,
         max_step_tokens: int = 2048,
         attention_backend: str = "auto",
@@ -55,12 +55,20 @@ class ModelRunner:
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
         kind = loaded.layers, block_size, loaded.dtype, loaded.device, self._kv_dtype
+        size = block_bytes(loaded.layers, block_size, self._kv_dtype)
         try:
             self.backend_name = choose(attention_backend, *kind)
             self._backend = BACKENDS[self.backend_name](loaded.layers, num_blocks, *kind[1:])
         except ValueError as error:
             raise ModelRefused(str(error)) from error
+        except (OSError, RuntimeError) as error:
+            if loaded.device.type != "cpu":
+                raise  # perhaps another process still has it; on a CPU more was asked for than the machine has
+            raise ModelRefused(
+                f"no memory is promised for {num_blocks} blocks of {size} bytes ({error}); lower num_blocks"
+            ) from error
         loaded.attach(self._backend)
+        self._pool_memory = PoolMemory(self._backend, size, ahead_tokens=kv_ahead_tokens)
         self._slots = Slots(self.capacity, loaded.device)
         self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
 
@@ -90,9 +98,15 @@ class ModelRunner:
         self._slots.reset()
 
     def preallocate(self) -> None:
-        """Have the system give all memory of the KV pools now, and not when a step first writes there."""
-        for first in range(0, self.capacity.num_blocks, _BLOCKS_AT_ONCE):
-            self._backend.zero(range(self.capacity.num_blocks)[first : first + _BLOCKS_AT_ONCE])
+        """Have the system give all memory of the KV pools now, and not when a step first writes there.
+
+        Raises ConfigurationError where there is less.
+        """
+        self._pool_memory.give_all()
+
+    def prepare(self) -> bool:
+        """Have the system give some memory of blocks that no step has begun yet. Whether there is more to be given."""
+        return self._pool_memory.give_ahead(self._slots.num_begun)
 
     def launch(self, plan: StepPlan) -> Flight:
         """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""

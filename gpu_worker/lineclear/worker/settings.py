@@ -97,7 +97,14 @@ class WorkerSettings(BaseSettings):
     preallocate_kv_cache: bool = Field(
         False,
         description="On a CPU, have the system give all memory of the KV cache before the first request, instead of as"
-        " it is first used: no step waits for it, and a machine that promised more than it has shows at start.",
+        " it is first used: no step waits for it. Refused at start where there is less.",
+    )
+    kv_ahead_tokens: int = Field(
+        16384,
+        ge=0,
+        le=2**31 - 2,
+        description="On a CPU, positions whose KV memory the system is asked for ahead of its first use, while no step"
+        " has come for 50 ms: no later one waits for it. At most 1/32 of the free memory. 0: none.",
     )
     num_slots: int = Field(64, ge=1, le=4096, description="Most sequences in progress at once.")
     max_model_len: int = Field(

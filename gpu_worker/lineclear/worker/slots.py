@@ -65,10 +65,13 @@ class Slots:
         self._num_computed = [0] * capacity.num_slots
         self._num_known = [0] * capacity.num_slots  # tokens in the table, sampled ones of launched steps included
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
+        self.num_begun = 0
+        """No plan since the last reset named a block from here on."""
 
     def reset(self) -> None:
         """Nobody owns a slot any more."""
         self._num_known = [0] * self.capacity.num_slots
+        self.num_begun = 0
 
     def check(self, plan: StepPlan) -> None:
         """Raise StepFailed(PROTOCOL) for a plan that contradicts the slots. Changes nothing."""
@@ -177,6 +180,7 @@ class Slots:
     def _enter(self, init: SlotInit) -> None:
         slot, count = init.slot, len(init.tokens)
         self.tokens[slot, :count].copy_(on_device(np.array(init.tokens, np.int64), self.device), non_blocking=True)
+        self._begin(init.blocks)
         self._blocks[slot, : len(init.blocks)] = init.blocks
         self._num_blocks[slot] = len(init.blocks)
         self._num_computed[slot] = len(init.blocks) * self.capacity.block_size
@@ -192,9 +196,14 @@ class Slots:
 
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
         if blocks:
+            self._begin(blocks)
             first = self._num_blocks[slot]
             self._num_blocks[slot] = first + len(blocks)
             self._blocks[slot, first : self._num_blocks[slot]] = blocks
+
+    def _begin(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self.num_begun = max(self.num_begun, max(blocks) + 1)
 
     def _pack(self, plan: StepPlan) -> Packed:
         # In lists, and then into few arrays: for the usual handful of rows an operation on an array costs more than all

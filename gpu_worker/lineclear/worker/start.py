@@ -20,7 +20,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "
 def make_runner(settings: WorkerSettings) -> ModelRunner:
     """Load the model and have it answer a question whose answer is known.
 
-    Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device or kernels that are not there.
+    Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device, kernels or memory not there.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
     if settings.weights == "int8" and not settings.fused_forward:
@@ -39,6 +39,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         num_blocks=settings.num_blocks,
         kv_memory_fraction=settings.kv_memory_fraction,
         block_size=settings.block_size_tokens,
+        kv_ahead_tokens=settings.kv_ahead_tokens,
         num_slots=settings.num_slots,
         max_step_tokens=settings.max_step_tokens or _STEP_TOKENS.get(device.type, _MANY_STEP_TOKENS),
         attention_backend=settings.attention_backend,

@@ -139,6 +139,10 @@ class AttentionBackend(ABC):
     def zero(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros, in every layer."""
 
+    def touch(self, first: int, end: int) -> None:
+        """Have the system give blocks [first, end), which hold nothing, their memory now."""
+        self.zero(range(first, end))
+
     @abstractmethod
     def begin(self, batch: Batch) -> None:
         """Take the description of the next step; everything that is the same for all layers is computed here."""

@@ -6,6 +6,7 @@ Pages are read where they lie; nothing is gathered, padded or masked in memory.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ class NativeAttention(AttentionBackend):
         # A block has its keys and values of all layers side by side. The system gives memory when it is first used, and
         # may need milliseconds for a huge page: a step that begins a block waits for one, not for one of every layer.
         sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
-        pools = torch.split(Pages().take((self.num_blocks, sum(sizes)), self.kv_dtype), sizes, dim=1)
+        self._pool = Pages().take((self.num_blocks, sum(sizes)), self.kv_dtype)
+        pools = torch.split(self._pool, sizes, dim=1)
         self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]
         shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
         self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
@@ -120,6 +122,14 @@ class NativeAttention(AttentionBackend):
             pool[list(blocks)] = 0
         for scales in self._scales:
             scales[:, list(blocks)] = 0
+
+    def touch(self, first: int, end: int) -> None:
+        # One byte a page, by one thread: to fill them would have all of them wait for each other.
+        memory = self._pool[first:end].view(-1).view(torch.uint8)
+        memory[:: mmap.PAGESIZE] = 0
+        memory[-1:] = 0
+        for scales in self._scales:
+            scales[:, first:end] = 0
 
     def begin(self, batch: Batch) -> None:
         for step in self._steps.values():
