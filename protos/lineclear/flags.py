@@ -1,4 +1,5 @@
-"""What either process says of its command line: its version, and of a flag that it does not have, which it may be.
+"""What either process says of its command line: its version, of a flag that it does not have, which it may be, and of a
+setting, what is wrong with it.
 
 Which flags there are is the settings' to say.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 _UNRECOGNISED = "unrecognized arguments: "
 _NEAR = 0.85  # a letter or two: --max-step-tokens, which the worker has, is no misspelling of --max-queue-tokens
@@ -49,6 +51,17 @@ def problems(
         else:
             lines.append(f"there is no flag {flag}; {otherwise.format(text)}")
     return "\n".join(lines)
+
+
+def sentence(error: Mapping[str, Any]) -> str:
+    """What is wrong with a setting, from what pydantic found."""
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"--{name.replace('_', '-')} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"there is no setting {name}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{name}: {message}" if name else message
 
 
 def _groups(words: Sequence[str]) -> list[tuple[str, str]]:

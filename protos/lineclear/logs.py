@@ -64,11 +64,9 @@ class LineWriter:
 def configure(process: str, level: str = "info", form: str = "auto") -> LineWriter:
     """Set up structlog for this process; every line carries `process`. Call once, before the first line.
 
-    `level` is a key of LEVELS. `form` is "json", "console", or "auto": console when standard error is a terminal.
+    `level` is a key of LEVELS, `form` what `chosen` takes.
     """
-    if form not in ("auto", "json", "console"):
-        raise ValueError(f"log form {form!r} is none of auto, json, console")
-    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    console = chosen(form) == "console"
     set_level(level)
     writer = LineWriter(sys.stderr)
     atexit.register(writer.close)
@@ -87,6 +85,15 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         cache_logger_on_first_use=True,
     )
     return writer
+
+
+def chosen(form: str) -> str:
+    """The form "json" or "console" as it is; for "auto", console when standard error is a terminal."""
+    if form not in ("auto", "json", "console"):
+        raise ValueError(f"log form {form!r} is none of auto, json, console")
+    if form == "auto":
+        return "console" if sys.stderr.isatty() else "json"
+    return form
 
 
 def set_level(level: str) -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.logs import LineWriter
+from lineclear.logs import LineWriter, chosen
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.worker.settings import WorkerSettings
 
 SCRIPT = """
 import structlog, sys
@@ -61,6 +63,14 @@ def test_console_lines_are_for_people() -> None:
     assert "too_fine" in lines[0]
     assert "worker_joined" in lines[1]
     assert lines[1].split()[4:] == ["process=worker", "epoch=3", "model_id=toy"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_lines_for_people(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    assert chosen("auto") == ("console" if is_terminal else "json")
+    assert WorkerSettings(model="m", directory="d").log_format == "auto"
+    assert SchedulerSettings().log_format == "auto"
 
 
 @pytest.mark.parametrize(("level", "form"), [("loud", "json"), ("info", "xml")])

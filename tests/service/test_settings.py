@@ -157,11 +157,19 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("content", ["max_batch_sise = 3", "model = ", "[section]\nx = 1", "\xff"])
-def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("max_batch_sise = 3", "^there is no setting max_batch_sise$"),
+        ("model = ", r"bad\.toml: Invalid value"),
+        ("[section]\nx = 1", "^there is no setting section$"),
+        ("\xff", r"bad\.toml: 'utf-8' codec"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, says: str) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match=says):
         load(["--config", str(file)])
 
 

@@ -33,7 +33,7 @@ def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ([], "model: Field required\ndirectory: Field required"),
+        ([], "--model is missing\n--directory is missing"),
         ([*REQUIRED, "--num-slots", "0"], "num_slots: .*greater than or equal to 1"),
         ([*REQUIRED, "--device", "tpu"], "device: .*'cuda'"),
         ([*REQUIRED, "--kv-memory-fraction", "1"], "kv_memory_fraction: .*less than 1"),

@@ -48,7 +48,8 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
 
     gc.freeze()
     gc.enable()
-    log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=settings.log_format == "console"))
+    for_people = logs.chosen(settings.log_format) == "console"
+    log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=for_people))
     began_at = time.monotonic()
     try:
         runner = make_runner(settings)

@@ -116,7 +116,10 @@ class WorkerSettings(BaseSettings):
 
     # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
-    log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto",
+        description="One JSON object a line, or text for people; auto: text when standard error is a terminal.",
+    )
 
 
 def load(argv: Sequence[str]) -> WorkerSettings:
@@ -129,12 +132,7 @@ def load(argv: Sequence[str]) -> WorkerSettings:
     try:
         return WorkerSettings(**arguments)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
+        raise ConfigurationError("\n".join(flags.sentence(e) for e in error.errors(include_input=False))) from None
     except SettingsError as error:
         known = flags.of_fields(WorkerSettings.model_fields)
         raise ConfigurationError(flags.problems(str(error), known, otherwise="--help lists them")) from None
-
-
-def _sentence(error: Any) -> str:
-    name = ".".join(str(part) for part in error["loc"])
-    return f"{name}: {error['msg']}" if name else str(error["msg"])

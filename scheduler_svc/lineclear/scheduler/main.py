@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
-    shown = settings.model_dump(exclude_defaults=_log_format(settings) == "console")
+    shown = settings.model_dump(exclude_defaults=logs.chosen(settings.log_format) == "console")
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
     leaving = Leaving()
     leaving.listen_to_signals()
@@ -148,19 +148,12 @@ def _worker_command(
         "--num-slots": str(settings.max_batch_size),
         "--max-step-tokens": str(settings.target_batch_tokens),
         "--log-level": settings.log_level,
-        "--log-format": _log_format(settings),
+        "--log-format": logs.chosen(settings.log_format),  # it writes to the same standard error
     }
     given = {flag.partition("=")[0] for flag in worker_flags}
     command = settings.worker_command or (sys.executable, "-P", "-m", "lineclear.worker.main")
     flags = [part for flag, value in shared.items() if flag not in given for part in (flag, value)]
     return [*command, *flags, *worker_flags]
-
-
-def _log_format(settings: SchedulerSettings) -> str:
-    """The worker writes to the same standard error, so in the same form."""
-    if settings.log_format == "auto":
-        return "console" if sys.stderr.isatty() else "json"
-    return settings.log_format
 
 
 def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:

@@ -355,7 +355,7 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
         arguments: dict[str, Any] = {**(_read(file) if file else {}), "_cli_parse_args": ours}
         return SchedulerSettings(**arguments), worker_flags
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_sentence(e) for e in error.errors(include_input=False))) from None
+        raise ConfigurationError("\n".join(flags.sentence(e) for e in error.errors(include_input=False))) from None
     except SettingsError as error:
         raise ConfigurationError(_about_flags(str(error))) from None
 
@@ -390,9 +390,3 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigurationError(f"config file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"config file {path}: {error}") from None
-
-
-def _sentence(error: Any) -> str:
-    name = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{name}: {message}" if name else message
