@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,39 @@ def test_nobody_there_is_unreachable(tmp_path: Path, client: Any) -> None:
     for call in (client.generate, client.tokenize, client.health):
         with pytest.raises(Unreachable, match="no answer from unix:"):
             call("x")
+
+
+def test_a_server_that_is_late_to_accept_is_reached_all_the_same(server: Any, client: Any) -> None:
+    """Its port is open, and for two seconds nobody takes up what comes, as on a busy machine."""
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        wires: list[socket.socket] = []
+
+        def pump(source: socket.socket, drain: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    drain.sendall(data)
+
+        def open_late() -> None:
+            time.sleep(2.0)
+            with contextlib.suppress(OSError):
+                while True:
+                    outside, _ = door.accept()
+                    inside = socket.create_connection(server.target.rsplit(":", 1))
+                    wires.extend((outside, inside))
+                    for ends in ((outside, inside), (inside, outside)):
+                        threading.Thread(target=pump, args=ends).start()
+
+        late = threading.Thread(target=open_late)
+        late.start()
+        stack.callback(late.join)
+        stack.callback(door.shutdown, socket.SHUT_RDWR)
+        client.target = f"127.0.0.1:{door.getsockname()[1]}"
+        assert client.generate("one two").text == "one two"
+        for wire in wires:
+            with contextlib.suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+            wire.close()
 
 
 def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: Any) -> None:

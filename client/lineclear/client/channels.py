@@ -49,8 +49,10 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
         # Reconnecting must not be slower than the pauses between attempts.
         "grpc.initial_reconnect_backoff_ms": 200,
-        "grpc.min_reconnect_backoff_ms": 1_000,
         "grpc.max_reconnect_backoff_ms": 5_000,
+        # In spite of its name, how long one attempt to connect may take. A busy server accepts late, which is no reason
+        # to call it unreachable; but of a replica that has gone nobody ever answers.
+        "grpc.min_reconnect_backoff_ms": 5_000,
         # Behind a headless Service every replica gets its share.
         "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
         # A proxy for the web is hardly ever on the way to an inference server, and http_proxy is often set.
