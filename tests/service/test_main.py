@@ -66,6 +66,7 @@ def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(sta
     found = figures()
     assert found["lineclear_requests_finished_total"] == found["lineclear_total_seconds_count"] == 1
     assert found["lineclear_worker_joined"] == 1
+    until(lambda: figures().get('lineclear_requests_ended_total{outcome="length"}') == 1)
     call = server.stub.Generate(endless())
     next(call)
     server.popen.send_signal(signal.SIGTERM)

@@ -33,7 +33,7 @@ class _Given(Collector):
 def read(stats: pb.GetStatsResponse, figures: Stats) -> dict[str, float]:
     """{name and labels: value} of what a scrape of these would bring, by the library's own parser."""
     registry = CollectorRegistry()
-    registry.register(_Given(list(families(stats, figures.spreads))))
+    registry.register(_Given(list(families(stats, figures))))
     samples = [s for f in text_string_to_metric_families(generate_latest(registry).decode()) for s in f.samples]
     return {"".join([s.name, *(f" {k}={v}" for k, v in sorted(s.labels.items()))]): s.value for s in samples}
 
@@ -68,6 +68,19 @@ def test_durations_are_counted_up_to_each_bound() -> None:
     assert found["lineclear_total_seconds_count"] == 5
     assert found["lineclear_queue_seconds_count"] == 0
     assert list(BOUNDS_SECONDS) == sorted(BOUNDS_SECONDS)
+
+
+def test_requests_are_counted_by_how_they_ended() -> None:
+    figures = Stats(0.0)
+    for outcome in ("length", "stop_eos", "length", "deadline_exceeded"):
+        figures.add_ended(outcome)
+    found = read(pb.GetStatsResponse(), figures)
+    ended = {name: value for name, value in found.items() if name.startswith("lineclear_requests_ended_total")}
+    assert ended == {
+        "lineclear_requests_ended_total outcome=length": 2,
+        "lineclear_requests_ended_total outcome=stop_eos": 1,
+        "lineclear_requests_ended_total outcome=deadline_exceeded": 1,
+    }
 
 
 # -- the listener

@@ -183,6 +183,7 @@ class Admission:
         ticket.is_over = True
         del self._tickets[ticket.mailbox.label]
         self._streams.close(ticket.mailbox)
+        self._stats.add_ended(outcome)
         _log_end(ticket, outcome, self._clock())
 
     def _salt(self, ticket: Ticket, message: pb.GenerateRequest) -> bytes:

@@ -1,13 +1,14 @@
 """The figures of GetStats in the form that Prometheus reads: which they are and what they are called.
 
 A counter or gauge that joins GetStats is here with it. Nothing about requests, callers or content: no label has a value
-from outside. How they are fetched is in `scrapes`.
+from outside; those of `outcome` are words of ours, finish reasons and reasons of errors. How they are fetched is in
+`scrapes`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from google.protobuf.message import Message
 from prometheus_client.core import (
@@ -18,18 +19,22 @@ from prometheus_client.core import (
     Metric,
 )
 
-from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Spread
+from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Spread, Stats
 from lineclear.v1 import inference_pb2 as pb
 
 
-def families(stats: pb.GetStatsResponse, spreads: Mapping[str, Spread]) -> Iterator[Metric]:
-    """All there is. `spreads` are those of Stats: of requests that finished, since the start."""
+def families(stats: pb.GetStatsResponse, figures: Stats) -> Iterator[Metric]:
+    """All there is. Of `figures` what is counted since the start."""
     for name, value in _numbers(stats.totals):
         if isinstance(value, int):  # a share can be had from the counters, over any time
             yield CounterMetricFamily(f"lineclear_{name}", f"Totals.{name} of GetStats.", value=value)
     for name, value in _numbers(stats.gauges):
         yield GaugeMetricFamily(f"lineclear_{name}", f"Gauges.{name} of GetStats.", value=value)
-    for name, spread in spreads.items():
+    ended = CounterMetricFamily("lineclear_requests_ended", "Of those that were let in, by how.", labels=["outcome"])
+    for outcome, count in figures.ended.items():
+        ended.add_metric([outcome], count)
+    yield ended
+    for name, spread in figures.spreads.items():
         yield _histogram(name, spread)
     yield GaugeMetricFamily("lineclear_step_seconds_p99", "Quantiles.p99 of step_seconds.", stats.step_seconds.p99)
     uptime_seconds = stats.uptime.ToTimedelta().total_seconds()

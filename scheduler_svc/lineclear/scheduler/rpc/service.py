@@ -336,7 +336,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def metrics(self) -> list[Metric]:
         """The same for Prometheus."""
-        return list(families(self._overview(), self._stats.spreads))
+        return list(families(self._overview(), self._stats))
 
     def _overview(self) -> pb.GetStatsResponse:
         return overview.stats(

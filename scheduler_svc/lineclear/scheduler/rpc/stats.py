@@ -7,7 +7,7 @@ comes from its snapshot and is not kept here.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,6 +95,8 @@ class Stats:
     def __init__(self, now: float) -> None:
         self._since = now
         self.spreads = {name: Spread() for name in ("queue", "first_token", "inter_token", "total")}
+        self.ended: Counter[str] = Counter()
+        """How many of those that were let in ended how: by finish reason, or by the reason of their error."""
         self._window: deque[Durations] = deque(maxlen=WINDOW_REQUESTS)
         self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
 
@@ -104,6 +106,10 @@ class Stats:
         for name, spread in self.spreads.items():
             if (seconds := getattr(spent, name)) is not None:
                 spread.add(seconds)
+
+    def add_ended(self, outcome: str) -> None:
+        """A request that was let in is over, one way or another."""
+        self.ended[outcome] += 1
 
     def add_tokens(self, count: int, now: float) -> None:
         """So many output tokens came from the worker."""
