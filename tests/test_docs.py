@@ -16,6 +16,7 @@ from support.patience import PATIENCE_SECONDS
 from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
 
+from lineclear import flags
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
@@ -97,6 +98,22 @@ def test_commands_of_the_readme_run(command: str, service: Service) -> None:
     done = subprocess.run(lineclear, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout or "generate" not in words
+
+
+def test_the_servers_flags_in_the_readme_are_those_of_the_process_they_are_given_to() -> None:
+    found = {"scheduler": set[str](), "worker": set[str]()}
+    for command in commands():
+        words = command.split()
+        if words[0] == ".venv/bin/lineclear-worker":
+            found["worker"].update(words)
+        elif words[0] == ".venv/bin/lineclear-scheduler" or words[:2] == [".venv/bin/lineclear", "serve"]:
+            cut = words.index("--") if "--" in words else len(words)
+            found["scheduler"].update(words[:cut])
+            found["worker"].update(words[cut + 1 :])
+    for process, settings in (("scheduler", SchedulerSettings), ("worker", WorkerSettings)):
+        given = {word for word in found[process] if word.startswith("--")}
+        assert len(given) >= 2
+        assert given <= flags.of_fields(settings.model_fields), process
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
