@@ -31,9 +31,8 @@ def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int
     for slot, (said, _) in enumerate(history):
         table.enter(slot, parameters[slot])
         tokens[slot, : len(said)] = torch.tensor(said)
-    slots = np.arange(len(parameters))
-    positions = np.array([len(said) for said, _ in history], np.int64)
-    rows = table.select(slots, positions, np.array([prompt for _, prompt in history], np.int64))
+    positions = [len(said) for said, _ in history]
+    rows = table.select(list(range(len(parameters))), positions, np.array([prompt for _, prompt in history], np.int64))
     return sample(of(logits.clone()), rows, tokens)
 
 
@@ -47,7 +46,8 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
 @pytest.mark.usefixtures("each_way")
 def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
-    assert run(logits, [Sampling()] * 3).tokens.tolist() == [1, 0, 0]
+    found = run(logits, [Sampling()] * 3)
+    assert found.tokens.tolist() == found.known == [1, 0, 0]
 
 
 @pytest.mark.usefixtures("each_way")
@@ -70,10 +70,12 @@ def test_the_best_is_what_torch_says_in_every_library(dtype: torch.dtype) -> Non
         logits[5, width - 1] = float("inf")
         logits[6, width // 4 :] = logits[6].max()
         logits[7] = float("nan")
-        _, best, ids = of(logits)
+        _, best, ids, known = of(logits)
         wanted, where = logits.float().max(dim=-1)
         torch.testing.assert_close(best.float(), wanted, rtol=0, atol=0, equal_nan=True)
         assert ids.tolist() == where.tolist()
+        assert known is not None
+        assert repr(known) == repr((best.tolist(), ids.tolist()))
 
 
 # --- against transformers ------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_the_last_position_of_the_context_can_be_computed_and_followed() -> None
     slots = Slots(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
     packed = go(slots, plan(Row(0, 16, 2, True, (4,))))
-    assert packed.sample_positions.tolist() == [18]
+    assert packed.sample_positions == [18]
     slots.write_sampled(packed, torch.tensor([42]))
     assert slots.tokens[0].tolist() == [*range(1, 19), 42]
 
@@ -124,8 +124,8 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
     assert slots.tokens.view(-1)[torch.from_numpy(packed.reads)].tolist() == [31, 30, 1, 2, 3, 4]
     assert packed.positions.tolist() == [3, 7, 0, 1, 2, 3]
     assert packed.sample_rows.tolist() == [5, 1, 0]
-    assert packed.sample_slots.tolist() == [1, 0, 3]
-    assert packed.sample_positions.tolist() == [4, 8, 4]
+    assert packed.sample_slots == [1, 0, 3]
+    assert packed.sample_positions == [4, 8, 4]
 
 
 def test_cached_blocks_are_the_start_of_the_table() -> None:
@@ -177,8 +177,8 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
         slots = Slots(CAPACITY, torch.device("cpu"))
         slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
         packed = go(slots, step)
-        slots.write_sampled(packed, torch.tensor([40, 41, 42]))
-        columns = [column.tolist() for column in (*packed[1:], packed.batch.cells)]
+        slots.write_sampled(packed, [40, 41, 42])
+        columns = [list(column) for column in (*packed[1:], packed.batch.cells)]
         blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
         found.append(
             (columns, blocks, slots.tokens.tolist(), go(slots, plan(decodes=Decodes((3,), (5,)))).reads.tolist())

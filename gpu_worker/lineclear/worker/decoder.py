@@ -121,10 +121,16 @@ class Decoder:
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = Count(0), Count(0)
         self._table, self._reads, self._positions, self._rows = Place(), Place(), Place(), Place()
+        self._read_from: Tensor | None = None  # where `_table` points
+        # How many rows there are room for is kept beside the tensors: to ask one for its length takes 10 µs in a step.
         self._memory: _Memory | None = None
+        self._memory_rows = 0
         self._ending: _Ending | None = None
+        self._ending_rows = self._shown = 0
         self._layers_tape, self._ending_tape = Tape(), Tape()
-        self._logits = Logits(torch.empty(0), torch.empty(0), torch.empty(0))
+        self._logits: tuple[Tensor, Tensor, Tensor] = (torch.empty(0), torch.empty(0), torch.empty(0))
+        self._best_here: Any = memoryview(b"")  # the last two, as the host reads them
+        self._ids_here: Any = memoryview(b"")
         self._still: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
@@ -139,21 +145,22 @@ class Decoder:
         """
         assert reads.dtype == positions.dtype == rows.dtype == np.int64
         ending = self._room_for_samples(len(rows), self._room_for_tokens(len(reads)))
-        if len(rows) != len(self._logits.ids):
-            self._logits = Logits(*(x[: len(rows)] for x in (ending.logits, ending.best, ending.ids)))
+        if len(rows) != self._shown:
+            self._show(ending, len(rows))
         self._turns.learn(max(positions.tolist()) + 1)
         self._tokens.value, self._samples.value = len(reads), len(rows)
-        self._table.value = tokens.data_ptr()
+        if tokens is not self._read_from:
+            self._read_from, self._table.value = tokens, tokens.data_ptr()
         self._reads.value, self._positions.value, self._rows.value = map(address, (reads, positions, rows))
         self._layers_tape.play()
         self._ending_tape.play()
-        return self._logits
+        return Logits(*self._logits, (self._best_here.tolist(), self._ids_here.tolist()))
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def _room_for_tokens(self, tokens: int) -> _Memory:
-        if self._memory is None or tokens > len(self._memory.residual):
-            capacity = max(tokens, 2 * (0 if self._memory is None else len(self._memory.residual)))
+        if self._memory is None or tokens > self._memory_rows:
+            capacity = self._memory_rows = max(tokens, 0 if self._memory is None else 2 * self._memory_rows)
             query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
             shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
             shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), *[(self._turns.width,)] * 2]
@@ -167,12 +174,13 @@ class Decoder:
         return self._memory
 
     def _room_for_samples(self, samples: int, m: _Memory) -> _Ending:
-        if self._ending is None or samples > len(self._ending.logits):
+        if self._ending is None or samples > self._ending_rows:
+            self._ending_rows = samples
             shapes = [(self._hidden,)] * 3 + [(self._vocabulary,), (), ()]
             dtypes = [self._dtype] * 4 + [torch.float32, torch.int64]
             made = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
             e = self._ending = _Ending(*made)
-            self._logits = Logits(e.logits, e.best, e.ids)
+            self._show(e, samples)
             # The last part's output, which nobody has added to the residual yet.
             part = m.part if self._layers[-1].norm_after_mlp is None else m.normed_part
             tape = [
@@ -185,6 +193,12 @@ class Decoder:
                 tape.append((lambda: e.logits[: self._samples.value].mul_(self._logits_scale), ()))
             self._ending_tape = Tape([*tape, self._best(e)])
         return self._ending
+
+    def _show(self, e: _Ending, samples: int) -> None:
+        """Hand out so many rows: a slice of a tensor costs more than a step of one row has to spare."""
+        self._shown = samples
+        _, best, ids = self._logits = e.logits[:samples], e.best[:samples], e.ids[:samples]
+        self._best_here, self._ids_here = best.numpy().data, ids.numpy().data
 
     def _record(self, m: _Memory) -> list[Call]:
         """From ids and positions through all layers, on the first `_tokens` rows of `m`."""

@@ -25,6 +25,8 @@ class Logits(NamedTuple):
     """[num_rows]: the highest of each row; NaN where there is one."""
     ids: Tensor
     """[num_rows] int64: the token that has it, the lowest id among equals."""
+    known: tuple[list[float], list[int]] | None = None
+    """`best` and `ids`, where the host has them already: on a CPU. For a few rows a list costs less than a tensor."""
 
 
 def of(values: Tensor) -> Logits:
@@ -38,11 +40,14 @@ def of(values: Tensor) -> Logits:
         best, ids = torch.empty(count), torch.empty(count, dtype=torch.int64)
         element = ELEMENTS[values.dtype]
         native.lineclear_best(element, count, vocabulary, values.data_ptr(), best.data_ptr(), ids.data_ptr())
-        return Logits(values, best, ids)
+        return _of(values, best, ids)
     if vocabulary % _BEST_WIDTH:
-        best, ids = values.max(dim=-1)
-        return Logits(values, best, ids)
+        return _of(values, *values.max(dim=-1))
     pieces = values.view(count, vocabulary // _BEST_WIDTH, _BEST_WIDTH)
     piece = pieces.amax(dim=-1).max(dim=-1).indices
     best, inside = pieces[torch.arange(count, device=values.device), piece].max(dim=-1)
-    return Logits(values, best, piece * _BEST_WIDTH + inside)
+    return _of(values, best, piece * _BEST_WIDTH + inside)
+
+
+def _of(values: Tensor, best: Tensor, ids: Tensor) -> Logits:
+    return Logits(values, best, ids, (best.tolist(), ids.tolist()) if values.device.type == "cpu" else None)

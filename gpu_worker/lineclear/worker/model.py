@@ -63,6 +63,10 @@ class LoadedModel:
         """
         if self.decoder is not None:
             return self.decoder.logits(tokens, reads, positions, rows)
+        return self._forward(tokens, reads, positions, rows)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Tensor, reads: IntArray, positions: IntArray, rows: IntArray) -> Logits:
         input_ids, kept = tokens.index_select(0, on_device(reads, self.device)), on_device(rows, self.device)
         logits = forward(self.model, input_ids, on_device(positions, self.device), logits_to_keep=kept)
         return of(logits if self.selects_rows else logits.index_select(0, kept))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -151,13 +152,16 @@ class ParameterTable:
         else:
             self._others.discard(slot)
 
-    def select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
+    def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingRows:
         """The work of a step whose sampling rows have these slots and will put their tokens at these positions.
 
         `prompt_lens` are those of all slots.
         """
-        if self._others.isdisjoint(slots.tolist()):
-            return SamplingRows(len(slots))
+        if self._others.isdisjoint(slots):
+            return _greedy(len(slots))
+        return self._select(np.array(slots, np.int64), np.array(positions, np.int64), prompt_lens)
+
+    def _select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
         scalars, prompt_lens = self._scalars[slots], prompt_lens[slots]
         cut = (scalars["top_k"] > 0) | (scalars["top_p"] < 1) | (scalars["min_p"] > 0)
         drawn = scalars["temperature"] > 0
@@ -243,6 +247,12 @@ class ParameterTable:
 
     def _column(self, array: npt.NDArray[np.generic]) -> Tensor:
         return on_device(np.ascontiguousarray(array), self._device)[:, None]
+
+
+@cache
+def _greedy(num_rows: int) -> SamplingRows:
+    """The work of most steps; at most one for each number of slots."""
+    return SamplingRows(num_rows)
 
 
 _NOTHING = np.zeros(0, np.int64)

@@ -33,9 +33,13 @@ class Turns:
     def learn(self, end: int) -> None:
         """Fill in the positions before `end`."""
         while self._known < end:
-            begin, self._known = self._known, min(self._limit, self._known + _PIECE)
-            piece = slice(begin, self._known)
-            self.cosine[piece], self.sine[piece] = self._ask(begin, self._known)
+            self._learn_piece()
+
+    @torch.inference_mode()
+    def _learn_piece(self) -> None:
+        begin, self._known = self._known, min(self._limit, self._known + _PIECE)
+        piece = slice(begin, self._known)
+        self.cosine[piece], self.sine[piece] = self._ask(begin, self._known)
 
     def _ask(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])

@@ -49,6 +49,7 @@ class ModelRunner:
         Raises ModelRefused where it does not fit, or no backend keeps such keys and values.
         """
         self._loaded = loaded
+        self._device_type = loaded.device.type  # torch would take 10 µs and more to say it, at every step
         self._kv_dtype = kv_dtype or loaded.dtype
         num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_memory_fraction)
         self.capacity = Capacity(
@@ -111,11 +112,10 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Flight:
         """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""
         self._slots.check(plan)
-        stopwatch = _Stopwatch(self._loaded.device)
+        stopwatch = _Stopwatch(self._loaded.device, self._device_type)
         try:
-            with torch.inference_mode():
-                rows, sampled = self._step(plan)
-                return _Flight(plan, rows, sampled, stopwatch)
+            rows, sampled = self._step(plan)
+            return _Flight(plan, rows, sampled, stopwatch)
         except Exception as error:
             raise _step_failed(error) from error
 
@@ -132,7 +132,7 @@ class ModelRunner:
         if not rows.num_rows:
             return rows, None
         sampled = sample(logits, rows, self._slots.tokens)
-        self._slots.write_sampled(packed, sampled.tokens)
+        self._slots.write_sampled(packed, sampled.tokens if sampled.known is None else sampled.known)
         return rows, sampled
 
     def _logits(self, packed: Packed) -> Logits:
@@ -153,18 +153,18 @@ def _num_blocks(loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num
 class _Stopwatch:
     """Times a step where it runs: on the device's own clock on CUDA, on the host's elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin = _event(device)
+    def __init__(self, device: torch.device, device_type: str) -> None:
+        self._device, self._device_type = device, device_type
+        self._begin = self._event()
         self._end: torch.cuda.Event | None = None
         self._began_at = time.perf_counter()
         self._ended_at = self._began_at
 
     def stop(self) -> bool:
         """Everything of the step has been launched. Whether it is done, too."""
-        self._end = _event(self._device)
+        self._end = self._event()
         self._ended_at = time.perf_counter()
-        return self._device.type == "cpu"
+        return self._device_type == "cpu"
 
     def wait(self) -> float:
         """Wait until the step is done; its seconds."""
@@ -173,13 +173,12 @@ class _Stopwatch:
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) / 1000
 
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+    def _event(self) -> torch.cuda.Event | None:
+        if self._device_type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class _Flight:
@@ -191,7 +190,7 @@ class _Flight:
     def __init__(self, plan: StepPlan, rows: SamplingRows, sampled: Sampled | None, stopwatch: _Stopwatch) -> None:
         self._plan = plan
         self._rows = rows
-        self._outputs = None if sampled is None else _all_to_host(sampled)
+        self._outputs = sampled if sampled is None or sampled.known is not None else _all_to_host(sampled)
         self._stopwatch = stopwatch
         self.is_over = stopwatch.stop()
         # A CPU's outputs lie in memory that the next step writes to.
@@ -212,7 +211,7 @@ class _Flight:
         return StepResult(
             epoch=epoch,
             step=step,
-            tokens=tuple(self._outputs.tokens.tolist()),
+            tokens=tuple(self._outputs.tokens.tolist() if self._outputs.known is None else self._outputs.known),
             logprobs=self._logprobs(self._outputs),
             bad_rows=_rows_where(self._outputs.bad),
             step_seconds=seconds,
@@ -233,7 +232,10 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 
 
 def _all_to_host(sampled: Sampled) -> Sampled:
-    return Sampled(_to_host(sampled.tokens), *(None if x is None else _to_host(x) for x in sampled[1:]))
+    """What the host does not know yet."""
+    maybe = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+    bad, logprobs, top_ids, top_logprobs = (None if x is None else _to_host(x) for x in maybe)
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

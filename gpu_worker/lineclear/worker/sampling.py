@@ -34,6 +34,8 @@ class Sampled(NamedTuple):
     top_ids: Tensor | None = None
     """[num asked, most asked]: the most likely first, the lowest id first among equals."""
     top_logprobs: Tensor | None = None
+    known: list[int] | None = None
+    """`tokens`, where the host has them already."""
 
 
 def sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
@@ -41,16 +43,21 @@ def sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
 
     `token_table` [num_slots, positions] holds what the penalised sequences have said so far.
     """
-    logits, best, tokens = model
+    if model.known is not None and rows.is_greedy and all(map(math.isfinite, model.known[0])):
+        return Sampled(model.ids, None, known=model.known[1])
+    return _sample(model, rows, token_table)
+
+
+@torch.inference_mode()
+def _sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
+    logits, best, tokens, _ = model
     # Models may put -inf on ids they never say, so a row is bad when its best is not finite, not when any is not.
-    if rows.is_greedy and best.device.type == "cpu" and all(map(math.isfinite, best.tolist())):
-        return Sampled(tokens, None)
     bad = ~torch.isfinite(best)
     if rows.is_greedy:
         return Sampled(tokens.masked_fill_(bad, 0), bad)
     logits = logits.float()
     if rows.changes_logits:
-        logits, best, tokens = of(_change(logits, rows, token_table))
+        logits, best, tokens, _ = of(_change(logits, rows, token_table))
         bad |= ~torch.isfinite(best)
     if rows.draws is not None:
         tokens[rows.draws.rows] = _draw(logits, rows.draws)

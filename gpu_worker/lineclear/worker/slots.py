@@ -41,10 +41,10 @@ class Packed(NamedTuple):
     """[num_tokens]: its position in its sequence."""
     sample_rows: IntArray
     """[num_samples]: packed index of the token whose logits are sampled, in the plan's order."""
-    sample_slots: IntArray
-    sample_positions: IntArray
+    sample_slots: list[int]
+    sample_positions: list[int]
     """[num_samples]: the position that the sampled token will have."""
-    writes: IntArray
+    writes: list[int]
     """[num_samples]: where in the flattened token table it will be."""
 
 
@@ -57,7 +57,7 @@ class Slots:
         self.stride = capacity.max_model_len + 1  # the token sampled at the very end has a place, too
         self.tokens = torch.zeros((capacity.num_slots, self.stride), dtype=torch.int64, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self._host_tokens = self.flat_tokens.numpy() if device.type == "cpu" else None
+        self._host_tokens = self.flat_tokens.numpy().data if device.type == "cpu" else None
         max_blocks = -(-capacity.max_model_len // capacity.block_size)
         self._blocks = np.zeros((capacity.num_slots, max_blocks), np.int32)
         self._flat_blocks = self._blocks.reshape(-1)
@@ -80,7 +80,7 @@ class Slots:
             raise _protocol("two owners for one slot")
         for init in plan.inits:
             self._check_init(init)
-        if len({*plan.decodes.slots, *(row.slot for row in plan.chunks)}) != plan.num_rows:
+        if len({*plan.decodes.slots, *[row.slot for row in plan.chunks]}) != plan.num_rows:
             raise _protocol("a slot has two rows")
         if plan.num_tokens > self.capacity.max_step_tokens:
             raise _protocol(f"more than {self.capacity.max_step_tokens} tokens in a step")
@@ -103,12 +103,15 @@ class Slots:
             self._append(row)
         return self._pack(plan)
 
-    def write_sampled(self, packed: Packed, tokens: Tensor) -> None:
-        """Put the step's sampled tokens (on the device, in the plan's order) where later steps read them."""
-        if self._host_tokens is not None:  # a fraction of what torch takes for a few
-            self._host_tokens[packed.writes] = tokens.numpy()
-        else:
-            self.flat_tokens.index_copy_(0, on_device(packed.writes, self.device), tokens)
+    def write_sampled(self, packed: Packed, tokens: Tensor | list[int]) -> None:
+        """Put the step's sampled tokens (in the plan's order; a tensor on the device) where later steps read them."""
+        if self._host_tokens is None:
+            assert isinstance(tokens, Tensor)
+            self.flat_tokens.index_copy_(0, on_device(np.array(packed.writes, np.int64), self.device), tokens)
+            return
+        known = tokens if isinstance(tokens, list) else tokens.tolist()
+        for place, token in zip(packed.writes, known, strict=True):
+            self._host_tokens[place] = token
 
     # --- checking ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +217,8 @@ class Slots:
         starts = [*decodes.starts, *(row.start for row in chunks)]
         counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
         order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
-        first, num_tokens = list[int](), 0
+        first: list[int] = []
+        num_tokens = 0
         last = [0] * len(slots)  # packed index of each plan row's last token
         for i in order:
             first.append(num_tokens)
@@ -229,13 +233,13 @@ class Slots:
         sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
         sample_slots, ends = [slots[i] for i in sampling], [starts[i] + counts[i] for i in sampling]
         writes = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
-        by_sample = [last[i] for i in sampling], sample_slots, ends, writes
         firsts, num_queries, queries_start, tables = columns = np.array(by_chunk, np.int64)
         by_token = np.array((reads, positions, cells), np.int64)
         if len(single) < len(order):
             by_token = np.concatenate((by_token, self._spread(*columns[:, len(single) :])), axis=1)
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
-        return Packed(batch, *by_token[:2], *np.array(by_sample, np.int64))
+        sample_rows = np.array([last[i] for i in sampling], np.int64)
+        return Packed(batch, by_token[0], by_token[1], sample_rows, sample_slots, ends, writes)
 
     def _spread(self, first: IntArray, count: IntArray, start: IntArray, table: IntArray) -> IntArray:
         """[3, num_tokens] for rows that lie packed one after the other: what is read, the positions and their cells."""

@@ -11,6 +11,18 @@ namespace {
 constexpr int64_t PIECE = 512;
 constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which a second thread costs more than it saves
 
+// work(row) for each row. A few rows go past OpenMP altogether: its team of one costs as much as the row, and takes the
+// place of the team that the products around it would find ready.
+template <typename Work>
+void each(int64_t rows, bool worth_threads, Work work) {
+  if (!worth_threads) {
+    for (int64_t r = 0; r < rows; r++) work(r);
+    return;
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; r++) work(r);
+}
+
 template <typename T>
 float sum_of_squares(const T* x, int64_t dim) {
   vfloat sum = vfloat{};
@@ -29,15 +41,14 @@ void scale_row(const T* x, const T* weight, float inverse_rms, T* out, int64_t d
 
 template <typename T>
 void add_norm(int64_t rows, int64_t dim, const T* add, float add_scale, T* residual, const T* weight, float eps, T* out) {
-#pragma omp parallel for if (rows * dim > WORTH_THREADS) schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
+  each(rows, rows * dim > WORTH_THREADS, [&](int64_t r) {
     T* x = residual + r * dim;
     if (add) {
       const T* y = add + r * dim;
       for (int64_t d = 0; d < dim; d += LANES) store(x + d, load(x + d) + load(y + d) * add_scale);
     }
     if (weight) scale_row(x, weight, 1.0f / std::sqrt(sum_of_squares(x, dim) / dim + eps), out + r * dim, dim);
-  }
+  });
 }
 
 // One head: norm where there is a weight, then rotate its first `rotary` elements: (a, b) -> (a cos - b sin, b cos + a sin).
@@ -64,8 +75,7 @@ void split_heads(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int
                  const float* cosine, const float* sine, const T* q_weight, const T* k_weight, bool whole, float eps,
                  T* q, T* k, T* v) {
   const int64_t width = (heads + 2 * kv_heads) * dim;
-#pragma omp parallel for if (rows * width > WORTH_THREADS) schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
+  each(rows, rows * width > WORTH_THREADS, [&](int64_t r) {
     const T* from = qkv + r * width;
     const float *c = cosine + r * rotary, *s = sine + r * rotary;
     const auto turn = [&](const T* x, const T* weight, int64_t count, T* out) {
@@ -79,13 +89,12 @@ void split_heads(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int
     turn(from, q_weight, heads, q + r * heads * dim);
     turn(from + heads * dim, k_weight, kv_heads, k + r * kv_heads * dim);
     std::memcpy(v + r * kv_heads * dim, from + (heads + kv_heads) * dim, kv_heads * dim * sizeof(T));
-  }
+  });
 }
 
 template <typename T>
 void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* out) {
-#pragma omp parallel for if (rows * dim > WORTH_THREADS / 2) schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
+  each(rows, rows * dim > WORTH_THREADS / 2, [&](int64_t r) {
     const T* g = gate_up + r * 2 * dim;
     for (int64_t d = 0; d < dim; d += LANES) {
       vfloat x = load(g + d);
@@ -93,7 +102,7 @@ void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* ou
                                  : 0.5f * x * (1.0f + vtanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
       store(out + r * dim + d, y * load(g + dim + d));
     }
-  }
+  });
 }
 
 // The highest of a row and where it is: NaN is above everything, the first of equals wins.
@@ -138,13 +147,12 @@ extern "C" {
 
 // For each row of x [rows, width]: its highest element, as fp32, and that one's index.
 void lineclear_best(int64_t element, int64_t rows, int64_t width, const void* x, float* values, int64_t* indices) {
-#pragma omp parallel for if (rows * width > WORTH_THREADS) schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
+  each(rows, rows * width > WORTH_THREADS, [&](int64_t r) {
     if (element == 0)
       best((const float*)x + r * width, width, values + r, indices + r);
     else
       best((const bf16*)x + r * width, width, values + r, indices + r);
-  }
+  });
 }
 
 // residual += add * add_scale (where `add` is not null); out = rms_norm(residual) * weight (where `weight` is not null).
@@ -179,8 +187,7 @@ void lineclear_gate(int64_t element, int64_t rows, int64_t dim, int64_t activati
 
 // out [rows] = those rows of `from` that `indices` [rows] name; a row is so many bytes.
 void lineclear_take_rows(int64_t rows, int64_t bytes, const void* from, const int64_t* indices, void* out) {
-#pragma omp parallel for if (rows * bytes > WORTH_THREADS * 8) schedule(static)
-  for (int64_t r = 0; r < rows; r++) std::memcpy((char*)out + r * bytes, (const char*)from + indices[r] * bytes, bytes);
+  each(rows, rows * bytes > WORTH_THREADS * 8, [&](int64_t r) { std::memcpy((char*)out + r * bytes, (const char*)from + indices[r] * bytes, bytes); });
 }
 }
 
