@@ -61,10 +61,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step as attention sees it, in columns. Chunks of one query come first.
-
-    No chunk reads a cell that another one of the step writes: a block is shared only after the step that filled it.
-    """
+    """One step as attention sees it, in columns. Chunks of one query come first."""
 
     block_size: int
     first: IntArray

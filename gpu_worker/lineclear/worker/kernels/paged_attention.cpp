@@ -11,9 +11,6 @@
 // Pools of bytes have a scale for each token and head, beside them. Queries are made bytes as well then, and scores are
 // sums of integers: they are exact, so they do not depend on how the work is cut.
 //
-// A chunk that is one work item for each KV head writes there what nobody else reads in this step: where all of them are,
-// as in a step of decodes, no thread waits for another in between.
-//
 // Decodes are bound by memory: each key and value is used for a few rows and not again in this step. Pages are small and
 // lie anywhere, so the processor cannot guess the next one; `Following` says which it is, and its lines are fetched one
 // by one beside the loads of the current tile, which keeps as many on their way as there can be.
@@ -463,20 +460,17 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
   const int64_t heads = g.num_heads, kv_heads = g.num_kv_heads, dim = g.head_dim, share = heads / kv_heads;
   // Rows of a work item: whole queries where their heads fit into it, else one query's heads in slices.
   const int64_t slices = (share + MAX_ROWS - 1) / MAX_ROWS;
-  const bool writes_apart = batch.num_items > batch.num_chunks;
   std::atomic<int64_t> taken{0};
-  const auto write_token = [&](int64_t token, int64_t head) {
-    const int64_t block = batch.cells[token] / g.block_size, offset = batch.cells[token] % g.block_size;
-    const int64_t at = (token * kv_heads + head) * dim;
-    write<T, K, V>(g, layer, block, head, offset, key + at, value + at);
-  };
 
 #pragma omp parallel
   {
-    if (writes_apart) {
 #pragma omp for schedule(static)
-      for (int64_t token = 0; token < batch.num_tokens; token++)
-        for (int64_t head = 0; head < kv_heads; head++) write_token(token, head);
+    for (int64_t t = 0; t < batch.num_tokens; t++) {
+      const int64_t block = batch.cells[t] / g.block_size, offset = batch.cells[t] % g.block_size;
+      for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t at = (t * kv_heads + h) * dim;
+        write<T, K, V>(g, layer, block, h, offset, key + at, value + at);
+      }
     }
     Hand hand(batch, layer, &taken);
     Item item;
@@ -484,8 +478,6 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
       Item then = item;
       some = false;
       const Span& span = item.span;
-      if (!writes_apart)
-        for (int64_t i = item.from; i < item.to; i++) write_token(batch.first[item.chunk] + i, span.head);
       for (int64_t slice = 0; slice < slices; slice++) {
         const auto following = [&] {
           if (slice + 1 == slices) some = hand.take(&then);
