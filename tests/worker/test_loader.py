@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
+from structlog.testing import capture_logs
 
 from lineclear.worker.loader import adopt, load
 from lineclear.worker.model import ModelRefused
@@ -85,7 +86,7 @@ def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
     assert adopt(from_config(config)).max_model_len == 64
 
 
-def test_an_unverified_family_is_served_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unverified_family_is_served_with_a_warning() -> None:
     config = tf.NemotronConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=48,
@@ -95,8 +96,9 @@ def test_an_unverified_family_is_served_with_a_warning(capsys: pytest.CaptureFix
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    assert adopt(from_config(config)).family == "nemotron"
-    assert "model_family_not_verified" in capsys.readouterr().out
+    with capture_logs() as lines:
+        assert adopt(from_config(config)).family == "nemotron"
+    assert [line["event"] for line in lines] == ["model_family_not_verified"]
 
 
 # --- refused for its files -----------------------------------------------------------------------------------------
