@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from support.families import VOCAB_SIZE, tiny_config, tiny_model
 from structlog.testing import capture_logs
+from support.families import VOCAB_SIZE, tiny_config, tiny_model
 
 from lineclear.worker.loader import adopt, load
 from lineclear.worker.model import ModelRefused
