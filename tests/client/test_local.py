@@ -107,11 +107,13 @@ def test_one_that_does_not_leave_is_killed(started: list[subprocess.Popen[bytes]
 def test_it_goes_with_its_program(end: signal.Signals) -> None:
     """However that ends; and a Ctrl-C, which a terminal sends to a whole group of processes, is the program's alone."""
     program = f"""
-import signal, sys
+import signal, time
 from lineclear.client import LocalServer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background may ignore it
 with LocalServer(*{TOY!r}) as server:
     print(server._process.pid, server.log.parent, flush=True)
-    signal.pause()
+    while True:
+        time.sleep(0.1)  # not for ever: an interrupt may come just before
 """
     running = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
