@@ -18,6 +18,7 @@ from support.patience import SOON_SECONDS
 from support.toy import expected
 
 from lineclear.status import TRAILER, from_trailer
+from lineclear.v1 import admin_pb2, admin_pb2_grpc
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.types import Sampling
 
@@ -50,6 +51,48 @@ def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Ru
     assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
     assert server.exit_code() == 0
     assert server.wait_for("leaving")["reason"] == "standard input ended"
+
+
+def drain_by_operator(server: Running, stdin: int) -> None:
+    """Send AdminService.Drain."""
+    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+
+
+def drain_by_standard_input(server: Running, stdin: int) -> None:
+    """Close standard input."""
+    os.close(stdin)
+
+
+@pytest.mark.parametrize("drain", [drain_by_operator, drain_by_standard_input])
+def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
+    start: Callable[..., Running], drain: Callable[[Running, int], None]
+) -> None:
+    """A preStop hook that calls Drain, and then the kubelet's SIGTERM. A second signal ends the process at once."""
+    reading, writing = os.pipe()
+    server = start(
+        *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--leave-with-stdin"),
+        stdin=reading,
+        min_step_seconds=0.02,
+        max_step_seconds=0.02,
+    )
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+    call, long = server.stub.Generate(request), server.stub.Generate(endless())
+    tokens = list(next(call).token_ids)
+    next(long)
+    drain(server, writing)
+    server.wait_for("leaving")
+    server.popen.send_signal(signal.SIGTERM)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    server.wait_for("already_leaving", reason="SIGTERM")
+    server.popen.send_signal(signal.SIGTERM)
+    assert error_of(long).code == "UNAVAILABLE"
+    assert server.exit_code(SOON_SECONDS) == 0
+    assert server.wait_for("leaving_at_once")["reason"] == "SIGTERM"
+    os.close(reading)
+    if drain is drain_by_operator:
+        os.close(writing)
 
 
 def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:

@@ -64,7 +64,8 @@ class AdminServiceServicer(object):
     def Drain(self, request, context):
         """Leave as after SIGTERM: no new requests, those in progress to their ends
         or to that of drain_timeout_seconds, and then the process ends. Returns at
-        once; another call hurries nothing and says what remains by then.
+        once; another call hurries nothing and says what remains by then. A signal
+        that follows hurries nothing either; a second signal does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,8 @@ class AdminServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Leave as after SIGTERM: no new requests, those in progress to their ends
     or to that of drain_timeout_seconds, and then the process ends. Returns at
-    once; another call hurries nothing and says what remains by then.
+    once; another call hurries nothing and says what remains by then. A signal
+    that follows hurries nothing either; a second signal does.
     """
     DumpRecording: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpRecordingRequest, _admin_pb2.DumpRecordingResponse]
     """Write what the flight recorder has to a file on the server's machine.
@@ -65,7 +66,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Leave as after SIGTERM: no new requests, those in progress to their ends
     or to that of drain_timeout_seconds, and then the process ends. Returns at
-    once; another call hurries nothing and says what remains by then.
+    once; another call hurries nothing and says what remains by then. A signal
+    that follows hurries nothing either; a second signal does.
     """
     DumpRecording: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpRecordingRequest, _admin_pb2.DumpRecordingResponse]  # type: ignore[assignment]
     """Write what the flight recorder has to a file on the server's machine.
@@ -92,7 +94,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Leave as after SIGTERM: no new requests, those in progress to their ends
         or to that of drain_timeout_seconds, and then the process ends. Returns at
-        once; another call hurries nothing and says what remains by then.
+        once; another call hurries nothing and says what remains by then. A signal
+        that follows hurries nothing either; a second signal does.
         """
 
     @_abc_1.abstractmethod

@@ -39,10 +39,11 @@ class Leaving:
         self.failure: BaseException = RuntimeError()
         """What a part of this process died of, if one did."""
         self._hurry = asyncio.Event()
+        self._is_signalled = False
         self._loop = asyncio.get_running_loop()
 
     def listen_to_signals(self) -> None:
-        """SIGTERM and SIGINT: leave; a second one: at once. SIGHUP, which has nothing to reload: go on."""
+        """Handle SIGTERM and SIGINT: the first starts the drain, the second ends it at once. SIGHUP is ignored."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.add_signal_handler(signal.SIGHUP, log.info, "signal_ignored")
@@ -84,9 +85,13 @@ class Leaving:
             self._loop.call_soon_threadsafe(self.ask, "standard input ended")
 
     def _signalled(self, number: signal.Signals) -> None:
-        if self.begun.is_set():
+        # Only a second signal is a hurry. One signal after AdminService.Drain is what a preStop hook and a kubelet do.
+        is_second, self._is_signalled = self._is_signalled, True
+        if is_second:
             log.info("leaving_at_once", reason=number.name)
             self._hurry.set()
+        elif self.begun.is_set():
+            log.info("already_leaving", reason=number.name)
         else:
             self.begin(CLEAN, number.name)
 
