@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.retries import Attempts, Resumptions, RetryPolicy, may_retry
+from lineclear.client.calls import Settings
+from lineclear.client.kept import submission
+from lineclear.client.retries import MAX_TIMEOUT_SECONDS, Attempts, Resumptions, RetryPolicy, may_retry
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -204,3 +206,15 @@ def test_the_deadline_bounds_all_attempts_together() -> None:
 
 def test_without_a_deadline_there_is_none() -> None:
     assert attempts().begin() is None
+
+
+@pytest.mark.parametrize("timeout_seconds", [1e9, 1e15, 1e300, math.inf])
+def test_a_timeout_longer_than_a_year_counts_as_one(timeout_seconds: float) -> None:
+    assert attempts(timeout_seconds).begin() == MAX_TIMEOUT_SECONDS
+    prompt = Settings(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
+    assert submission(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
+
+
+def test_a_timeout_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        attempts(math.nan)

@@ -117,6 +117,16 @@ def test_a_deadline_passes_without_any_message_to_wake_the_engine() -> None:
         assert 0.1 <= time.monotonic() - begin < SOON_SECONDS
 
 
+def test_a_deadline_years_ahead_is_waited_for_while_there_is_no_worker() -> None:
+    with World() as world:
+        far = Request("far", (1, 2, 3), request(1).sampling, 5, deadline=time.monotonic() + 1e9)
+        stream = world.submit(far)
+        world.wait_ended([world.submit(Request("near", (1, 2), far.sampling, 5, deadline=time.monotonic() + 0.05))])
+        world.start_worker()
+        world.wait_ended([stream])
+        stream.check(world.options.vocab_size)
+
+
 def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
     with World(options=SLOW) as world:
         world.start_worker()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,6 +298,16 @@ def test_wake_works_before_and_during_a_wait(station: Station) -> None:
     begin = time.monotonic()
     station.link.wait(begin + 0.05)
     assert 0.04 < time.monotonic() - begin < SOON_SECONDS
+
+
+@pytest.mark.parametrize("until", [2**31 / 1000, 30 * 86_400.0, 1e18, 1e308, math.inf, None])
+def test_a_wait_may_be_asked_to_last_for_any_time(station: Station, until: float | None) -> None:
+    threading.Timer(0.05, station.link.wake).start()
+    station.link.wait(None if until is None else time.monotonic() + until)
+
+
+def test_a_moment_in_the_far_past_is_not_waited_for(station: Station) -> None:
+    station.link.wait(-1e308)
 
 
 # --- the worker's side ----------------------------------------------------------------------------------------------

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic
 
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from service.orders import Caller
 from service.serving import (
     EOS,
     TOKENIZER,
+    error_of,
     read_all,
     run,
     serving,
@@ -122,6 +126,65 @@ def test_the_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> Non
             assert default is not None
             assert begin + 990 < given <= end + 1011  # gRPC sends timeouts rounded up by as much as a hundredth
             assert begin + 50 <= default <= end + 50
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("days", [30, 300])
+def test_a_deadline_years_ahead_is_brought_forward(tmp_path: Path, days: int) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
+            s.engine.answer = lambda request: []
+            begin = monotonic()
+            await read_all(s.generate(timeout=days * 86_400.0))
+            (request,) = s.engine.submitted
+            assert request.deadline is not None
+            assert begin + 990 < request.deadline <= monotonic() + 1000
+
+    run(scenario())
+
+
+MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1), (0, -(2**31))]
+
+
+@pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)
+def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, seconds: int, nanos: int) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            timeout = Duration(seconds=seconds, nanos=nanos)
+            error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
+            assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
+            caller = Caller(s)
+            order = pb.SessionSubmit(handle=1, request=text_request(), timeout=timeout)
+            await caller.order(pb.SessionRequest(submit=order))
+            while not caller.failed:
+                assert await caller.read()
+            assert caller.failed[1].violations[0].field == "timeout"
+            assert s.engine.submitted == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -315_576_000_000])
+def test_a_timeout_that_has_passed_ends_the_request_with_its_deadline(tmp_path: Path, seconds: int) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
+            (request,) = s.engine.submitted
+            assert request.deadline is not None
+            assert request.deadline <= monotonic()  # the core fails it in its next turn
+
+    run(scenario())
+
+
+def test_the_longest_duration_there_is_counts_as_the_longest_deadline(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
+            longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
+            await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
+            (request,) = s.engine.submitted
+            assert request.deadline is not None
+            assert request.deadline <= monotonic() + 1000
 
     run(scenario())
 

@@ -9,6 +9,7 @@ from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .calls import Outgoing
+from .retries import bounded
 from .routing import error_of
 
 _STATES = {
@@ -50,6 +51,7 @@ def submission(outgoing: Outgoing) -> pb.SubmitRequest:
     request = pb.SubmitRequest(request=outgoing.message)
     if not outgoing.names_itself:
         request.request.request_id = secrets.token_hex(16)
-    if outgoing.timeout_seconds is not None:
-        request.timeout.FromNanoseconds(round(outgoing.timeout_seconds * 1e9))
+    timeout_seconds = bounded(outgoing.timeout_seconds)
+    if timeout_seconds is not None:
+        request.timeout.FromNanoseconds(round(max(timeout_seconds, 0.0) * 1e9))
     return request

@@ -15,6 +15,9 @@ from typing import TypeAlias
 
 from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Starting, Unreachable
 
+MAX_TIMEOUT_SECONDS = 366 * 86_400.0
+"""Longest time a call may have; a later deadline is brought forward to this."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -93,6 +96,18 @@ def may_resume(error: LineclearError, resumed: bool) -> bool:
     return resumed and (isinstance(error, DuplicateRequest) or may_retry(error))
 
 
+def bounded(timeout_seconds: float | None) -> float | None:
+    """Return a timeout that gRPC and the clocks can add to the time of day: at most a year. Raises ValueError for NaN.
+
+    gRPC itself ends a call at once whose deadline is some years ahead.
+    """
+    if timeout_seconds is None:
+        return None
+    if math.isnan(timeout_seconds):
+        raise ValueError("timeout_seconds is NaN; give a number of seconds, or None")
+    return min(timeout_seconds, MAX_TIMEOUT_SECONDS)
+
+
 class _Patience:
     """How long a server has been waited for that is away, and how long while it said that it is starting."""
 
@@ -147,6 +162,7 @@ class Attempts:
         self._meets_itself = meets_itself
         self._on_wait = on_wait
         self._was_lost = False
+        timeout_seconds = bounded(timeout_seconds)
         self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
         self._failed = 0
         self._failing_since = math.inf

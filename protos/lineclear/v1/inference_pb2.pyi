@@ -671,8 +671,10 @@ class SessionSubmit(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long the answer may take, from the arrival of this message. Unset:
-        the server's default_deadline_seconds. The deadline of the call, where it
-        has one, bounds all its requests.
+        the server's default_deadline_seconds. More than its
+        max_deadline_seconds counts as that; 0 or less ends the request with
+        DEADLINE_EXCEEDED; no valid Duration is INVALID_ARGUMENT. The deadline of
+        the call, where it has one, bounds all its requests.
         """
 
     def __init__(
@@ -916,7 +918,9 @@ class SubmitRequest(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long the answer may take. Unset: the server's
-        default_deadline_seconds. The deadline of the call does not bound it.
+        default_deadline_seconds. More than its max_deadline_seconds counts as
+        that; 0 or less ends the request with DEADLINE_EXCEEDED; no valid Duration
+        is INVALID_ARGUMENT. The deadline of the call does not bound it.
         """
 
     def __init__(

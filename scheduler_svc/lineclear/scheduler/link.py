@@ -52,6 +52,8 @@ _PROBE_DELAYS_SECONDS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """When to look whether a peer is there, after the connections changed. Sockets learn of a change a little after it."""
 _PENDING_SECONDS = 5.0
 """How long a worker that said Hello may take to connect its other socket. Its heartbeats start over after that."""
+_MAX_WAIT_SECONDS = 3600.0
+"""Longest single wait. poll() takes milliseconds in a C int, and callers choose deadlines that are years ahead."""
 
 
 class WorkerGone(Exception):
@@ -148,10 +150,11 @@ class Link:
                     os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, until: float | None = None) -> None:
-        """Block until something can be received, somebody calls wake(), or the clock says `until`."""
+        """Block until something can be received, wake() is called, or the clock reads `until`; an hour at most."""
+        until = math.inf if until is None else until
         if self._probes:
-            until = min(self._probes[0], math.inf if until is None else until)
-        timeout_ms = None if until is None or until == math.inf else max(0, math.ceil((until - self._clock()) * 1000))
+            until = min(self._probes[0], until)
+        timeout_ms = math.ceil(min(_MAX_WAIT_SECONDS, max(0.0, until - self._clock())) * 1000)
         for source, _ in self._poller.poll(timeout_ms):
             if source == self._wake_fd:
                 os.eventfd_read(source)

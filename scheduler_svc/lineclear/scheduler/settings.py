@@ -187,6 +187,12 @@ class SchedulerSettings(BaseSettings):
     default_deadline_seconds: float = Field(
         600.0, gt=0, le=7 * 86_400, description="Deadline of a call that has none, in seconds from its arrival."
     )
+    max_deadline_seconds: float = Field(
+        7 * 86_400.0,
+        gt=0,
+        le=366 * 86_400,
+        description="Longest deadline of a call, in seconds from its arrival. A later one is brought forward to this.",
+    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenize large inputs.")
     max_tokenizing: int = Field(64, ge=1, le=4096, description="Most large inputs being or waiting to be tokenized.")
     max_unread_tokens: int = Field(

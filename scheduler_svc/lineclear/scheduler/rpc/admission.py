@@ -107,6 +107,7 @@ class Admission:
         """
         now = self._clock()
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
+        seconds = min(seconds, self._settings.max_deadline_seconds)
         # Who sends what will never be taken learns it at once, and does not wait for room to hear it.
         known = validation.check(message, bounds) if message.ByteSize() <= _SMALL_BYTES else None
         self._room.enter(tenant, seconds)

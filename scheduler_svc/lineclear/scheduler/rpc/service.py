@@ -260,7 +260,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Admit, and let go: what comes is kept."""
         caller = identity.caller(context)
         self._detached.refuse_duplicate(caller, request.request.request_id)
-        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         tenant = identity.tenant(caller, context)
         ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
         try:

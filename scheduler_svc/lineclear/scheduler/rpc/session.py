@@ -14,7 +14,7 @@ from functools import partial
 from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull
 from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
 from lineclear.scheduler.access.identity import Identity
-from lineclear.scheduler.rpc import responses
+from lineclear.scheduler.rpc import responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
 from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.v1 import inference_pb2 as pb
@@ -142,7 +142,7 @@ class Session:
                 retry_after_seconds=1.0,
                 metadata={"limit": str(self._max_requests)},
             )
-        seconds = order.timeout.ToNanoseconds() / 1e9 if order.HasField("timeout") else None
+        seconds = validation.seconds(order.timeout, "timeout") if order.HasField("timeout") else None
         ticket = self._admission.open(order.request, bounds, self._caller, self._tenant, seconds)
         if self._deadline is not None:
             ticket.deadline = min(ticket.deadline, self._deadline)

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from google.protobuf.duration_pb2 import Duration
+
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.rpc.ranges import BIAS_RANGE, DEFAULTS, RANGES
 from lineclear.scheduler.scheduling.sequence import Request
@@ -31,6 +33,7 @@ MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
 MAX_ROLE = 32
 MAX_MESSAGES = 4096
+_MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: about 10,000 years
 _MAX_VIOLATIONS = 16  # the status travels in a header, which has a size limit
 
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
@@ -196,6 +199,17 @@ def check_detokenize(request: pb.DetokenizeRequest, vocab_size: int, max_tokens:
 
 
 # --- parts of a request ----------------------------------------------------------------------------------------------
+
+
+def seconds(duration: Duration, path: str) -> float:
+    """Return a Duration in seconds; it may be negative. Raises InvalidRequest if it breaks the rules of its type."""
+    whole, nanos = duration.seconds, duration.nanos
+    if abs(whole) > _MAX_DURATION_SECONDS or abs(nanos) > 999_999_999 or whole * nanos < 0:
+        raise InvalidRequest.at(
+            path,
+            f"is no valid Duration: seconds within ±{_MAX_DURATION_SECONDS}, nanos within ±999999999, of the same sign",
+        )
+    return whole + nanos / 1e9
 
 
 def _label(request: pb.GenerateRequest, faults: _Faults) -> str:
