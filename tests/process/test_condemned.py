@@ -19,10 +19,11 @@ class Scene:
 
     def __init__(self, world: World, peer: Callable[[int], Peer]) -> None:
         self.world, self.peer = world, peer
+        # Before a worker joins, so that its first step has a row of each of them.
+        self.streams = [world.submit(request(i, prompt_len=4, max_tokens=4)) for i in range(3)]
         self.first = peer(7)
         self.first.say(hello(7, instance=1))
         world.wait_joined()
-        self.streams = [world.submit(request(i, prompt_len=4, max_tokens=4)) for i in range(3)]
         self.first.hear_a(StepPlan)
 
     def connected(self, epoch: int) -> Peer:

@@ -263,7 +263,7 @@ def test_a_snapshot_tells_what_was_done() -> None:
         assert [t.step for t in snapshot.step_times] == list(range(1, steps + 1))
         assert sum(t.num_rows for t in snapshot.step_times) == snapshot.core.counters.rows
         assert all(0 < t.total_seconds < 60 for t in snapshot.step_times)
-        assert snapshot.link.bytes_sent > snapshot.link.bytes_received > 0
+        assert min(snapshot.link.bytes_sent, snapshot.link.bytes_received) > 10 * steps
         for seconds in (
             snapshot.link.encode_seconds,
             snapshot.link.decode_seconds,

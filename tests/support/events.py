@@ -13,6 +13,9 @@ def flat(events: Iterable[Any]) -> Iterator[Any]:
     """`events` with a TokensReady for each request in place of a step's columns."""
     for event in events:
         if isinstance(event, StepTokens):
+            rows = len(event.request_ids)
+            assert len(event.indices) == len(event.tokens) == rows, "columns of different lengths"
+            assert len(event.logprobs) in (0, rows), "logprobs for some rows and not for others"
             yield from event
         else:
             yield event

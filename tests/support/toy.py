@@ -1,13 +1,14 @@
-"""A worker without tensors whose answers depend on every cell it reads.
+"""A worker without tensors whose answers depend on every cell it reads and every sampling parameter it is given.
 
-The "KV cache" holds token ids. The next token is a hash of the whole context *read back through the block table*, so a
-wrong block, a stale share, a lost token, a double free or a write into a neighbour changes the answer; `expected`
-computes the right one from the request alone.
+The "KV cache" holds token ids. The next token is a hash of the whole context *read back through the block table* and of
+the parameters, so a wrong block, a stale share, a lost token or a lost parameter changes the answer. `expected` and
+`expected_logprobs` compute the right one from the request alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -16,24 +17,66 @@ from lineclear.wire.types import Hello, Logprobs, Sampling, SlotInit, StepPlan, 
 HOLE = -1
 """What a cell holds before anything is written to it."""
 
+_NEUTRAL = Sampling()
 
-def next_token(context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int) -> int:
-    """The token after `context`, a pure function of its arguments."""
-    data = array("i", context).tobytes() + sampling.seed.to_bytes(8, "little")
-    token = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % vocab_size
-    while len(context) - prompt_len < sampling.min_tokens and token in sampling.stop_ids:
+
+def sample(context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int) -> tuple[int, Logprobs | None]:
+    """Return the token after `context` and what is reported with it, a pure function of the arguments.
+
+    Log probabilities are exact in single precision, and None where the request does not ask for them.
+    """
+    forbidden = set(sampling.banned_ids)
+    if len(context) - prompt_len < sampling.min_tokens:
+        forbidden.update(sampling.stop_ids)
+    # Without an allowed token left, any may be sampled.
+    allowed = sorted(set(sampling.allowed_ids) - forbidden)
+    data = array("i", context).tobytes() + sampling.seed.to_bytes(8, "little") + _parameters(sampling, prompt_len)
+    number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    token = allowed[number % len(allowed)] if allowed else number % vocab_size
+    while not allowed and token in forbidden and len(forbidden) < vocab_size:
         token = (token + 1) % vocab_size
-    return token
+    if sampling.logprobs < 0:
+        return token, None
+    logprob = -((number >> 40) % 4096) / 256
+    return token, Logprobs(logprob, tuple(((token + i) % vocab_size, logprob - i) for i in range(sampling.logprobs)))
 
 
 def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int) -> list[int]:
-    """The whole answer to a request, run alone: up to and with the first stop token, at most `max_tokens`."""
+    """Return the whole answer to a request, run alone: to the first stop token inclusive, at most `max_tokens`."""
     context = list(prompt)
     for _ in range(max_tokens):
-        context.append(next_token(context, sampling, len(prompt), vocab_size))
+        context.append(sample(context, sampling, len(prompt), vocab_size)[0])
         if context[-1] in sampling.stop_ids and len(context) - len(prompt) > sampling.min_tokens:
             break
     return context[len(prompt) :]
+
+
+def expected_logprobs(
+    prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, vocab_size: int
+) -> list[Logprobs | None]:
+    """Return what is reported with each token of `answer`."""
+    whole, length = [*prompt, *answer], len(prompt)
+    return [sample(whole[: length + i], sampling, length, vocab_size)[1] for i in range(len(answer))]
+
+
+def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
+    """Return the parameters as bytes, single precision as on the wire; nothing while all are neutral.
+
+    Temperature 1, the service's default, is as neutral as 0, the wire's. The penalties need to know where the output
+    begins. `sample` itself obeys what allows or forbids tokens.
+    """
+    s, neutral = sampling, _NEUTRAL
+    data = b""
+    if s.temperature not in (0.0, 1.0):
+        data += struct.pack("<cf", b"t", s.temperature)
+    if (s.top_k, s.top_p, s.min_p) != (neutral.top_k, neutral.top_p, neutral.min_p):
+        data += struct.pack("<ciff", b"k", s.top_k, s.top_p, s.min_p)
+    penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    if penalties != (neutral.repetition_penalty, neutral.presence_penalty, neutral.frequency_penalty):
+        data += struct.pack("<cifff", b"p", prompt_len, *penalties)
+    for token_id, bias in sorted(s.logit_bias):
+        data += struct.pack("<cif", b"b", token_id, bias)
+    return data
 
 
 class _Slot:
@@ -138,11 +181,10 @@ class ToyRunner:
                 context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
                 if self.is_bad(context):
                     bad.add(len(tokens))
-                token = next_token(context, slot.sampling, slot.prompt_len, self.vocab_size)
+                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size)
                 slot.tokens.append(token)
                 tokens.append(token)
-                top = tuple((token + i, -1.0 - i) for i in range(max(slot.sampling.logprobs, 0)))
-                logprobs.append(Logprobs(-float(token), top) if slot.sampling.logprobs >= 0 else None)
+                logprobs.append(reported)
         asked = any(entry is not None for entry in logprobs)
         return ToyFlight(
             StepResult(plan.epoch, plan.step, tuple(tokens), tuple(logprobs) if asked else (), frozenset(bad))

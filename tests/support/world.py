@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from support.events import flat
 from support.patience import PATIENCE_SECONDS
-from support.toy import expected
+from support.toy import expected, expected_logprobs
 from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.engine import Engine
@@ -28,7 +29,7 @@ from lineclear.scheduler.scheduling.events import Event, Failed, Finished, Token
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.scheduler.vigil import Patience
-from lineclear.wire.types import Hello, Sampling
+from lineclear.wire.types import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -55,6 +56,7 @@ class Stream:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
         self.end: Finished | Failed | None = None
         self.problem: str | None = None
         self.gaps: list[float] = []
@@ -68,6 +70,7 @@ class Stream:
             if event.first_index != len(self.tokens):
                 self.problem = f"index {event.first_index} after {len(self.tokens)} tokens"
             self.tokens.extend(event.tokens)
+            self.logprobs.extend(event.logprobs)
             now = time.monotonic()
             self.gaps.append(now - self._last)
             self._last = now
@@ -81,6 +84,9 @@ class Stream:
         request = self.request
         right = expected(request.prompt, request.sampling, request.max_tokens, vocab_size)
         assert self.tokens == right, f"{request.request_id} differs"
+        reported = expected_logprobs(request.prompt, right, request.sampling, vocab_size)
+        asked = [entry for entry in reported if entry is not None]
+        assert self.logprobs == asked, f"{request.request_id} has other log probabilities"
 
 
 class World:
@@ -253,12 +259,22 @@ class ToyScheduler:
         return self.process.wait(PATIENCE_SECONDS)
 
 
+_PARAMETERS = (
+    Sampling(),
+    Sampling(temperature=0.7, logprobs=0),
+    Sampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=4),
+    Sampling(top_k=40, top_p=0.9, min_p=0.05, logprobs=2),
+    Sampling(logit_bias=((3, 1.5), (5, -2.0)), banned_ids=(7, 11, 13)),
+    Sampling(allowed_ids=tuple(range(0, 97, 2)), temperature=1.5, logprobs=1),
+)
+
+
 def request(
     index: int, *, prompt_len: int = 12, max_tokens: int = 24, stop_ids: frozenset[int] = frozenset()
 ) -> Request:
-    """A request unlike any other `index`'s; some share a prefix."""
+    """A request unlike any other `index`'s; some share a prefix, and most have sampling parameters of their own."""
     prompt = (*((7 * (index % 5) + 3 * i + 1) % 97 for i in range(prompt_len - 1)), index % 97)
-    sampling = Sampling(seed=index, stop_ids=tuple(sorted(stop_ids)))
+    sampling = replace(_PARAMETERS[index % len(_PARAMETERS)], seed=index, stop_ids=tuple(sorted(stop_ids)))
     return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
 
 
