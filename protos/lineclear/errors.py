@@ -86,7 +86,7 @@ class Unauthenticated(LineclearError):
 
 
 class DuplicateRequest(LineclearError):
-    """A live request has this request_id."""
+    """A live request or a kept answer of this caller has this request_id."""
 
     code = "ALREADY_EXISTS"
     reason = "DUPLICATE_REQUEST"

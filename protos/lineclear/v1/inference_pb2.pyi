@@ -105,7 +105,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, at most 64 of [A-Za-z0-9._:-]. It must
-    not be in use by another live request. Unset: the server makes one.
+    not be in use by another live request, or kept answer, of the same caller
+    (proven by token or certificate). Unset: the server makes one.
     """
     text: _builtins.str
     """Tokenized by the server; special tokens written in it are plain text."""
@@ -1430,7 +1431,10 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 @_typing.final
 class GetStatsResponse(_message.Message):
     """Counters since the scheduler started, gauges of now, and quantiles of the
-    last requests that finished (at most 1024).
+    last requests that finished (at most 1024). A caller with a token or a
+    certificate of its own sees, where there is no address for operators and
+    share_stats is off: uptime, requests waiting and running, draining, worker
+    without its step times, policies and release; the other fields are unset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -163,6 +163,11 @@ class SchedulerSettings(BaseSettings):
         description="Let tenants profit from each other's cached prefixes. How fast an answer begins then tells one of"
         " them what another has asked.",
     )
+    share_stats: bool = Field(
+        False,
+        description="Let tenants see all of GetStats where there is no admin_listen: totals and times of all requests,"
+        " from which one tenant can tell how much another asks.",
+    )
 
     # --- requests ---
     max_queue_size: int = Field(1024, ge=1, le=2**20, description="Most requests waiting.")
@@ -208,6 +213,19 @@ class SchedulerSettings(BaseSettings):
     )
     max_detached_tokens: int = Field(
         1_000_000, ge=1, le=2**31, description="Most output tokens kept, of all submitted requests together."
+    )
+    max_detached_bytes: int = Field(
+        256 * 1024 * 1024,
+        ge=1,
+        le=2**40,
+        description="Most memory of kept answers together. A token takes some 80 bytes, with 20 log probabilities 400.",
+    )
+    max_detached_per_tenant: int = Field(
+        0,
+        ge=0,
+        le=2**20,
+        description="Most submitted requests of one tenant kept; 0: as many as max_detached allows. Where room runs "
+        "out, the tenant that holds most makes it, with the answer that ended longest ago.",
     )
     detached_ttl_seconds: float = Field(
         600.0, gt=0, le=7 * 86_400, description="How long the answer of a submitted request is kept after its end."

@@ -96,7 +96,7 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._room = room
-        self._tickets: dict[str, Ticket] = {}  # by the caller's name
+        self._tickets: dict[tuple[Identity, str], Ticket] = {}  # by the caller and its name for the request
 
     def open(
         self, message: pb.GenerateRequest, bounds: Bounds, caller: Identity, tenant: str, seconds: float | None
@@ -117,6 +117,7 @@ class Admission:
             mailbox = self._streams.open(
                 checked.label,
                 text,
+                owner=caller,
                 wants_times=checked.token_timings,
                 num_received=len(checked.received),
                 seed=checked.sampling.seed,
@@ -126,7 +127,7 @@ class Admission:
             raise
         ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
         mailbox.on_left = partial(self._left, ticket)
-        self._tickets[mailbox.label] = ticket
+        self._tickets[caller, mailbox.label] = ticket
         return ticket
 
     def _left(self, ticket: Ticket, began: bool) -> None:
@@ -173,8 +174,8 @@ class Admission:
 
     def cancel(self, caller: Identity, request_id: str) -> bool:
         """End a request of `caller` that is in progress; whether there was one. Its reader gets Cancelled."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None or ticket.caller != caller:
+        ticket = self._tickets.get((caller, request_id))
+        if ticket is None:
             return False
         ticket.mailbox.fail(Cancelled("the caller cancelled the request"))
         return True
@@ -182,7 +183,7 @@ class Admission:
     def close(self, ticket: Ticket, outcome: str) -> None:
         """The caller has all it will get. A request that still goes on is cancelled."""
         ticket.is_over = True
-        del self._tickets[ticket.mailbox.label]
+        del self._tickets[ticket.caller, ticket.mailbox.label]
         self._streams.close(ticket.mailbox)
         self._stats.add_ended(outcome)
         _log_end(ticket, outcome, self._clock())

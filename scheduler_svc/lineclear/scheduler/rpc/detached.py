@@ -1,249 +1,203 @@
-"""Answers nobody has to listen to: made by themselves, kept for a while, read from any index as often as one likes.
+"""Submitted requests and their answers: made without a listener, kept for a while, read from any index.
 
-Decides how many there may be and which is forgotten first: the one that ended longest ago. Knows nothing of gRPC; how a
-request is let in is `admission`'s.
+Decides how many answers are kept and which is forgotten first. Room is divided by tenant: where it runs out, the tenant
+that holds most makes room, with the answer that ended longest ago, so a tenant never loses an answer to one that holds
+more. Knows nothing of gRPC; how a request is let in is `admission`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
-from lineclear.errors import DuplicateRequest, InvalidRequest, LineclearError, QueueFull, UnknownRequest
+from lineclear.errors import DuplicateRequest, LineclearError, QueueFull, UnknownRequest
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import responses
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
-from lineclear.v1 import inference_pb2 as pb
-
-_TOKENS_OF_A_MESSAGE = 1024
+from lineclear.scheduler.rpc.kept_answer import KeptAnswer, reserved_bytes
 
 
-class Detached:
-    """One answer: what came so far, and how it ended. `reserved` tokens of room are its own."""
+@dataclass(frozen=True, slots=True)
+class KeptLimits:
+    """Most submitted requests, output tokens and bytes of memory, of all tenants together."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self.reserved = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self.first_index = len(ticket.checked.received)
-        self.started: pb.Started | None = None
-        self.finished: pb.Finished | None = None
-        self.error: LineclearError | None = None
-        self._token_ids: list[int] = []
-        self._pieces: list[str] = []
-        self._tail = ""  # text that came with the end and belongs to no token
-        self._logprobs: list[pb.TokenLogprobs] = []
-        self._times_us: list[int] = []
-        self._changed = asyncio.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more will come."""
-        return self.finished is not None or self.error is not None
-
-    @property
-    def next_index(self) -> int:
-        """Of the token to come."""
-        return self.first_index + len(self._token_ids)
-
-    @property
-    def state(self) -> pb.ResultState.ValueType:
-        """How far it is."""
-        if self.error is not None:
-            return pb.RESULT_STATE_FAILED
-        if self.finished is not None:
-            return pb.RESULT_STATE_FINISHED
-        return pb.RESULT_STATE_WAITING if self.started is None else pb.RESULT_STATE_RUNNING
-
-    def add(self, message: pb.GenerateResponse, pieces: list[str]) -> None:
-        """What came; `pieces` is the text of each token and of the end."""
-        count = len(message.token_ids)
-        self._token_ids += message.token_ids
-        self._pieces += pieces[:count] if self.ticket.checked.wants_text else [""] * count
-        self._logprobs += message.logprobs
-        self._times_us += message.token_times_us
-        if message.HasField("started"):
-            self.started = message.started
-        if message.HasField("finished"):
-            self.finished = message.finished
-            self._tail = "".join(pieces[count:]) if self.ticket.checked.wants_text else ""
-        self._tell()
-
-    def fail(self, error: LineclearError) -> None:
-        """It ended without an answer."""
-        self.error = error
-        self._tell()
-
-    def whole(self) -> pb.GenerateResponse:
-        """Everything in one piece, without what is as large as it wants to be."""
-        return self.message(self.first_index, self.next_index, brief=True)
-
-    def _check(self, from_index: int) -> None:
-        """Raises InvalidRequest where nobody can listen from there on."""
-        if not self.first_index <= from_index <= self.next_index:
-            raise InvalidRequest.at("from_index", f"must be in [{self.first_index}, {self.next_index}] now")
-
-    def read(self, from_index: int) -> Listener:
-        """Everything from there on, as it comes. Raises InvalidRequest where nobody can listen from there."""
-        self._check(from_index)
-        return Listener(self, from_index)
-
-    async def change(self) -> None:
-        """Return when something is new."""
-        await self._changed.wait()
-
-    def message(self, start: int, end: int, *, brief: bool = False) -> pb.GenerateResponse:
-        """Tokens [start, end) and what belongs to them; with the end, where that follows."""
-        a, b = start - self.first_index, end - self.first_index
-        is_last = self.finished is not None and end == self.next_index
-        text = "".join(self._pieces[a:b]) + (self._tail if is_last else "")
-        message = pb.GenerateResponse(first_index=start, token_ids=self._token_ids[a:b], text=text)
-        if not brief:
-            message.logprobs.extend(self._logprobs[a:b])
-            message.token_times_us.extend(self._times_us[a:b])
-        if brief and self.started is not None:
-            message.started.CopyFrom(self.started)
-        if is_last and self.finished is not None:
-            message.finished.CopyFrom(self.finished)
-        return message
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    answers: int
+    tokens: int
+    num_bytes: int
+    answers_per_tenant: int = 0
+    """0 is no limit for a single tenant."""
+    ttl_seconds: float = 600.0
 
 
-class Listener:
-    """One listener: iterate for messages. Ends after the answer's end, or raises what the request failed with."""
+@dataclass(slots=True)
+class _Share:
+    """What one tenant holds, or has reserved. `over` are its answers that ended, in the order in which they did."""
 
-    def __init__(self, answer: Detached, from_index: int) -> None:
-        self._answer = answer
-        self._index = from_index
-        self._is_greeted = False
-        self._is_done = False
+    answers: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    over: dict[KeptAnswer, None] = field(default_factory=dict)
 
-    def __aiter__(self) -> Listener:
-        return self
+    def take(self, answers: int, tokens: int, num_bytes: int) -> None:
+        self.answers += answers
+        self.tokens += tokens
+        self.num_bytes += num_bytes
 
-    async def __anext__(self) -> pb.GenerateResponse:
-        answer = self._answer
-        while not self._is_done:
-            greeting = answer.started if not self._is_greeted else None
-            if greeting is not None or self._index < answer.next_index or answer.finished is not None:
-                return self._next(greeting)
-            if answer.error is not None:
-                raise answer.error
-            await answer.change()
-        raise StopAsyncIteration
-
-    def _next(self, greeting: pb.Started | None) -> pb.GenerateResponse:
-        end = min(self._answer.next_index, self._index + _TOKENS_OF_A_MESSAGE)
-        message = self._answer.message(self._index, end)
-        self._index = end
-        if greeting is not None:
-            self._is_greeted = True
-            message.started.CopyFrom(greeting)
-        self._is_done = message.HasField("finished")
-        return message
+    def part_of(self, limits: KeptLimits, tokens: int = 0, num_bytes: int = 0) -> float:
+        """Return the largest part of any limit that the tenant holds, with one more answer where it has tokens."""
+        return max(
+            (self.answers + (tokens > 0)) / max(1, limits.answers),
+            (self.tokens + tokens) / limits.tokens,
+            (self.num_bytes + num_bytes) / limits.num_bytes,
+        )
 
 
 class DetachedAnswers:
-    """All of them, by caller and request_id. On one event loop."""
+    """All submitted answers, by caller and request_id. On one event loop."""
 
     def __init__(
-        self,
-        admission: Admission,
-        incident: Callable[[BaseException], LineclearError],
-        *,
-        max_answers: int,
-        max_tokens: int,
-        ttl_seconds: float,
+        self, admission: Admission, incident: Callable[[BaseException], LineclearError], limits: KeptLimits
     ) -> None:
         self._admission = admission
         self._incident = incident
-        self._max_answers = max_answers
-        self._max_tokens = max_tokens
-        self._ttl_seconds = ttl_seconds
-        self._by_key: dict[tuple[Identity, str], Detached] = {}
-        self._over: dict[tuple[Identity, str], Detached] = {}  # in the order in which they ended
-        self._num_tokens = 0
+        self._limits = limits
+        self._by_key: dict[tuple[Identity, str], KeptAnswer] = {}
+        self._shares: dict[tuple[Identity, str], _Share] = {}
+        self._held: dict[KeptAnswer, tuple[int, int]] = {}  # tokens and bytes, held or reserved
+        self._total = _Share()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Detached]:
+    def __iter__(self) -> Iterator[KeptAnswer]:
         return iter(self._by_key.values())
 
     @property
     def num_tokens(self) -> int:
         """Kept, or reserved by those in progress."""
-        return self._num_tokens
+        return self._total.tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Kept, or reserved by those in progress."""
+        return self._total.num_bytes
 
     def refuse_duplicate(self, caller: Identity, request_id: str) -> None:
         """Raises DuplicateRequest where an answer of this name is kept."""
         if (caller, request_id) in self._by_key:
             raise DuplicateRequest("the answer to a request with this request_id is kept here; Cancel forgets it")
 
-    def keep(self, ticket: Ticket, max_tokens: int) -> Detached:
+    def keep(self, ticket: Ticket, max_tokens: int) -> KeptAnswer:
         """Keep what comes of a request from now on. Raises QueueFull where there is no room for `max_tokens` more."""
-        self._make_room(max_tokens)
-        answer = Detached(ticket)
-        answer.reserved = max_tokens
-        self._num_tokens += max_tokens
-        self._by_key[ticket.caller, ticket.mailbox.label] = answer
-        ticket.mailbox.listen(lambda: self._heard(answer))
+        num_bytes = reserved_bytes(ticket.checked, max_tokens)
+        self._make_room(ticket, max_tokens, num_bytes)
+        answer = KeptAnswer(ticket)
+        self._by_key[answer.caller, answer.label] = answer
+        self._hold(answer, 1, max_tokens, num_bytes)
+        ticket.mailbox.listen(partial(self._heard, answer, ticket))
         return answer
 
-    def find(self, caller: Identity, request_id: str) -> Detached:
-        """Raises UnknownRequest; also for what is another caller's."""
+    def find(self, caller: Identity, request_id: str) -> KeptAnswer:
+        """Return the answer to a request of `caller`. Raises UnknownRequest, also for what is another caller's."""
         answer = self._by_key.get((caller, request_id))
         if answer is None:
             raise UnknownRequest("no submitted request has this request_id, or its answer is kept no longer")
         return answer
 
-    def forget(self, answer: Detached) -> None:
-        """Of one that is over, nothing is kept any more."""
-        key = answer.ticket.caller, answer.ticket.mailbox.label
-        if self._over.get(key) is answer:
-            del self._over[key], self._by_key[key]
-            self._num_tokens -= answer.reserved
+    def forget(self, answer: KeptAnswer) -> None:
+        """Keep nothing of an answer that is over."""
+        share = self._shares.get((answer.caller, answer.tenant))
+        if share is not None and answer in share.over:
+            del share.over[answer], self._by_key[answer.caller, answer.label]
+            self._hold(answer, -1, 0, 0)
             if answer.timer is not None:
                 answer.timer.cancel()  # or it would keep the answer alive until it is due
 
-    def _heard(self, answer: Detached) -> None:
-        mailbox = answer.ticket.mailbox
+    # --- what comes --------------------------------------------------------------------------------------------------
+
+    def _heard(self, answer: KeptAnswer, ticket: Ticket) -> None:
+        mailbox = ticket.mailbox
         while not answer.is_over and mailbox.has_news:
             try:
                 delivery = mailbox.take_now()
-                spent = None if delivery.end is None else self._admission.spent(answer.ticket, delivery.end)
-                answer.add(responses.response(delivery, answer.ticket, spent), list(delivery.pieces))
+                spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
+                answer.add(responses.response(delivery, ticket, spent), delivery.pieces)
             except LineclearError as error:
-                self._end(answer, outcome_of(error))
+                self._end(answer, ticket, outcome_of(error))
                 answer.fail(error)
             except Exception as error:
-                self._end(answer, "internal")
+                self._end(answer, ticket, "internal")
                 answer.fail(self._incident(error))
             else:
                 if delivery.end is not None:
-                    self._end(answer, delivery.end.reason.name.lower())
+                    self._end(answer, ticket, delivery.end.reason.name.lower())
+                elif answer.num_bytes > self._held[answer][1]:  # tokens with more text than was expected
+                    self._hold(answer, 0, self._held[answer][0], answer.num_bytes)
 
-    def _end(self, answer: Detached, outcome: str) -> None:
-        kept = answer.next_index - answer.first_index
-        self._num_tokens += kept - answer.reserved
-        answer.reserved = kept
-        self._over[answer.ticket.caller, answer.ticket.mailbox.label] = answer
-        answer.timer = asyncio.get_running_loop().call_later(self._ttl_seconds, self.forget, answer)
-        self._admission.close(answer.ticket, outcome)
+    def _end(self, answer: KeptAnswer, ticket: Ticket, outcome: str) -> None:
+        self._hold(answer, 0, answer.num_tokens, answer.num_bytes)
+        self._shares[answer.caller, answer.tenant].over[answer] = None
+        answer.timer = asyncio.get_running_loop().call_later(self._limits.ttl_seconds, self.forget, answer)
+        self._admission.close(ticket, outcome)
 
-    def _make_room(self, max_tokens: int) -> None:
-        def fits() -> bool:
-            return len(self._by_key) < self._max_answers and self._num_tokens + max_tokens <= self._max_tokens
+    # --- room --------------------------------------------------------------------------------------------------------
 
-        while not fits() and self._over:
-            self.forget(next(iter(self._over.values())))
-        if not fits():
-            raise QueueFull(
-                f"{len(self._by_key)} submitted requests may make {self._num_tokens} tokens, and there is room for "
-                f"{self._max_answers} and {self._max_tokens}; retry later",
-                retry_after_seconds=self._admission.retry_after_seconds(),
-                metadata={"limit": str(self._max_answers), "limit_tokens": str(self._max_tokens)},
+    def _hold(self, answer: KeptAnswer, more_answers: int, tokens: int, num_bytes: int) -> None:
+        """Count `tokens` and `num_bytes` for an answer from now on, in place of what was counted before."""
+        key = answer.caller, answer.tenant
+        tokens_before, bytes_before = self._held.pop(answer, (0, 0))
+        share = self._shares.setdefault(key, _Share())
+        for counted in (share, self._total):
+            counted.take(more_answers, tokens - tokens_before, num_bytes - bytes_before)
+        if more_answers >= 0:
+            self._held[answer] = (tokens, num_bytes)
+        if share.answers == 0:
+            assert (share.tokens, share.num_bytes) == (0, 0), "held by no answer"
+            del self._shares[key]
+
+    def _make_room(self, ticket: Ticket, tokens: int, num_bytes: int) -> None:
+        """Forget answers until there is room. Raises QueueFull where none can be forgotten."""
+        mine = self._shares.get((ticket.caller, ticket.tenant)) or _Share()
+        while (lack := self._lack(mine, tokens, num_bytes)) is not None:
+            is_own, error = lack
+            victim = mine if is_own else self._largest(mine, mine.part_of(self._limits, tokens, num_bytes))
+            if not victim.over:
+                raise error
+            self.forget(next(iter(victim.over)))
+
+    def _largest(self, mine: _Share, part: float) -> _Share:
+        """Return the share with ended answers that holds most; `mine` where no other holds more than `part`."""
+        others = (share for share in self._shares.values() if share.over and share is not mine)
+        largest = max(others, key=lambda share: share.part_of(self._limits), default=mine)
+        return largest if largest is not mine and largest.part_of(self._limits) > part else mine
+
+    def _lack(self, mine: _Share, tokens: int, num_bytes: int) -> tuple[bool, QueueFull] | None:
+        """Return whether it is the tenant's own limit that leaves no room, and the error for that; None for room."""
+        limits, total = self._limits, self._total
+        if limits.answers_per_tenant and mine.answers >= limits.answers_per_tenant:
+            what = (
+                f"{mine.answers} submitted requests of this tenant are kept, the limit is {limits.answers_per_tenant}"
             )
+            figures = {"kept_of_tenant": mine.answers, "limit_of_tenant": limits.answers_per_tenant}
+            return True, self._full(what, figures)
+        if (
+            total.answers < limits.answers
+            and total.tokens + tokens <= limits.tokens
+            and total.num_bytes + num_bytes <= limits.num_bytes
+        ):
+            return None
+        what = (
+            f"{total.answers} submitted requests may make {total.tokens} tokens of {total.num_bytes} bytes, and there "
+            f"is room for {limits.answers}, {limits.tokens} and {limits.num_bytes}"
+        )
+        figures = {"limit": limits.answers, "limit_tokens": limits.tokens, "limit_bytes": limits.num_bytes}
+        return False, self._full(what, figures)
+
+    def _full(self, what: str, figures: dict[str, int]) -> QueueFull:
+        return QueueFull(
+            f"{what}; retry later, or forget answers with Cancel",
+            retry_after_seconds=self._admission.retry_after_seconds(),
+            metadata={name: str(figure) for name, figure in figures.items()},
+        )

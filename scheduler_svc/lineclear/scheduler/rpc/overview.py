@@ -72,6 +72,29 @@ def stats(
     )
 
 
+def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
+    """Return what one tenant may see: how busy the server is and what it runs on.
+
+    Totals, quantiles, rates and gauges in tokens or blocks are left out: before and after another tenant's request
+    they tell how long its prompt and its answer were.
+    """
+    shown = pb.GetStatsResponse(
+        uptime=stats.uptime,
+        gauges=pb.Gauges(
+            requests_waiting=stats.gauges.requests_waiting,
+            requests_running=stats.gauges.requests_running,
+            draining=stats.gauges.draining,
+        ),
+        worker=stats.worker,
+        batching_strategy=stats.batching_strategy,
+        order=stats.order,
+        server_version=stats.server_version,
+    )
+    for name in ("step_base_seconds", "step_seconds_per_token", "step_seconds_per_kv_token"):
+        shown.worker.ClearField(name)  # fitted to the steps of all tenants
+    return shown
+
+
 def _totals(core: CoreSnapshot, num_refused: int) -> pb.Totals:
     counters = core.counters
     names = [field.name for field in dataclasses.fields(counters) if field.name in pb.Totals.DESCRIPTOR.fields_by_name]

@@ -23,7 +23,7 @@ from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.interceptor import incident
 from lineclear.scheduler.rpc import overview, responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outcome_of
-from lineclear.scheduler.rpc.detached import DetachedAnswers
+from lineclear.scheduler.rpc.detached import DetachedAnswers, KeptLimits
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
 from lineclear.scheduler.rpc.prompts import Prompts
@@ -106,9 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._detached = DetachedAnswers(
             self._admission,
             partial(incident, f"/{NAME}/Submit"),
-            max_answers=self._settings.max_detached,
-            max_tokens=self._settings.max_detached_tokens,
-            ttl_seconds=self._settings.detached_ttl_seconds,
+            _kept_limits(self._settings),
         )
 
     def publish(self, events: Sequence[Event]) -> None:
@@ -331,8 +329,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        """The engine's figures and ours."""
-        return self._overview()
+        """The engine's figures and ours; for one tenant of several, without what tells of the others' requests."""
+        stats = self._overview()
+        sees_all = self._settings.admin_listen or self._settings.share_stats
+        return stats if sees_all or identity.caller(context) == identity.ANONYMOUS else overview.for_tenant(stats)
 
     async def metrics(self) -> list[Metric]:
         """The same for Prometheus."""
@@ -358,6 +358,16 @@ def _room_limits(settings: SchedulerSettings) -> RoomLimits:
         requests_per_tenant=settings.max_queue_size_per_tenant,
         tokens_per_tenant=settings.max_queue_tokens_per_tenant,
         refuse_hopeless=settings.refuse_hopeless,
+    )
+
+
+def _kept_limits(settings: SchedulerSettings) -> KeptLimits:
+    return KeptLimits(
+        answers=settings.max_detached,
+        tokens=settings.max_detached_tokens,
+        num_bytes=settings.max_detached_bytes,
+        answers_per_tenant=settings.max_detached_per_tenant,
+        ttl_seconds=settings.detached_ttl_seconds,
     )
 
 

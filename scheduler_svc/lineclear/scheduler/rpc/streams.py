@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -77,8 +77,9 @@ class Delivery(NamedTuple):
 class Mailbox:
     """One request's unread answer. One reader, which waits in `take` or is told by `listen`; only Streams writes to it.
 
-    `key` names the request to the engine, `label` to the caller. `text` is None when nobody wants any. Tokens before
-    `num_received` reached the caller in another way. `seed` is what another server needs to go on with the answer.
+    `key` names the request to the engine, `label` to its owner, the caller. `text` is None when nobody wants any.
+    Tokens before `num_received` reached the caller in another way. `seed` is what another server needs to go on with
+    the answer.
     """
 
     __slots__ = (
@@ -102,6 +103,7 @@ class Mailbox:
         "label",
         "num_received",
         "on_left",
+        "owner",
         "record",
         "seed",
         "started",
@@ -111,6 +113,7 @@ class Mailbox:
         self,
         key: str,
         label: str,
+        owner: Hashable,
         text: AnswerText | None,
         engine: Canceller,
         max_unread_tokens: int,
@@ -121,6 +124,7 @@ class Mailbox:
     ) -> None:
         self.key = key
         self.label = label
+        self.owner = owner
         self.started: Started | None = None
         self.record: Record | None = None
         self.on_left: Callable[[bool], None] = lambda began: None
@@ -291,7 +295,7 @@ class Streams:
         self._max_unread_tokens = max_unread_tokens
         self._on_worker = on_worker
         self._by_key: dict[str, Mailbox] = {}
-        self._labels: set[str] = set()
+        self._labels: set[tuple[Hashable, str]] = set()
         self._numbers = itertools.count(1)
         self.num_waiting = 0
         self._idle = asyncio.Event()
@@ -308,23 +312,27 @@ class Streams:
         label: str,
         text: AnswerText | None,
         *,
+        owner: Hashable = None,
         wants_times: bool = False,
         num_received: int = 0,
         seed: int = 0,
     ) -> Mailbox:
-        """A mailbox for a request about to be submitted. Raises DuplicateRequest while another has its label."""
-        if label in self._labels:
+        """A mailbox for a request about to be submitted.
+
+        Raises DuplicateRequest while another of the same owner has its label.
+        """
+        if (owner, label) in self._labels:
             raise DuplicateRequest("a request with this request_id is in progress")
         # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
         key = f"{label}~{next(self._numbers)}"
         mailbox = Mailbox(
-            *(key, label, text, self._engine, self._max_unread_tokens),
+            *(key, label, owner, text, self._engine, self._max_unread_tokens),
             wants_times=wants_times,
             num_received=num_received,
             seed=seed,
         )
         self._by_key[mailbox.key] = mailbox
-        self._labels.add(label)
+        self._labels.add((owner, label))
         self._idle.clear()
         self.num_waiting += 1
         return mailbox
@@ -332,7 +340,7 @@ class Streams:
     def close(self, mailbox: Mailbox) -> None:
         """The reader is done. A request still going on is cancelled."""
         del self._by_key[mailbox.key]
-        self._labels.discard(mailbox.label)
+        self._labels.discard((mailbox.owner, mailbox.label))
         if mailbox.started is None:
             self.num_waiting -= 1
             mailbox.on_left(False)

@@ -1,0 +1,253 @@
+"""Two tenants with tokens of their own: neither sees, blocks or pushes out what is the other's."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from service.serving import SMILE_IDS, Serving, error_of, run, serving, text_request
+
+from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.types import Logprobs
+
+TOKENS = {"alice": "alice-token-0123456789abcdef", "bob": "bob-token-0123456789abcdefgh"}
+LONG = text_request(sampling={"max_tokens": 100})
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
+    path.chmod(0o600)
+    return str(path)
+
+
+def of(tenant: str) -> dict[str, Any]:
+    """The options of a call by that tenant."""
+    return {"metadata": (("authorization", f"Bearer {TOKENS[tenant]}"),)}
+
+
+async def submit(s: Serving, tenant: str, request: pb.GenerateRequest | None = None) -> str:
+    answer = await s.stub.Submit(pb.SubmitRequest(request=request or text_request()), **of(tenant))
+    return str(answer.request_id)
+
+
+async def submit_to_the_end(
+    s: Serving, tenant: str, request: pb.GenerateRequest | None = None, tokens: Sequence[int] = (5,)
+) -> str:
+    """The answer is complete and kept on return."""
+    s.engine.answer = lambda request: tokens
+    name = await submit(s, tenant, request)
+    await s.idle()
+    s.engine.answer = None
+    return name
+
+
+async def kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
+    """How many of these answers the tenant can still read."""
+    count = 0
+    for name in names:
+        call = s.stub.GetResult(pb.GetResultRequest(request_id=name), **of(tenant))
+        try:
+            await call
+            count += 1
+        except Exception:
+            assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
+    return count
+
+
+# --- names of requests -----------------------------------------------------------------------------------------------
+
+
+def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_file: str) -> None:
+    """Generate, Session and Submit; and each ends its own by that name."""
+    named = text_request(request_id="invoice-4711")
+
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file) as s:
+            first = s.generate(named, **of("alice"))
+            alices = await s.engine.next_request(1)
+            second = s.generate(named, **of("bob"))
+            bobs = await s.engine.next_request(2)
+            again = await error_of(s.generate(named, **of("bob")))
+            assert (again.code, again.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
+            cancel = pb.CancelRequest(request_id="invoice-4711")
+            assert (await s.stub.Cancel(cancel, **of("bob"))).found
+            assert (await error_of(second)).reason == "CANCELLED"
+            assert s.engine.cancelled == [bobs]
+            s.engine.start(alices)
+            assert (await first.read()).started.request_id == "invoice-4711"
+            assert await submit(s, "bob", named) == "invoice-4711"
+            session = s.stub.Session(**of("bob"))
+            await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=named)))
+            assert (await session.read()).pieces[0].failure.reason == "DUPLICATE_REQUEST"  # that of bob's own Submit
+            assert (await s.stub.Cancel(cancel, **of("alice"))).found
+            assert (await error_of(first)).reason == "CANCELLED"
+            assert s.engine.cancelled == [bobs, alices]
+            session.cancel()
+
+    run(scenario())
+
+
+# --- answers that are kept -------------------------------------------------------------------------------------------
+
+
+def test_one_tenant_does_not_push_out_the_answers_of_another(tmp_path: Path, token_file: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
+            alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
+            bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
+            assert await kept(s, "alice", alices) == 5
+            assert await kept(s, "bob", bobs) == 15
+            assert await kept(s, "bob", bobs[-15:]) == 15
+
+    run(scenario())
+
+
+def test_a_tenant_that_holds_everything_makes_room_for_a_newcomer(tmp_path: Path, token_file: str) -> None:
+    """Down to equal shares, the oldest first."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
+            bobs = [await submit_to_the_end(s, "bob") for _ in range(10)]
+            alices = [await submit_to_the_end(s, "alice") for _ in range(10)]
+            assert await kept(s, "bob", bobs) == 5
+            assert await kept(s, "bob", bobs[-5:]) == 5
+            assert await kept(s, "alice", alices) == 5
+
+    run(scenario())
+
+
+def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str) -> None:
+    """One long answer of a tenant is as much as many short ones of another."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file, max_detached_tokens=300) as s:
+            short = text_request(sampling={"max_tokens": 10})
+            alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(5)]
+            bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(6)]
+            assert await kept(s, "alice", alices) == 5
+            assert await kept(s, "bob", bobs) == 2
+
+    run(scenario())
+
+
+def test_answers_in_progress_of_one_tenant_are_bounded_by_a_setting(tmp_path: Path, token_file: str) -> None:
+    """They are never pushed out, so without that bound they could take all the room there is."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
+            for _ in range(3):
+                await submit(s, "bob")
+            error = await error_of(submit(s, "bob"))
+            assert (error.reason, error.metadata) == ("QUEUE_FULL", {"kept_of_tenant": "3", "limit_of_tenant": "3"})
+            await submit(s, "alice")
+
+    run(scenario())
+
+
+def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
+    """Log probabilities weigh many times more than tokens, so a bound in tokens says little."""
+    heavy = text_request(output=pb.OutputOptions(logprobs=True, top_logprobs=20), sampling={"max_tokens": 100})
+
+    async def most(s: Serving, request: pb.GenerateRequest) -> int:
+        for count in range(256):
+            error = None
+            try:
+                await s.stub.Submit(pb.SubmitRequest(request=request))
+            except grpc.aio.AioRpcError:
+                error = await error_of(s.stub.Submit(pb.SubmitRequest(request=request)))
+            if error is not None:
+                assert (error.reason, error.metadata["limit_bytes"]) == ("QUEUE_FULL", "200000")
+                return count
+        raise AssertionError("no bound")
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_detached_bytes=200_000) as s:
+            num_heavy = await most(s, heavy)
+            assert 3 <= num_heavy <= 6
+        async with serving(tmp_path, max_detached_bytes=200_000) as s:
+            assert await most(s, LONG) >= 3 * num_heavy
+
+    run(scenario())
+
+
+def test_counted_bytes_are_those_of_memory(tmp_path: Path) -> None:
+    options = pb.OutputOptions(logprobs=True, top_logprobs=20, token_timings=True)
+    top = tuple((token, -float(token)) for token in range(400, 420))
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unread_tokens=10_000) as s:
+            await submit_and_feed(s, options, top, 10)  # what is made once
+            gc.collect()
+            tracemalloc.start()
+            before = s.service._detached.num_bytes
+            await submit_and_feed(s, options, top, 1000)
+            gc.collect()
+            memory, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            counted = s.service._detached.num_bytes - before
+            assert memory < 1.3 * counted
+            assert counted < 600 * 1000
+            kept = list(s.service._detached)[-1]
+            message = kept.message(999, 1000)
+            assert [(c.token_id, c.logprob) for c in message.logprobs[0].top] == list(top)
+            assert message.logprobs[0].logprob == -999.0
+
+    run(scenario())
+
+
+async def submit_and_feed(
+    s: Serving, options: pb.OutputOptions, top: tuple[tuple[int, float], ...], count: int
+) -> None:
+    """One kept answer of `count` tokens."""
+    number = len(s.engine.submitted) + 1
+    await s.stub.Submit(pb.SubmitRequest(request=text_request(output=options)))
+    key = await s.engine.next_request(number)
+    s.engine.start(key)
+    for index in range(count):
+        s.engine.tokens(key, [5], [Logprobs(-float(index), top)])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await s.idle()
+
+
+# --- figures of the server -------------------------------------------------------------------------------------------
+
+
+def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, token_file: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, token_file=token_file) as s:
+            before = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+            s.engine.answer = lambda request: SMILE_IDS
+            assert [r async for r in s.generate(text_request("secret " * 9), **of("alice"))]
+            after = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+            assert after.worker.joined
+            assert (after.batching_strategy, after.order) == ("continuous", "fifo")
+            assert after.uptime.ToNanoseconds() > 0
+            after.uptime.CopyFrom(before.uptime)
+            assert after == before
+            assert not after.HasField("totals")
+            assert not after.HasField("total_seconds")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("settings", [{"share_stats": True}, {"token_file": ""}])
+def test_figures_are_whole_where_nobody_is_kept_apart(
+    tmp_path: Path, token_file: str, settings: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, **{"token_file": token_file, **settings}) as s:
+            s.engine.answer = lambda request: SMILE_IDS
+            assert [r async for r in s.generate(**of("alice"))]
+            stats = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+            assert stats.total_seconds.count == 1
+            assert stats.output_tokens_per_second > 0
+
+    run(scenario())
