@@ -62,6 +62,7 @@ ROOMS = {
     "schema": Room(("lineclear.v1",), ("grpc", PROTOBUF)),
     "errors": Room(("lineclear.errors",)),
     "limits": Room(("lineclear.limits",)),
+    "fingerprint": Room(("lineclear.fingerprint",)),
     "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
     "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
     "status": Room(("lineclear.status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
@@ -102,7 +103,7 @@ ROOMS = {
         ("lineclear.scheduler.rpc",),
         (
             *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
-            "prometheus_client",
+            *("prometheus_client", "lineclear.fingerprint"),
             *("lineclear.scheduler.access", "lineclear.scheduler.scheduling", "lineclear.scheduler.text"),
             *("lineclear.scheduler.addresses", "lineclear.scheduler.settings", "lineclear.scheduler.snapshot"),
             *CONTRACT,
@@ -123,7 +124,7 @@ ROOMS = {
                 "tokenizers",
                 "jinja2",
             ),
-            *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", *CONTRACT, *HOUSEKEEPING),
+            *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", "lineclear.fingerprint", *CONTRACT, *HOUSEKEEPING),
         ),
     ),
     "worker link": Room(("lineclear.worker.link",), ("zmq", "structlog", "lineclear.wire", *HOUSEKEEPING)),
@@ -144,7 +145,7 @@ ROOMS = {
         ("lineclear.worker",),
         (
             *("torch", "triton", "transformers", "huggingface_hub", "safetensors", "numpy", "structlog", *SETTINGS),
-            *("lineclear.worker", "lineclear.wire", "lineclear.errors", *HOUSEKEEPING),
+            *("lineclear.worker", "lineclear.wire", "lineclear.errors", "lineclear.fingerprint", *HOUSEKEEPING),
         ),
     ),
     "client": Room(

@@ -99,6 +99,26 @@ class UnknownRequest(LineclearError):
     reason = "UNKNOWN_REQUEST"
 
 
+class ModelNotFound(LineclearError):
+    """The request names a model that is not served here."""
+
+    code = "NOT_FOUND"
+    reason = "MODEL_NOT_FOUND"
+
+
+class ModelChanged(LineclearError):
+    """Another model is served than the one that the answer began with, or that the request asks for.
+
+    The tokens received so far are right for the first model, and no other model continues them. To get a whole answer,
+    send the request again without `resume`. `text` and `token_ids` are what the client library had received.
+    """
+
+    code = "ABORTED"
+    reason = "MODEL_CHANGED"
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
 class CannotFit(LineclearError):
     """The request alone needs more KV blocks than the pool has."""
 

@@ -75,7 +75,7 @@ for name in ("golden", "model", "start"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
 sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
 """)
-    assert (done.returncode, done.stdout) == (78, "[0, 0, 0] True True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (78, "[0, 0, 0, 0] True True\n"), done.stderr
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
@@ -87,7 +87,7 @@ def make_runner(found):
     raise settings.ConfigurationError("enough")
 for name in ("golden", "model", "start"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
-        make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError
+        make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError
     )
 flags = ["--model", "absent", "--directory", "nowhere", "--log-format", {form!r}]
 sys.exit(serving.serve(flags, False))

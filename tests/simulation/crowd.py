@@ -13,7 +13,7 @@ from simulation.holdings import Holdings
 from simulation.track import Track
 from simulation.turns import Turns
 
-from lineclear.errors import CannotFit, LineclearError, PromptTooLong
+from lineclear.errors import CannotFit, LineclearError, ModelChanged, PromptTooLong
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.ledger import Counters
 from lineclear.scheduler.scheduling.sequence import Request
@@ -90,10 +90,12 @@ class Crowd:
             self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
             self.holdings.open(hello.num_blocks, hello.block_size)
 
-    def misfit(self, request: Request) -> type[LineclearError] | None:
-        """Why the worker that is there can never serve `request`."""
+    def misfit(self, request: Request, began_on: str = "") -> type[LineclearError] | None:
+        """Why the worker that is there can never serve `request`, which began on that model if it did."""
         if self.hello is None:
             return None
+        if (request.model_fingerprint or began_on) not in ("", self.hello.model_fingerprint):
+            return ModelChanged
         total = len(request.prompt) + request.max_tokens
         if total > self.hello.max_model_len:
             return PromptTooLong

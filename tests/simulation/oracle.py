@@ -17,7 +17,7 @@ from simulation.plans import Plans
 from simulation.scenario import Scenario, is_bad
 from simulation.track import Track
 from support.events import flat
-from support.toy import expected
+from support.toy import expected, fingerprint
 
 from lineclear.errors import (
     DeadlineExceeded,
@@ -71,7 +71,7 @@ class Oracle:
         rank = self.crowd.turns.arrives(request, now)
         track = Track(request, request.sampling.seed, rank, now)
         track.pinned = self.limits.max_preemptions == 0
-        track.answer = expected(request.prompt, request.sampling, request.max_tokens, self.scenario.vocab_size)
+        self._foresee(track)
         self.crowd.enters(track)
         self.crowd.tally.requests_admitted += 1
 
@@ -119,8 +119,10 @@ class Oracle:
         if hello is not None:
             wanted.append(WorkerJoined(hello.epoch))
             for track in list(self.crowd.live.values()):
-                error = self.crowd.misfit(track.request)
-                if error is not None:
+                error = self.crowd.misfit(track.request, track.began_on)
+                if error is None:
+                    self._foresee(track)
+                else:
                     self.crowd.end(track)
                     self.crowd.tally.requests_failed += 1
                     wanted.append((Failed, track.request.request_id, error, track.record(now)))
@@ -252,6 +254,13 @@ class Oracle:
         """An upper bound of the steps in which all who live now must end, when nothing disturbs."""
         stays = 5 + max(1, self.limits.max_preemptions)  # three more as a suspect
         return sum(t.limit * stays for t in self.crowd.live.values()) + self.limits.pipeline_depth
+
+    def _foresee(self, track: Track) -> None:
+        """The answer that it must get: all of it from the model that it names, or began on, or will begin on."""
+        request, hello = track.request, self.crowd.hello
+        model = request.model_fingerprint or track.began_on or ("" if hello is None else hello.model_fingerprint)
+        sizes = request.max_tokens, self.scenario.vocab_size
+        track.answer = expected(request.prompt, request.sampling, *sizes, model.removeprefix(fingerprint("")))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -210,7 +210,9 @@ class Plans:
         if track.started_at is None:
             track.started_at, track.cached = now, track.planned
             self.crowd.tally.prompt_tokens += init.prompt_len
-            event = Started(track.request.request_id, init.slot, step, track.planned)
+            assert self.crowd.hello is not None
+            track.began_on = self.crowd.hello.model_fingerprint
+            event = Started(track.request.request_id, init.slot, step, track.planned, track.began_on)
             hold(started.pop(track.request.request_id, None) == event, "I11", "the first start is told")
 
     def _row(self, track: Track, row: Row, flight: Flight, zeroed: set[int]) -> None:

@@ -9,13 +9,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from support.toy import expected
+from support.toy import expected, fingerprint
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
 
+MODELS = ("", "b")
 _FAULTS = ("cancel", "stop", "crash", "replace", "oom", "oov", "malformed", "stale", "forget", "drain")
 
 
@@ -72,6 +73,8 @@ class Scenario:
     behind: float = 0.0
     """Share of prompts that are the first template and a few tokens more."""
     num_tenants: int = 1
+    updates: float = 0.0
+    """Share of new workers that may be of another model than the one before."""
 
 
 def draw(seed: int) -> Scenario:
@@ -81,7 +84,8 @@ def draw(seed: int) -> Scenario:
     theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
     scenario = theme(rng, scenario)
     # Last, so that a seed keeps its meaning when another twist comes.
-    for twist, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, 0.5 if scenario.limits.order == "fair" else 0.05)):
+    fair = 0.5 if scenario.limits.order == "fair" else 0.05
+    for twist, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15)):
         if rng.random() < share:
             scenario = twist(rng, scenario)
     return scenario
@@ -196,6 +200,12 @@ def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
     limits = replace(scenario.limits, order="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
+
+
+def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A rolling update: some workers come back as another model."""
+    weights = scenario.weights | {"crash": 0.3, "replace": 0.3}
+    return replace(scenario, updates=rng.choice((0.5, 1.0)), weights=weights)
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -327,7 +337,12 @@ def draw_request(
         # The first asks for about half of all.
         tenant = max(0, rng.randrange(2 * scenario.num_tenants) - scenario.num_tenants)
         request = replace(request, tenant=f"t{tenant}")
+    model = rng.choice(MODELS) if scenario.updates else MODELS[0]
+    if scenario.updates and rng.random() < 0.3:
+        request = replace(request, model_fingerprint=fingerprint(model))
     if scenario.resumed and rng.random() < scenario.resumed:
-        whole = expected(request.prompt, request.sampling, max_tokens, vocab_size)
+        if scenario.updates:
+            request = replace(request, model_fingerprint=fingerprint(model))
+        whole = expected(request.prompt, request.sampling, max_tokens, vocab_size, model)
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
     return request

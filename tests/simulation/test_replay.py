@@ -58,7 +58,7 @@ def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found > 20
 
 
-@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 1"}']])
+@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 2"}']])
 def test_what_is_no_recording_is_refused(lines: list[str]) -> None:
     with pytest.raises(NoRecording):
         replay(map(json.loads, lines))

@@ -15,6 +15,7 @@ class Track:
     def __init__(self, request: Request, number: int, rank: tuple[float, int], now: float) -> None:
         self.request, self.number, self.rank, self.arrival = request, number, rank, now
         self.answer: list[int] = []  # what it gets alone
+        self.began_on = ""  # the fingerprint of the model
         self.received = len(request.output)
         self.limit = len(request.prompt) + request.max_tokens
         self.alive = True

@@ -31,7 +31,7 @@ class SoiledRunner(ToyRunner):
 class Worker:
     """A toy worker behind two pipes: plans sent to it, results on their way back."""
 
-    def __init__(self, epoch: int, capacity: Capacity, vocab_size: int, bad_per_mille: int) -> None:
+    def __init__(self, epoch: int, capacity: Capacity, vocab_size: int, bad_per_mille: int, model: str) -> None:
         self.runner = SoiledRunner(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -40,6 +40,7 @@ class Worker:
             vocab_size=vocab_size,
             max_step_tokens=capacity.max_step_tokens,
             is_bad=lambda context: is_bad(context, bad_per_mille),
+            model=model,
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan] = deque()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulation.breach import hold
-from simulation.scenario import Capacity, Scenario, draw, draw_capacity, draw_request, poison
+from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity, draw_request, poison
 from simulation.watched import Watched
 from simulation.worker import Worker
 
@@ -39,6 +39,7 @@ class World:
         self.now = self.rng.choice((0.0, 1.0, 123456.789))
         self.worker: Worker | None = None
         self.epochs = 0
+        self.model = MODELS[0]
         self.numbers = 0
 
     def _poison_in(self, plan: StepPlan) -> str:
@@ -247,7 +248,9 @@ class World:
     def _join(self, capacity: Capacity) -> None:
         self.epochs += 1
         scenario = self.scenario
-        self.worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille)
+        if scenario.updates and self.rng.random() < scenario.updates:
+            self.model = self.rng.choice(MODELS)
+        self.worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille, self.model)
         self.scheduler.join(self.worker.hello, self.now)
 
     def _lose(self, loss: Loss) -> None:

@@ -20,9 +20,17 @@ HOLE = -1
 _NEUTRAL = Sampling()
 
 
-def sample(context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int) -> tuple[int, Logprobs | None]:
+def fingerprint(model: str) -> str:
+    """What a worker of that model says in its Hello."""
+    return f"toy{model}"
+
+
+def sample(
+    context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int, model: str = ""
+) -> tuple[int, Logprobs | None]:
     """Return the token after `context` and what is reported with it, a pure function of the arguments.
 
+    Another `model` gives other tokens.
     Log probabilities are exact in single precision, and None where the request does not ask for them.
     """
     forbidden = set(sampling.banned_ids)
@@ -31,6 +39,7 @@ def sample(context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_si
     # Without an allowed token left, any may be sampled.
     allowed = sorted(set(sampling.allowed_ids) - forbidden)
     data = array("i", context).tobytes() + sampling.seed.to_bytes(8, "little") + _parameters(sampling, prompt_len)
+    data += model.encode()
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
     token = allowed[number % len(allowed)] if allowed else number % vocab_size
     while not allowed and token in forbidden and len(forbidden) < vocab_size:
@@ -41,11 +50,11 @@ def sample(context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_si
     return token, Logprobs(logprob, tuple(((token + i) % vocab_size, logprob - i) for i in range(sampling.logprobs)))
 
 
-def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int) -> list[int]:
+def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int, model: str = "") -> list[int]:
     """Return the whole answer to a request, run alone: to the first stop token inclusive, at most `max_tokens`."""
     context = list(prompt)
     for _ in range(max_tokens):
-        context.append(sample(context, sampling, len(prompt), vocab_size)[0])
+        context.append(sample(context, sampling, len(prompt), vocab_size, model)[0])
         if context[-1] in sampling.stop_ids and len(context) - len(prompt) > sampling.min_tokens:
             break
     return context[len(prompt) :]
@@ -115,10 +124,12 @@ class ToyRunner:
         vocab_size: int = 97,
         max_step_tokens: int = 4096,
         is_bad: Callable[[Sequence[int]], bool] = lambda context: False,
+        model: str = "",
     ) -> None:
         self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
         self.max_model_len, self.vocab_size, self.max_step_tokens = max_model_len, vocab_size, max_step_tokens
         self.is_bad = is_bad
+        self.model = model
         self.num_rows = self.num_positions = self.num_samples = 0
         self.reset()
 
@@ -138,6 +149,7 @@ class ToyRunner:
             dtype="int",
             device="toy",
             attention_backend="toy",
+            model_fingerprint=fingerprint(self.model),
         )
 
     def reset(self) -> None:
@@ -181,7 +193,7 @@ class ToyRunner:
                 context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
                 if self.is_bad(context):
                     bad.add(len(tokens))
-                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size)
+                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, self.model)
                 slot.tokens.append(token)
                 tokens.append(token)
                 logprobs.append(reported)

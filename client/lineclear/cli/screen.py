@@ -132,6 +132,7 @@ def model_view(model: Model) -> Table:
     _rows(
         table,
         ("id", safe(model.model_id)),
+        ("fingerprint", safe(model.model_fingerprint)),
         ("family", safe(model.family)),
         ("context length", model.context_length),
         ("vocabulary", model.vocab_size),

@@ -58,7 +58,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request left the queue. `cached_tokens` of the prompt need no computing; `step` is the worker's count."""
+    """The request left the queue. `cached_tokens` of the prompt need no computing; `step` is the worker's count.
+
+    `model_fingerprint` identifies the model that makes the answer. `prompt_digest` and `chat_time_us` are for resuming.
+    """
 
     request_id: str = ""
     prompt_tokens: int = 0
@@ -66,6 +69,9 @@ class Started:
     seed: int = 0
     slot: int = 0
     step: int = 0
+    model_fingerprint: str = ""
+    prompt_digest: str = ""
+    chat_time_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,7 @@ class Model:
     attention_backend: str
     limits: Limits
     server_version: str
+    model_fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lineclear import fingerprint
+
 from .attention import LayerSpec
 from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
 from .linear import Packer, pack, plain, releasing
-from .model import LoadedModel, ModelRefused
+from .model import LoadedModel, ModelFilesChanged, ModelRefused
 from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error
 
 log = structlog.get_logger(__name__)
@@ -35,9 +37,10 @@ _INT8_TOLERANCE = 0.5
 def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0) -> LoadedModel:
     """The model in directory `source`, or under that id in the local hub cache. dtype None: the checkpoint's own.
 
-    Raises ModelRefused.
+    Raises ModelRefused, and ModelFilesChanged where the files did not stay as they were.
     """
     directory = _locate(source)
+    before = _stamps(directory)
     config = _read_config(directory)
     _check_weights(directory)
     try:
@@ -50,7 +53,10 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
             f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
         )
     model_id = directory.resolve().name if Path(source).is_dir() else source
-    return adopt(model.to(device), model_id, max_model_len)
+    loaded = _with_fingerprints(adopt(model.to(device), model_id, max_model_len), directory)
+    if _stamps(directory) != before:
+        raise ModelFilesChanged("files of the model directory changed while it was loaded; it is loaded again")
+    return loaded
 
 
 def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel:
@@ -151,6 +157,21 @@ def _read_config(directory: Path) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelRefused("the weights are quantised, which is not supported; take the bfloat16 or float16 checkpoint")
     return config
+
+
+def _stamps(directory: Path) -> tuple[object, ...]:
+    try:
+        return fingerprint.stamps(directory)
+    except OSError as error:
+        raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
+
+
+def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
+    try:
+        weights, text = fingerprint.weights_fingerprint(directory), fingerprint.text_fingerprint(directory)
+    except OSError as error:
+        raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
+    return replace(loaded, weights_fingerprint=weights, text_fingerprint=text)
 
 
 def _why_no_config(directory: Path, error: Exception) -> str:

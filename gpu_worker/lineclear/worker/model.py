@@ -25,6 +25,10 @@ class ModelRefused(Exception):
     """This model cannot be served correctly; `str()` is a sentence that says why."""
 
 
+class ModelFilesChanged(Exception):
+    """Files of the model changed while it was loaded, so that what is in memory may be of two models."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model on its device, and what the rest of the worker must know of it."""
@@ -48,6 +52,9 @@ class LoadedModel:
     """Computes the logits instead of `model`, where there is one."""
     probed: Tensor | None = None
     """The logits of the probe's tokens that `model` itself computed over pages."""
+    weights_fingerprint: str = ""
+    """Of the files that were loaded (lineclear.fingerprint); empty where the model came from memory."""
+    text_fingerprint: str = ""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Let every attention layer of the model write to and read from `backend`."""

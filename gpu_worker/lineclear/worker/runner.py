@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from lineclear import fingerprint
 from lineclear.wire.types import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
 from .attention import block_bytes
@@ -26,6 +27,9 @@ from .pool_memory import PoolMemory
 from .protocol import Flight, StepFailed
 from .sampling import Sampled, sample
 from .slots import Capacity, Packed, Slots
+
+_NUMERICS = 1
+"""Raised by a release that computes other numbers from the same files: answers are not resumed across it."""
 
 
 class ModelRunner:
@@ -92,7 +96,16 @@ class ModelRunner:
             attention_backend=self.backend_name + (", int8 KV" if self._kv_dtype is torch.int8 else ""),
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
+            model_fingerprint=self._fingerprint(),
+            text_fingerprint=loaded.text_fingerprint,
         )
+
+    def _fingerprint(self) -> str:
+        loaded = self._loaded
+        if not loaded.weights_fingerprint:
+            return ""
+        formats = (str(_NUMERICS), str(loaded.dtype), loaded.weights, str(self._kv_dtype))
+        return fingerprint.combined((loaded.weights_fingerprint, loaded.text_fingerprint, *formats))
 
     def reset(self) -> None:
         """Forget every slot. The pools keep their bytes: no cell is read before its next owner wrote it."""

@@ -43,7 +43,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     gc.disable()
     from .golden import SelfTestFailed
     from .kernels import NONE, library_name
-    from .model import ModelRefused
+    from .model import ModelFilesChanged, ModelRefused
     from .start import make_runner
 
     gc.freeze()
@@ -59,11 +59,15 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except SelfTestFailed as error:
         log.error("self_test_failed", reason=str(error))
         return Exit.BROKEN
+    except ModelFilesChanged as error:
+        log.error("model_files_changed", reason=str(error))
+        return Exit.BROKEN
     hello = runner.hello(0)
     log.info(
         "model_loaded",
         seconds=round(time.monotonic() - began_at, 3),
         model_id=hello.model_id,
+        model_fingerprint=hello.model_fingerprint,
         family=hello.family,
         device=hello.device,
         dtype=hello.dtype,

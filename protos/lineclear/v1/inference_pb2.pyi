@@ -103,6 +103,8 @@ class GenerateRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, at most 64 of [A-Za-z0-9._:-]. It must
     not be in use by another live request, or kept answer, of the same caller
@@ -116,6 +118,14 @@ class GenerateRequest(_message.Message):
     """Share cached prefixes only with requests of the same salt, and in any case
     only with those of the same caller: it narrows, never widens. At most 64
     characters.
+    """
+    model: _builtins.str
+    """The name of the model that is wanted, as GetModel says it. A server of
+    another name refuses the request with MODEL_NOT_FOUND. Unset: any.
+    """
+    model_fingerprint: _builtins.str
+    """The fingerprint of the model that is wanted, as GetModel says it. Another
+    model never begins the request, which fails with MODEL_CHANGED. Unset: any.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -154,13 +164,19 @@ class GenerateRequest(_message.Message):
         output: Global___OutputOptions | None = ...,
         resume: Global___Resume | None = ...,
         cache_salt: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        model_fingerprint: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__model_fingerprint: _TypeAlias = _typing.Literal["model_fingerprint"]  # noqa: Y015
+    _WhichOneofArgType__model_fingerprint: _TypeAlias = _typing.Literal["_model_fingerprint", b"_model_fingerprint"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
@@ -169,6 +185,10 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_fingerprint) -> _WhichOneofReturnType__model_fingerprint | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
@@ -184,12 +204,22 @@ class Resume(_message.Message):
     model goes on as the first one would have done: token for token, and the
     text as well, of which nothing is sent again. The rest of the request must
     be as it was, with `sampling.seed` set to what Started told unless the
-    temperature is 0.
+    temperature is 0. A server of another model, or one that makes other tokens
+    of the prompt, fails the request with MODEL_CHANGED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHAT_TIME_US_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    """Started.model_fingerprint. Required."""
+    prompt_digest: _builtins.str
+    """Started.prompt_digest. Unset: the prompt is not compared."""
+    chat_time_us: _builtins.int
+    """Started.chat_time_us. 0: the chat template reads the clock again."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every token id of the answer that was received, in order. An answer that
@@ -200,12 +230,17 @@ class Resume(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_fingerprint: _builtins.str = ...,
+        prompt_digest: _builtins.str | None = ...,
+        chat_time_us: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest", "prompt_digest", b"prompt_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_digest: _TypeAlias = _typing.Literal["prompt_digest"]  # noqa: Y015
+    _WhichOneofArgType__prompt_digest: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_digest) -> _WhichOneofReturnType__prompt_digest | None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
@@ -432,6 +467,9 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHAT_TIME_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's, or the one the server made."""
     prompt_tokens: _builtins.int
@@ -446,6 +484,15 @@ class Started(_message.Message):
     """Number of the first step that works on the request, since the worker
     joined.
     """
+    model_fingerprint: _builtins.str
+    """The model that makes the answer; see GetModelResponse."""
+    prompt_digest: _builtins.str
+    """Digest of the prompt's token ids, for Resume."""
+    chat_time_us: _builtins.int
+    """The time that the chat template read, for Resume: microseconds since
+    1970-01-01 on the server's wall clock, in its time zone. 0 where the
+    prompt is no conversation.
+    """
     def __init__(
         self,
         *,
@@ -455,10 +502,13 @@ class Started(_message.Message):
         seed: _builtins.int = ...,
         slot: _builtins.int = ...,
         step: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+        prompt_digest: _builtins.str = ...,
+        chat_time_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1308,6 +1358,7 @@ class GetModelResponse(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The name it is served under."""
     family: _builtins.str
@@ -1326,6 +1377,11 @@ class GetModelResponse(_message.Message):
     """The attention backend in use."""
     server_version: _builtins.str
     """The release of lineclear."""
+    model_fingerprint: _builtins.str
+    """Identifies weights, configuration, tokenizer, chat template and number
+    formats: equal where an answer can be resumed, on any server. While the
+    worker restarts, all of this is of the last worker.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampling one of these ends an answer."""
@@ -1348,10 +1404,11 @@ class GetModelResponse(_message.Message):
         attention_backend: _builtins.str = ...,
         limits: Global___Limits | None = ...,
         server_version: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "limits", b"limits", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -146,7 +146,8 @@ class Hello:
     """A worker joins. `epoch` is a random number of its own choosing, new each time it joins.
 
     `instance` is one that it keeps for as long as its process lives. `pid` does not tell processes apart: in containers
-    of their own they all have the same.
+    of their own they all have the same. `model_fingerprint` identifies what the worker computes with, and
+    `text_fingerprint` the files that the scheduler reads too (lineclear/fingerprint.py); empty: not compared.
     """
 
     epoch: int
@@ -166,6 +167,8 @@ class Hello:
     torch_version: str = ""
     transformers_version: str = ""
     instance: int = 0
+    model_fingerprint: str = ""
+    text_fingerprint: str = ""
     protocol: int = PROTOCOL
 
 

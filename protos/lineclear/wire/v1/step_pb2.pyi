@@ -266,6 +266,8 @@ class Hello(_message.Message):
     TRANSFORMERS_VERSION_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -284,6 +286,12 @@ class Hello(_message.Message):
     """The most tokens of one step."""
     instance: _builtins.int
     """Random, one for each process."""
+    model_fingerprint: _builtins.str
+    """Identifies what the worker computes with; see lineclear/fingerprint.py."""
+    text_fingerprint: _builtins.str
+    """Digest of the files that the scheduler reads too: tokenizer, chat template
+    and sampling defaults. Empty: not compared.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -306,10 +314,12 @@ class Hello(_message.Message):
         transformers_version: _builtins.str = ...,
         max_step_tokens: _builtins.int = ...,
         instance: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+        text_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "protocol", b"protocol", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "protocol", b"protocol", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

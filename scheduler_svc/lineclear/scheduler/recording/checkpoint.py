@@ -38,7 +38,15 @@ _plain = attrgetter(*_PLAIN)
 
 
 def blank(
-    number: int, prompt_len: int, output_len: int, max_tokens: int, priority: int, deadline: Any, tenant: str
+    number: int,
+    prompt_len: int,
+    output_len: int,
+    max_tokens: int,
+    priority: int,
+    deadline: Any,
+    tenant: str,
+    model_fingerprint: str,
+    vocabulary: list[Any] | None,
 ) -> Request:
     """A request of that shape, with nothing in it."""
     return Request(
@@ -52,12 +60,14 @@ def blank(
         deadline,
         tenant=tenant,
         output=(NORMAL,) * output_len,
+        model_fingerprint=model_fingerprint,
+        vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
     )
 
 
 def shape(request: Request) -> tuple[Any, ...]:
     """What `blank` makes a like one of, after the number."""
-    more = (request.priority, request.deadline, request.tenant)
+    more = (request.priority, request.deadline, request.tenant, request.model_fingerprint, request.vocabulary)
     return len(request.prompt), len(request.output), request.max_tokens, *more
 
 
@@ -82,7 +92,7 @@ def freeze(core: Scheduler) -> State_:
         "core": [core._step, core._planned_at, core._halvings, core._steps_to_doubling, core._num_arrivals],
         "counters": asdict(core._counters),
         "model": [list(world.model._weights), [list(r) for r in world.model._covariance], world.model.num_observations],
-        "world": [world.draining, world.refusing],
+        "world": [world.draining, world.refusing, world.model_fingerprint],
         "strategy": {name: value for name, value in vars(world.strategy).items() if name != "_settings"},
         "order": world.order.state(),
         "sequences": [_freeze_sequence(sequence) for sequence in table],
@@ -157,7 +167,7 @@ def thaw(state: State_) -> Scheduler:
     core._counters = core._world.counters = Counters(**state["counters"])
     model = core._world.model
     model._weights, model._covariance, model.num_observations = state["model"]
-    core._world.draining, core._world.refusing = state["world"]
+    core._world.draining, core._world.refusing, core._world.model_fingerprint = state["world"]
     for name, value in state["strategy"].items():
         setattr(core._world.strategy, name, value)
     core._world.order.restore(state["order"])

@@ -29,7 +29,7 @@ from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 1"
+FORMAT = "lineclear flight recording 2"
 _MAX_LIVE_AT_CHECKPOINT = 8192  # it stops the engine for about a microsecond each
 
 

@@ -15,6 +15,11 @@ from lineclear.wire.types import Hello
 DEMO_NAME = "lineclear-demo"
 
 
+def served_name(settings: SchedulerSettings, hello: Hello) -> str:
+    """The name that requests may call the model by."""
+    return settings.served_name or (DEMO_NAME if settings.demo else hello.model_id)
+
+
 def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool, version: str) -> pb.GetModelResponse:
     """What a worker that said `hello` serves."""
     limits = pb.Limits(
@@ -29,7 +34,7 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
     return pb.GetModelResponse(
-        model_id=settings.served_name or (DEMO_NAME if settings.demo else hello.model_id),
+        model_id=served_name(settings, hello),
         family=hello.family,
         context_length=hello.max_model_len,
         vocab_size=hello.vocab_size,
@@ -40,6 +45,7 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
         attention_backend=hello.attention_backend,
         limits=limits,
         server_version=version,
+        model_fingerprint=hello.model_fingerprint,
     )
 
 

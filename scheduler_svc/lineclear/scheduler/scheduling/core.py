@@ -93,7 +93,8 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> list[Event]:
         """Put a request into the queue.
 
-        Raises QueueFull, PromptTooLong, CannotFit, DuplicateRequest or Draining, and then nothing has changed.
+        Raises QueueFull, PromptTooLong, CannotFit, ModelChanged, DuplicateRequest or Draining, and then nothing has
+        changed.
         """
         try:
             assert len(request.output) < request.max_tokens, "nothing is left to do"
@@ -103,6 +104,7 @@ class Scheduler:
                 raise DuplicateRequest("a request with this request_id is in progress")
             door.check_room(request, self._fresh, self.limits)
             if self._hello is not None:
+                door.check_model(request, self._hello)
                 door.check_fits(request, self._hello)
         except LineclearError as error:
             self._counters.requests_rejected += 1
@@ -174,7 +176,8 @@ class Scheduler:
         """A worker joined, or (None) was lost, and `loss` says how: forget blocks and slots, keep every request.
 
         Running requests wait again, in their old order; plans in flight will get no result. A request that workers die
-        of fails (see `suspects`), and so does a waiting one that the new worker can never run.
+        of fails (see `suspects`), and so does one that the new worker can never run: an answer that began on another
+        model is never continued by this one.
         """
         events: list[Event] = [] if self._hello is None else [WorkerLost(self._hello.epoch)]
         self._residents.disband()
@@ -197,9 +200,11 @@ class Scheduler:
         self._world.model = StepModel()
         if hello is not None:
             events.append(WorkerJoined(hello.epoch))
+            began_on, self._world.model_fingerprint = self._world.model_fingerprint, hello.model_fingerprint
             self._residents.open(min(self.limits.max_batch_size, hello.num_slots), hello.num_blocks, hello.block_size)
             for sequence in list(self._live.values()):
                 try:
+                    door.check_model(sequence.request, hello, began_on if sequence.started_at is not None else "")
                     door.check_fits(sequence.request, hello)
                 except LineclearError as error:
                     self._counters.requests_failed += 1

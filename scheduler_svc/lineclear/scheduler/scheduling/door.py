@@ -5,7 +5,7 @@ Decides nothing about who is next, and keeps nothing.
 
 from __future__ import annotations
 
-from lineclear.errors import CannotFit, PromptTooLong, QueueFull
+from lineclear.errors import CannotFit, ModelChanged, PromptTooLong, QueueFull
 from lineclear.scheduler.scheduling.ledger import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.waiting import WaitingQueue
@@ -26,6 +26,26 @@ def check_room(request: Request, waiting: WaitingQueue, limits: CoreLimits) -> N
             f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
             retry_after_seconds=1.0,
             metadata={"waiting_tokens": str(waiting.num_tokens), "limit_tokens": str(limits.max_queue_tokens)},
+        )
+
+
+def check_model(request: Request, hello: Hello, began_on: str = "") -> None:
+    """Raises ModelChanged for a request that began on another model (fingerprint `began_on`), or names another one.
+
+    One that has not begun, and was validated with other figures than the worker's, may be sent again.
+    """
+    wanted = request.model_fingerprint or began_on
+    if wanted and wanted != hello.model_fingerprint:
+        raise ModelChanged(
+            f"the model is now {hello.model_fingerprint}, the request is for {wanted}; what was received of its answer "
+            "is right for that model, and a whole answer of the new one needs a new request",
+            metadata={"model_fingerprint": hello.model_fingerprint, "expected_model_fingerprint": wanted},
+        )
+    if request.vocabulary not in (None, (hello.vocab_size, hello.eos_token_ids)):
+        raise ModelChanged(
+            "the model changed before the request began, and has other end-of-sequence tokens; send it again",
+            retry_after_seconds=0.0,
+            metadata={"model_fingerprint": hello.model_fingerprint},
         )
 
 

@@ -55,6 +55,7 @@ class Started:
     slot: int
     step: int
     cached_tokens: int
+    model_fingerprint: str = ""
 
 
 class TokensReady(NamedTuple):

@@ -41,6 +41,8 @@ class World:
     draining: bool = False
     refusing: bool = False
     """The queue was full for a request, and nobody has left it for a slot since."""
+    model_fingerprint: str = ""
+    """Of the joined worker, or of the last one."""
 
     def view(self, now: float) -> View:
         """What the strategy sees."""
@@ -293,7 +295,8 @@ class Planning:
             sequence.started_at = self._now
             sequence.cached_tokens = start
             world.counters.prompt_tokens += sequence.prompt_len
-            self.events.append(Started(sequence.request.request_id, sequence.slot, self._step, start))
+            request_id = sequence.request.request_id
+            self.events.append(Started(request_id, sequence.slot, self._step, start, world.model_fingerprint))
         request = sequence.request
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)

@@ -24,6 +24,8 @@ class Request:
     `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
     `tenant` stands for whose share it takes, where shares matter; it names nobody.
     `output` is the beginning of the answer where another server made that, of fewer than `max_tokens` tokens.
+    `model_fingerprint` is the model that must run it; empty: the one that is there when it begins. `vocabulary` is the
+    vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
     """
 
     request_id: str
@@ -37,6 +39,8 @@ class Request:
     cache_salt: bytes = b""
     tenant: str = ""
     output: tuple[int, ...] = ()
+    model_fingerprint: str = ""
+    vocabulary: tuple[int, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
         """Lengths, never content."""

@@ -1,0 +1,117 @@
+"""Fingerprints of a model directory: whether two processes read the same model.
+
+Two copies of the same files have the same fingerprint on every machine; names, times and places do not count. Small
+files are hashed whole. Weights are hashed by header, size and a sample of every tensor, which costs milliseconds: a
+file that was trained, merged or quantised further differs, and so does one with another layout. A change that misses
+every sampled range is not seen (a few flipped bits, say): this detects another model, it does not verify a download.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""What scheduler and worker both depend on: prompt tokens, text, end-of-sequence ids, sampling defaults."""
+CONFIG_FILE = "config.json"
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEX_DIGITS = 16
+_SAMPLES = 4  # of each tensor
+_SAMPLE_BYTES = 64
+_MAX_HEADER_BYTES = 100 * 1000 * 1000
+_CHUNK_BYTES = 1 << 20
+
+
+def text_fingerprint(directory: Path) -> str:
+    """Digest of the tokenizer, the chat template and the generation defaults. Raises OSError."""
+    return combined(f"{name} {_file_digest(directory / name)}" for name in TEXT_FILES)
+
+
+def weights_fingerprint(directory: Path) -> str:
+    """Digest of config.json and of the safetensors files. Raises OSError."""
+    parts = [f"{path.name} {_weights_digest(path)}" for path in _weight_files(directory)]
+    return combined([f"{CONFIG_FILE} {_file_digest(directory / CONFIG_FILE)}", *parts])
+
+
+def combined(parts: Iterable[str]) -> str:
+    """One fingerprint of several facts, in their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:_HEX_DIGITS]
+
+
+def prompt_digest(token_ids: Iterable[int]) -> str:
+    """Digest of a prompt's token ids."""
+    packed = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+    return hashlib.sha256(packed).hexdigest()[:_HEX_DIGITS]
+
+
+def stamps(directory: Path) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Name, inode, size and times of every file read: equal before and after a load that nothing disturbed.
+
+    Raises OSError.
+    """
+    names = (CONFIG_FILE, _INDEX, *TEXT_FILES)
+    paths = [*_weight_files(directory), *(directory / name for name in names)]
+    return tuple(sorted(_stamp(path) for path in paths if path.exists()))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that are loaded: the single one, else those that the index names."""
+    if (single := directory / _SINGLE).is_file():
+        return [single]
+    try:
+        names = set(json.loads((directory / _INDEX).read_bytes())["weight_map"].values())
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return []
+    return [directory / name for name in sorted(map(str, names)) if (directory / name).is_file()]
+
+
+def _stamp(path: Path) -> tuple[str, int, int, int, int]:
+    found = path.stat()
+    return path.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except FileNotFoundError:
+        return "absent"
+    return digest.hexdigest()
+
+
+def _weights_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        header_len = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), _MAX_HEADER_BYTES)
+        header = os.pread(file.fileno(), header_len, 8)
+        digest.update(header)
+        for begin, end in _tensors(header, size - 8 - header_len):
+            for start in _sampled(begin, end):
+                digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - start), 8 + header_len + start))
+    return digest.hexdigest()
+
+
+def _tensors(header: bytes, size: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the tensors within the data, or all of it where the header cannot be read."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        found = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        found = [(0, size)]
+    return ((begin, end) for begin, end in found if 0 <= begin < end <= size)
+
+
+def _sampled(begin: int, end: int) -> list[int]:
+    """Where the sampled ranges of a tensor start: spread evenly, the first and the last bytes included."""
+    room = end - begin - _SAMPLE_BYTES
+    if room <= 0:
+        return [begin]
+    return sorted({begin + room * n // (_SAMPLES - 1) for n in range(_SAMPLES)})
