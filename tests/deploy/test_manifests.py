@@ -15,6 +15,7 @@ from support.sources import REPOSITORY
 from lineclear.scheduler.addresses import parse_address
 from lineclear.scheduler.rpc.server import WORKER
 from lineclear.scheduler.settings import load
+from lineclear.worker import settings as worker_settings
 
 DEPLOY = REPOSITORY / "deploy"
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
@@ -210,6 +211,12 @@ def test_there_is_time_to_leave(manifest: Manifest) -> None:
     assert manifest.pod["terminationGracePeriodSeconds"] >= needed
 
 
+def test_a_worker_that_is_stopped_first_outlasts_the_drain_of_its_scheduler(manifest: Manifest) -> None:
+    drain = worker_settings.load(manifest.worker["args"]).drain_timeout_seconds
+    assert drain > drain_seconds(manifest.scheduler)
+    assert manifest.pod["terminationGracePeriodSeconds"] >= drain
+
+
 def test_labels_agree(manifest: Manifest) -> None:
     labels = manifest.template["metadata"]["labels"]
     deployment, service, budget, policy = manifest.documents
@@ -279,6 +286,9 @@ def test_compose_stops_the_scheduler_first_and_waits_for_its_drain() -> None:
     assert SERVICES["scheduler"]["depends_on"] == ["worker"]
     assert "depends_on" not in SERVICES["worker"]
     assert seconds(SERVICES["scheduler"]["stop_grace_period"]) >= drain_seconds(SERVICES["scheduler"]) + 5
+    worker_drain = worker_settings.load(SERVICES["worker"]["command"]).drain_timeout_seconds
+    assert worker_drain > drain_seconds(SERVICES["scheduler"])
+    assert seconds(SERVICES["worker"]["stop_grace_period"]) >= worker_drain + 5
 
 
 def test_the_gpu_is_added_to_the_same_worker() -> None:

@@ -79,6 +79,7 @@ def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
         *("--build", "--build-arg", "--from", "--no-cache-dir"),  # docker, pip
         *("--directory", "--owner", "--group", "--mode"),  # install
         "--from-literal",  # kubectl
+        "--time",  # docker stop
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
     }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))

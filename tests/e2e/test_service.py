@@ -190,3 +190,25 @@ def test_preemption_changes_no_token() -> None:
         answers = all_at_once(service.client, **greedy(40))
         assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
         assert service.client.stats().totals.preemptions > 0
+
+
+def test_both_processes_are_told_to_stop_at_once_and_every_stream_completes() -> None:
+    with running("--drain-timeout-seconds", "60") as service, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        want, worker = [reference(p, 200) for p in PROMPTS], service.worker_pid
+        begun = threading.Barrier(len(PROMPTS) + 1)
+
+        def read(prompt: str) -> Generation:
+            with service.client.stream(prompt, ignore_eos=True, **greedy(200)) as stream:
+                next(stream)
+                begun.wait(PATIENCE_SECONDS)
+                for _ in stream:
+                    pass
+            return stream.result
+
+        answers = [pool.submit(read, p) for p in PROMPTS]
+        begun.wait(PATIENCE_SECONDS)
+        os.kill(worker, signal.SIGTERM)
+        service.process.terminate()
+        assert [a.result().token_ids for a in answers] == want
+        assert max(a.result().timings.recoveries for a in answers) == 0
+        assert service.process.wait(PATIENCE_SECONDS) == 0

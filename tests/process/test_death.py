@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
@@ -206,10 +207,12 @@ def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
 
 
 def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> None:
+    """With a drain timeout of 0; else it would finish what its scheduler runs."""
     anomalies: list[str] = []
     with World(on_anomaly=anomalies.append) as world:
         begun = world.root / "begun"
         slow = ToyOptions(min_step_seconds=0.5, max_step_seconds=0.5, fault="none", fault_step=3, fault_once=str(begun))
+        slow = replace(slow, drain_timeout_seconds=0.0)
         first = world.start_worker(slow)
         stream = world.submit(request(0, max_tokens=40))  # a token a step
         eventually(begun.exists, what="the third step")

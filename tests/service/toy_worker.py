@@ -18,7 +18,9 @@ if __name__ == "__main__":
         parser.add_argument(name, required=True)
     for name in ("--num-slots", "--max-step-tokens"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--drain-timeout-seconds", type=float, required=True)
     flags = parser.parse_args()
-    options = {"num_slots": flags.num_slots, **json.loads(os.environ.get("TOY_OPTIONS", "{}"))}
+    shared = {"num_slots": flags.num_slots, "drain_timeout_seconds": flags.drain_timeout_seconds}
+    options = {**shared, **json.loads(os.environ.get("TOY_OPTIONS", "{}"))}
     sys.argv = [sys.argv[0], flags.directory, json.dumps(options)]
     sys.exit(toy_worker.main())

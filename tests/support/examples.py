@@ -22,6 +22,7 @@ from lineclear.wire.types import (
     StepErrorKind,
     StepPlan,
     StepResult,
+    Stopping,
 )
 
 SAMPLING = Sampling(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, ((3, 1.5),), (1, 2, 3), (4,), 2**63, 2, (7, 8), 5)
@@ -55,5 +56,6 @@ EXAMPLES: tuple[Message, ...] = (
     StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
     Rejoin(3),
     Goodbye(3, "drained"),
+    Stopping(3),
     SetLogLevel(3, LogLevel.WARNING),
 )

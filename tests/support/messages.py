@@ -21,6 +21,7 @@ from lineclear.wire.types import (
     StepErrorKind,
     StepPlan,
     StepResult,
+    Stopping,
 )
 
 INT32 = 2**31 - 1
@@ -124,4 +125,5 @@ BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
     Rejoin: rejoins,
     Goodbye: goodbyes,
     SetLogLevel: log_levels,
+    Stopping: st.builds(Stopping, uint64),
 }

@@ -53,6 +53,7 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
         supervisor.start()
         print(json.dumps({"started": supervisor.pid}), flush=True)
     await stop.wait()
+    engine.release_worker()
     await supervisor.stop()
     engine.stop()
     link.close()

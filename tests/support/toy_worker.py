@@ -39,6 +39,8 @@ class ToyOptions:
     max_rows: int = 0
     """A step with more rows runs out of memory; 0: none does."""
     heartbeat_seconds: float = 0.1
+    drain_timeout_seconds: float = 60.0
+    """How long it runs plans after SIGTERM."""
 
     def arguments(self, directory: Path) -> list[str]:
         """The command line of such a worker."""
@@ -57,7 +59,11 @@ def main() -> int:
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")
     time.sleep(options.load_seconds)
-    limits = LoopLimits(heartbeat_seconds=options.heartbeat_seconds, standby_seconds=0.2)
+    limits = LoopLimits(
+        heartbeat_seconds=options.heartbeat_seconds,
+        standby_seconds=0.2,
+        drain_timeout_seconds=options.drain_timeout_seconds,
+    )
     return run(MoodyRunner(options), Path(sys.argv[1]), supervised=supervised, limits=limits)
 
 

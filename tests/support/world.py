@@ -294,6 +294,7 @@ def supervised(world: World, body: Callable[[Supervisor], None], limits: Supervi
         try:
             await asyncio.to_thread(body, supervisor)
         finally:
+            world.engine.release_worker()
             assert await supervisor.stop()
         return supervisor
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from lineclear.logs import places
-from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind
+from lineclear.wire.types import Goodbye, Hello, StepError, StepErrorKind, Stopping
 from lineclear.worker.heart import Progress
 from lineclear.worker.link import Bell, ResultSocket
 from lineclear.worker.protocol import Flight, StepFailed
@@ -23,6 +23,9 @@ log = structlog.get_logger()
 class _Launched(NamedTuple):
     step: int
     flight: Flight
+
+
+_Item = _Launched | Hello | Goodbye | Stopping | threading.Event | None
 
 
 class Collector:
@@ -44,7 +47,7 @@ class Collector:
         self._farewell_seconds = farewell_seconds
         self._epoch = 0
         self._abandoned = False
-        self._items: queue.Queue[_Launched | Hello | Goodbye | threading.Event | None] = queue.Queue(max_flights)
+        self._items: queue.Queue[_Item] = queue.Queue(max_flights)
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
 
@@ -64,9 +67,9 @@ class Collector:
         else:
             self._items.put(launched)
 
-    def say(self, goodbye: Goodbye) -> None:
+    def say(self, message: Goodbye | Stopping) -> None:
         """Send a message behind everything put before."""
-        self._items.put(goodbye)
+        self._items.put(message)
 
     def abandon(self) -> None:
         """Nobody wants the results any more. Flights are still waited for, because the device works on them."""

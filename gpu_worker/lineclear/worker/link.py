@@ -69,6 +69,8 @@ class PlanSocket:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
         self._socket.set(zmq.MAXMSGSIZE, max_plan_bytes)
+        self._has_received = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _connect(self._socket, str(sockets.plan))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -81,12 +83,13 @@ class PlanSocket:
         Frames that are none are counted and dropped. Raises ProtocolMismatch.
         """
         while True:
-            ready = self._poller.poll(None if patience_seconds is None else round(patience_seconds * 1000))
+            timeout_ms = None if patience_seconds is None else round(patience_seconds * 1000)
+            ready = [source for source, _ in self._poller.poll(timeout_ms)]
             # The bell goes first: whoever rang it wants no more plans to start.
-            if any(source == self._bell.fileno for source, _ in ready):
+            if self._bell.fileno in ready:
                 self._bell.silence()
                 return None
-            if not ready:
+            if self._socket not in ready:
                 return None
             try:
                 message = self._decode(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -97,6 +100,7 @@ class PlanSocket:
                 if self.num_bad_frames & (self.num_bad_frames - 1) == 0:  # 1, 2, 4, 8 ...: noise cannot fill the log
                     log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
                 continue
+            self._has_received |= message.epoch == self.epoch
             if isinstance(message, Order) and message.epoch == self.epoch:
                 return message
             if not isinstance(message, Heartbeat):  # the scheduler's way to see whether we are connected
@@ -107,8 +111,19 @@ class PlanSocket:
             raise DecodeError("a frame in several parts")
         return decode(parts[0])
 
+    def is_connected(self) -> bool:
+        """Return whether the scheduler of this epoch is there: it has sent something, and its connection is open.
+
+        From the first call on, `receive` also returns when the connection is lost.
+        """
+        # It sends a heartbeat before it lets a worker join. Only a drain needs to know, so no step pays for the monitor.
+        self._poller.register(self._monitor, zmq.POLLIN)
+        return self._has_received and not self._monitor.poll(0)
+
     def close(self) -> None:
         """Leave: the scheduler can reach this epoch no more."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
 

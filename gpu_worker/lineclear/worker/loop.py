@@ -7,6 +7,9 @@ and is sent at once.
 
 A worker takes part for an *epoch*: a random number of its own choosing that it says in its Hello and carries in every
 message. Whatever goes wrong between the two processes ends the epoch; in the next one the worker remembers nothing.
+
+SIGTERM starts a drain where the worker is joined: it sends Stopping and runs plans until the scheduler answers with
+Goodbye, because nothing is left to run, or until the drain timeout. So both processes may be told to stop in any order.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +31,7 @@ import zmq
 from lineclear import logs
 from lineclear.sockets import Sockets, private_sockets
 from lineclear.wire.codec import ProtocolMismatch
-from lineclear.wire.types import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.types import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult, Stopping
 from lineclear.worker.collector import Collector
 from lineclear.worker.heart import Heart, Progress
 from lineclear.worker.link import Bell, PlanSocket, ResultSocket
@@ -58,13 +62,16 @@ class LoopLimits:
     """How long no order must have come before the runner prepares for later ones."""
     standby_seconds: float = 1.0
     """How long a worker that was refused waits before it asks again."""
+    drain_timeout_seconds: float = 30.0
+    """How long a joined worker that was told to stop runs plans for its scheduler."""
 
 
 def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> Exit:
     """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
 
-    Either may start first, and the scheduler may go and come back. A worker that is refused leaves if it is
-    `supervised` (see lineclear.lifeline) and else stands by, to take over when the joined one is gone. To be called on
+    A joined worker drains first (`LoopLimits.drain_timeout_seconds`), and a second signal ends the process. Either may
+    start first, and the scheduler may go and come back. A worker that is refused leaves if it is `supervised` (see
+    lineclear.lifeline) and else stands by, to take over when the joined one is gone. To be called on
     the main thread. Raises SocketError for a directory that cannot be trusted.
     """
     loop = _Loop(runner, private_sockets(directory), limits or LoopLimits())
@@ -101,6 +108,7 @@ class _Loop:
         self._sockets = sockets
         self._limits = limits
         self._stopping = False
+        self._drain_ends_at: float | None = None
         self._instance = secrets.randbits(63)
         self._bell = Bell()
         self._progress = Progress()
@@ -119,7 +127,7 @@ class _Loop:
 
     @contextmanager
     def stop_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the loop after the step at work; a second one ends the process as usual."""
+        """Handle SIGTERM and SIGINT: the first stops the loop, the second ends the process as usual."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self._stopping = True
@@ -138,7 +146,7 @@ class _Loop:
     def run(self, supervised: bool) -> Exit:
         """One epoch after the other."""
         log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
-        while not self._stopping:
+        while not self._stopping or self._drain_ends_at is not None:
             ending = self._serve_epoch()
             if ending is _Ending.REFUSED and not supervised:
                 self._bell.wait(self._limits.standby_seconds)
@@ -178,14 +186,19 @@ class _Loop:
     def _run_plans(self, plans: PlanSocket) -> _Ending:
         last_step = 0
         patience_seconds: float | None = self._limits.idle_seconds
+        is_stopping_sent = False
         while True:
             try:
-                order = plans.receive(patience_seconds)
+                order = plans.receive(self._within_drain(patience_seconds))
             except ProtocolMismatch as error:
                 log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
                 return _Ending.MISMATCH
             if self._stopping:
-                return _Ending.STOPPED
+                if isinstance(order, Goodbye | Rejoin) or not self._may_drain(plans):
+                    return _Ending.STOPPED
+                if not is_stopping_sent:
+                    self._collector.say(Stopping(plans.epoch))
+                    is_stopping_sent = True
             if self._collector.failure is not None or isinstance(order, Rejoin):
                 self._collector.abandon()
                 return _Ending.REJOIN
@@ -200,6 +213,21 @@ class _Loop:
                 last_step, patience_seconds = order.step, self._limits.idle_seconds
             else:  # in small pieces, so that an order that comes meanwhile hardly waits
                 patience_seconds = 0.0 if self._runner.prepare() else None
+
+    def _may_drain(self, plans: PlanSocket) -> bool:
+        """Whether a worker that was told to stop runs further plans. The first call starts the drain timeout."""
+        now = time.monotonic()
+        is_joined = plans.is_connected()
+        if self._drain_ends_at is None and is_joined:
+            self._drain_ends_at = now + self._limits.drain_timeout_seconds
+            log.info("stopping", drain_timeout_seconds=self._limits.drain_timeout_seconds)
+        return is_joined and self._drain_ends_at is not None and now < self._drain_ends_at
+
+    def _within_drain(self, patience_seconds: float | None) -> float | None:
+        if self._drain_ends_at is None:
+            return patience_seconds
+        remaining = max(0.0, self._drain_ends_at - time.monotonic())
+        return remaining if patience_seconds is None else min(patience_seconds, remaining)
 
     def _launch(self, plan: StepPlan, last_step: int) -> None:
         self._progress.launching(plan.step)

@@ -15,7 +15,7 @@ from lineclear import logs
 from lineclear.sockets import SocketError
 
 from . import host
-from .loop import Exit, run
+from .loop import Exit, LoopLimits, run
 from .settings import ConfigurationError, WorkerSettings, load
 
 log = structlog.get_logger()
@@ -82,7 +82,8 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     gc.collect()
     gc.freeze()
     try:
-        return run(runner, Path(settings.directory), supervised=supervised)
+        limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
+        return run(runner, Path(settings.directory), supervised=supervised, limits=limits)
     except SocketError as error:
         log.error("sockets_refused", reason=str(error))
         return Exit.CONFIGURATION

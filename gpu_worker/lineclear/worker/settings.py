@@ -114,6 +114,15 @@ class WorkerSettings(BaseSettings):
         0, ge=0, le=2**20, description="Most tokens computed in one step. 0: 256 on a CPU, 2048 on a GPU."
     )
 
+    # --- leaving ---
+    drain_timeout_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=7 * 86_400,
+        description="After SIGTERM, a worker that is joined runs the requests of its scheduler for this long, or until"
+        " none is left. Longer than the scheduler's drain_timeout_seconds, so that both may be stopped in any order.",
+    )
+
     # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(

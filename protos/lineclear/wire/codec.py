@@ -35,6 +35,7 @@ from lineclear.wire.types import (
     StepErrorKind,
     StepPlan,
     StepResult,
+    Stopping,
 )
 from lineclear.wire.v1 import step_pb2 as pb
 
@@ -301,6 +302,11 @@ def _log_level_from(epoch: int, step: int, payload: bytes) -> SetLogLevel:
     return SetLogLevel(epoch, LogLevel(pb.SetLogLevel.FromString(payload).level))
 
 
+def _stopping_from(epoch: int, step: int, payload: bytes) -> Stopping:
+    pb.Stopping.FromString(payload)
+    return Stopping(epoch)
+
+
 _Encoder = Callable[[Any], ProtobufMessage]
 _Decoder = Callable[[int, int, bytes], Message]
 _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
@@ -312,5 +318,6 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     Rejoin: (6, lambda r: pb.Rejoin(), _rejoin_from),
     Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
     SetLogLevel: (8, lambda s: pb.SetLogLevel(level=s.level.value), _log_level_from),
+    Stopping: (9, lambda s: pb.Stopping(), _stopping_from),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

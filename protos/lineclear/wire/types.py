@@ -214,6 +214,13 @@ class Goodbye:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Worker to scheduler: this worker was told to stop. It runs plans until a Goodbye or the end of its drain time."""
+
+    epoch: int
+
+
 class LogLevel(Enum):
     """How severe a line must be to be logged."""
 
@@ -231,4 +238,4 @@ class SetLogLevel:
     level: LogLevel
 
 
-Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye | SetLogLevel
+Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye | SetLogLevel | Stopping

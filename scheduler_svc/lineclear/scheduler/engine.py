@@ -26,7 +26,16 @@ from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.scheduler.snapshot import MAX_STEP_TIMES, EngineCounters, EngineSnapshot, StepTime
 from lineclear.scheduler.vigil import Patience, Vigil, loss_by_exit
-from lineclear.wire.types import Hello, LogLevel, SetLogLevel, StepError, StepErrorKind, StepResult
+from lineclear.wire.types import (
+    Goodbye,
+    Hello,
+    LogLevel,
+    SetLogLevel,
+    StepError,
+    StepErrorKind,
+    StepResult,
+    Stopping,
+)
 
 log = structlog.get_logger()
 
@@ -77,6 +86,9 @@ class Engine:
         self._last_hello: Hello | None = None  # of the joined worker, or of the one before
         self._log_level: LogLevel | None = None  # that workers are to have; None: the one they start with
         self._is_level_told = True  # to the joined worker
+        self._is_worker_stopping = False  # the joined worker was told to stop
+        self._is_over = False  # nothing is read any more
+        self._is_worker_released = False  # and has been sent Goodbye, because nothing is left to run
         self._vigil = Vigil(patience or Patience(), self._predicted_seconds)  # over the joined worker
         self._incarnation = 0
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
@@ -125,6 +137,10 @@ class Engine:
         """Refuse new requests from now on; those that live go on."""
         self._order(self._drain)
 
+    def release_worker(self) -> None:
+        """Let a worker that is told to stop end at once: nothing that it would compute is read any more."""
+        self._order(self._set_over)
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._order(lambda now: self._core.forget_prefixes())
@@ -163,6 +179,11 @@ class Engine:
         return self._vigil.hung is not None
 
     @property
+    def is_worker_stopping(self) -> bool:
+        """Whether the joined worker was told to stop, and runs on until no request is left or its drain is over."""
+        return self._is_worker_stopping
+
+    @property
     def worker(self) -> Hello | None:
         """The Hello of the joined worker."""
         return self._hello
@@ -197,6 +218,7 @@ class Engine:
         events += self._core.expire(now)
         self._tell_log_level()
         self._send_plans(events, now)
+        self._release_worker()
         if events:
             begin = time.perf_counter()
             self._publish(events)
@@ -227,6 +249,9 @@ class Engine:
     def _drain(self, now: float) -> None:
         self._leaving = True
         self._core.drain(now)
+
+    def _set_over(self, now: float) -> None:
+        self._is_over = True
 
     def _set_log_level(self, level: LogLevel, now: float) -> None:
         self._log_level, self._is_level_told = level, False
@@ -268,6 +293,9 @@ class Engine:
             astray = arrival.kind is StepErrorKind.PROTOCOL
             loss = Loss.LEFT if memory or astray else Loss.BROKE
             self._lose(f"a step failed: {arrival.kind.name.lower()}", events, now, loss, kill=not memory)
+        elif isinstance(arrival, Stopping):
+            self._is_worker_stopping = True
+            log.info("worker_stopping", epoch=arrival.epoch, num_live=self._core.num_live)
         elif arrival.reason == CLOSED and self._hello is not None:
             self._vigil.connection_closed(now)
         else:
@@ -317,6 +345,14 @@ class Engine:
         if not self._is_level_told and self._hello is not None and self._log_level is not None:
             self._is_level_told = self._link.tell(SetLogLevel(self._hello.epoch, self._log_level))
 
+    def _release_worker(self) -> None:
+        """Send Goodbye to a worker that was told to stop once no request is left that it could run."""
+        if self._hello is None or not self._is_worker_stopping or self._is_worker_released:
+            return
+        if self._core.num_live and not self._is_over:
+            return
+        self._is_worker_released = self._link.tell(Goodbye(self._hello.epoch, "no request is left to run"))
+
     def _lose(self, reason: str, events: list[Event], now: float, loss: Loss, *, kill: bool = False) -> None:
         """The joined worker is gone, or as good as. Requests wait for the next one."""
         hello = self._hello
@@ -325,14 +361,17 @@ class Engine:
         self._hello = None
         self._vigil.end(hung=hello.epoch if kill else None)
         events += self._core.take_events()
-        ended = self._core.reset(None, now, Loss.LEFT if self._leaving else loss)
+        # What stops a process may kill it when it takes too long. No request is a suspect for that.
+        is_expected = self._leaving or (self._is_worker_stopping and loss is Loss.KILLED)
+        ended = self._core.reset(None, now, Loss.LEFT if is_expected else loss)
         events += ended
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
             log.error("request_kills_workers", epoch=hello.epoch)
             self._on_explained()
+        self._is_worker_stopping = self._is_worker_released = False
         # A server that is leaving tells its worker to leave too.
         say = log.info if self._leaving else log.warning
-        if loss is not Loss.LEFT and not self._leaving:
+        if loss is not Loss.LEFT and not is_expected:
             self._on_anomaly(reason)
         say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
         if kill and self._on_broken(hello, reason):

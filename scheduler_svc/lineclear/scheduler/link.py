@@ -38,14 +38,15 @@ from lineclear.wire.types import (
     StepError,
     StepPlan,
     StepResult,
+    Stopping,
 )
 
 log = structlog.get_logger()
 
 CLOSED = "its connection closed"
 """The reason of a Goodbye that the worker did not say: its end of the connection is gone."""
-Arrival = Hello | StepResult | StepError | Goodbye
-"""What receive() returns: a worker joined, a step ended, the joined worker left."""
+Arrival = Hello | StepResult | StepError | Goodbye | Stopping
+"""What receive() returns: a worker joined, a step ended, the joined worker left or was told to stop."""
 
 _MAX_FRAMES_PER_RECEIVE = 256
 _PROBE_DELAYS_SECONDS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -172,7 +173,7 @@ class Link:
         self.counters.plans += 1
         self.counters.bytes_sent += len(frame)
 
-    def tell(self, order: SetLogLevel) -> bool:
+    def tell(self, order: SetLogLevel | Goodbye) -> bool:
         """Send what is no plan to the worker of its epoch; False if that cannot be done now."""
         return not self._post(order.epoch, encode(order))
 
@@ -279,7 +280,7 @@ class Link:
             self.last_heard = self._clock()
             if isinstance(message, StepError | Goodbye):  # either is the last word of an epoch
                 self._end()
-            if isinstance(message, StepResult | StepError | Goodbye):
+            if isinstance(message, StepResult | StepError | Goodbye | Stopping):
                 arrivals.append(message)
 
     def _hear_stranger(self, epoch: int) -> None:

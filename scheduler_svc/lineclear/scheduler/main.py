@@ -26,6 +26,7 @@ import uvloop
 from lineclear import logs
 from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.leaving import (
+    CLEAN,
     CONFIGURATION,
     INTERNAL,
     NO_WORKER,
@@ -41,6 +42,7 @@ from lineclear.sockets import SocketError
 
 log = structlog.get_logger()
 
+_WORKER_DRAIN_MARGIN_SECONDS = 10.0
 _WITHOUT_WORKER = {
     GiveUp.CRASHES: NO_WORKER,
     GiveUp.CONFIGURATION: WORKER_CONFIGURATION,
@@ -102,9 +104,9 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             await serve(settings, model, leaving, link, supervisor, stack)
         finally:
             if settings.spawn_worker:
-                # Before the engine stops, which still listens to it. In a hurry the worker is not waited for: it ends
-                # with us, see lifeline.
-                await leaving.unless_hurried(supervisor.stop())
+                # Before the engine stops, which tells the worker that it may end. In a hurry the worker is not waited
+                # for: it ends with us, see lifeline.
+                await leaving.unless_hurried(supervisor.stop(kill=leaving.exit_code != CLEAN))
     log.info("left", exit_code=leaving.exit_code)
     return leaving.exit_code
 
@@ -147,6 +149,8 @@ def _worker_command(
         "--directory": str(directory),
         "--num-slots": str(settings.max_batch_size),
         "--max-step-tokens": str(settings.target_batch_tokens),
+        # Longer than ours: a supervisor without order may send SIGTERM to both processes at once.
+        "--drain-timeout-seconds": str(settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS),
         "--log-level": settings.log_level,
         "--log-format": logs.chosen(settings.log_format),  # it writes to the same standard error
     }

@@ -98,7 +98,10 @@ async def serve(
     pulse.start()
     stack.callback(pulse.stop)
     async with _scraped(settings, service):
-        await _run(settings, leaving, service, server)
+        try:
+            await _run(settings, leaving, service, server, supervisor)
+        finally:
+            engine.release_worker()
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +123,9 @@ async def _scraped(settings: SchedulerSettings, service: InferenceService) -> As
         await asyncio.to_thread(scrapes.close)
 
 
-async def _run(settings: SchedulerSettings, leaving: Leaving, service: InferenceService, server: Server) -> None:
+async def _run(
+    settings: SchedulerSettings, leaving: Leaving, service: InferenceService, server: Server, supervisor: Supervisor
+) -> None:
     """Serve until it is time to leave, then leave."""
     await server.start()
     log.info(
@@ -133,6 +138,7 @@ async def _run(settings: SchedulerSettings, leaving: Leaving, service: Inference
     gc.collect()
     gc.freeze()
     await leaving.begun.wait()
+    supervisor.drain()
     if not await leaving.unless_hurried(_leave(leaving, settings, service, server)):
         service.fail_all(drained)
         await server.stop(0)

@@ -87,6 +87,7 @@ class Supervisor:
         self._num_failed_starts = 0  # since a worker joined last: the exponent of the back-off
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._draining = False
 
     @property
     def pid(self) -> int | None:
@@ -127,18 +128,26 @@ class Supervisor:
         except Exception as error:
             self._give_up(GiveUp.BUG, f"the supervisor failed: {type(error).__name__}: {error}")
 
-    async def stop(self) -> bool:
-        """End the worker, politely first. False if it could not be killed: then its device is not free.
+    def drain(self) -> None:
+        """Do not replace a worker that exits with code 0: it was told to stop too, and no request needs another one."""
+        self._draining = True
 
-        Nothing is started after this. To be called before the engine stops, so that the worker's Goodbye finds ears.
+    async def stop(self, *, kill: bool = False) -> bool:
+        """End the worker. False if it could not be killed: then its device is not free.
+
+        Nothing is started after this. SIGTERM first, or SIGKILL at once with `kill`: a worker that is told to stop asks
+        the engine whether it may, so this is called before the engine stops, and with `kill` if the engine has died.
         """
         self._stopping = True
         self._set_timer(None)
         worker, killed = self._worker, True
         if worker is not None:
-            worker.send(signal.SIGTERM)
-            if not await worker.ended_within(self._limits.stop_timeout_seconds):
-                log.warning("worker_ignored_sigterm", pid=worker.process.pid)
+            if not kill:
+                worker.send(signal.SIGTERM)
+                kill = not await worker.ended_within(self._limits.stop_timeout_seconds)
+                if kill:
+                    log.warning("worker_ignored_sigterm", pid=worker.process.pid)
+            if kill:
                 worker.send(signal.SIGKILL)
                 killed = await worker.ended_within(self._limits.reap_timeout_seconds)
         if self._lifeline is not None:
@@ -180,7 +189,7 @@ class Supervisor:
         pid = worker.process.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
         self.on_exit(pid, code)
-        if self._stopping or self.given_up is not None:
+        if self._stopping or self.given_up is not None or (self._draining and code == 0):
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return
         log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)

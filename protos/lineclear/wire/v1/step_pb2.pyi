@@ -469,3 +469,22 @@ class SetLogLevel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015
+
+@_typing.final
+class Stopping(_message.Message):
+    """Worker to scheduler: this worker was told to stop. It runs plans until the
+    scheduler answers with Goodbye, or until its own drain time is over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stopping: _TypeAlias = Stopping  # noqa: Y015
