@@ -23,11 +23,11 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro simulation fuzz chaos privacy soak lint format stubs clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes),"
 	@echo "MODEL, PEERS (of transformers, vllm, llama), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
 
@@ -56,6 +56,12 @@ bench: $(STAMP) ## lineclear and its PEERS in turns on one workload; bench/READM
 bench-micro: $(STAMP) ## What each part of lineclear costs by itself
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
+
+bench-neighbour: $(STAMP) ## Tokens a second beside 0, 1 and 2 busy processes, both models; NEIGHBOUR_PEERS="vllm llama" beside it
+	@test -z '$(NEIGHBOUR_PEERS)' || PYTHON='$(PYTHON)' TORCH='$(TORCH)' bench/environments.sh $(BENCH_HOME) $(NEIGHBOUR_PEERS)
+	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only llama-110m-shape
+	@for model in $(BENCH_HOME)/models/llama-110m-shape demo/model; do $(BIN)/python -m bench.neighbour --model $$model \
+		--home $(BENCH_HOME) --contenders auto 1 $$(nproc) $(NEIGHBOUR_PEERS) --turns $(or $(TURNS),3) $(ARGS) || exit 1; done
 
 simulation: $(STAMP) ## SEEDS (20,000) simulated histories, half of them under faults to the end, half in peace at last
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,22 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def serving(model: str, flags: Sequence[str] = (), worker_flags: Sequence[str] = ()) -> AsyncIterator[Service]:
-    """A service on a unix socket while the block lasts. Raises RuntimeError when it does not come up."""
+async def serving(
+    model: str,
+    flags: Sequence[str] = (),
+    worker_flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Service]:
+    """A service on a unix socket while the block lasts. Raises RuntimeError when it does not come up.
+
+    `environment` is added to that of this process.
+    """
     with tempfile.TemporaryDirectory(prefix="lineclear-bench-") as folder:
         target = f"unix:{folder}/api.sock"
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", model, "--listen", target]
         command += ["--spawn-worker", "--log-level", "error", *flags, "--", "--log-level", "error", *worker_flags]
         began_at = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(*command)
+        process = await asyncio.create_subprocess_exec(*command, env=os.environ | (environment or {}))
         try:
             async with AsyncClient(target, timeout_seconds=REQUEST_SECONDS, max_attempts=1) as client:
                 await _ready(client, process)

@@ -1,0 +1,226 @@
+"""Tokens a second beside busy processes: lineclear with its own choice of threads and with fixed numbers, and peers.
+
+    python -m bench.neighbour --model DIR [--contenders auto 1 2 vllm llama] [--neighbours 0 1 2] [--streams 1 8]
+    python -m bench.neighbour --model DIR --contenders auto before --before CHECKOUT --out FILE
+
+A contender is `auto` (the default settings), a number (`--threads`), `before` (another checkout, with its kernels
+built, under this Python), or a peer whose environment `environments.sh` made. A neighbour is a process that computes
+without end. One service of lineclear is measured beside all numbers of neighbours, so `auto` has to notice each change;
+a peer is started anew each time.
+
+Contenders take turns. Every turn is appended to `--out`, and the table has the medians of all that the file holds, so a
+long comparison can be made in short pieces. One contender of ours takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import compare, report
+from bench.contenders import CONTENDERS, Task
+from bench.lineclear_serve import Service, serving
+from bench.measure import commit, machine, median, versions
+from bench.workloads import Job, Workload, save
+
+PEERS = ("vllm", "llama", "transformers")
+SECONDS, SETTLING_SECONDS = 4.0, 2.0
+_BUSY = (sys.executable, "-S", "-c", "while True: pass")
+_PROMPT = tuple(range(100, 132))
+_MAX_TOKENS = 384
+_PEER_TOKENS = 128
+_ROOTS = ("protos", "scheduler_svc", "gpu_worker", "client")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One condition."""
+
+    model: str
+    streams: int
+    neighbours: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measurement."""
+
+    contender: str
+    case: Case
+    tokens_per_second: float
+
+    def to_json(self) -> str:
+        """One line, with what is needed to believe it."""
+        facts = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+        }
+        return json.dumps(asdict(self) | facts)
+
+    @classmethod
+    def from_json(cls, line: str) -> Rate:
+        """What `to_json` gave."""
+        raw = json.loads(line)
+        return cls(raw["contender"], Case(**raw["case"]), raw["tokens_per_second"])
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """`count` processes compute without end while the block lasts."""
+    processes = [subprocess.Popen(_BUSY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def tokens_per_second(service: Service, streams: int, seconds: float, settling_seconds: float) -> float:
+    """Of `streams` requests at a time, each followed by the next one, after `settling_seconds`."""
+    begin = time.perf_counter() + settling_seconds
+    end, tokens = begin + seconds, 0
+
+    async def stream(number: int) -> None:
+        nonlocal tokens
+        prompt = (*_PROMPT, 200 + number)
+        while True:
+            async with service.client.stream(
+                prompt, max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True, omit_text=True
+            ) as answer:
+                async for delta in answer:
+                    now = time.perf_counter()
+                    if now >= end:
+                        return
+                    tokens += len(delta.token_ids) if now >= begin else 0
+
+    await asyncio.gather(*map(stream, range(streams)))
+    return tokens / seconds
+
+
+async def of_lineclear(
+    contender: str, options: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> list[Rate]:
+    """One service beside all numbers of neighbours."""
+    worker_flags = ("--threads", contender) if contender.isdigit() else ()
+    rates = []
+    async with serving(str(options.model), worker_flags=worker_flags, environment=environment) as service:
+        for neighbours in options.neighbours:
+            with busy(neighbours):
+                for streams in options.streams:
+                    rate = await tokens_per_second(service, streams, options.seconds, options.settling_seconds)
+                    rates.append(Rate(contender, Case(options.model.resolve().name, streams, neighbours), rate))
+    return rates
+
+
+def of_peer(peer: str, options: argparse.Namespace) -> list[Rate]:
+    """A new process of the peer for each case, through its driver in this folder."""
+    contender = CONTENDERS[peer]
+    rates = []
+    with tempfile.TemporaryDirectory(prefix="lineclear-bench-") as folder:
+        for neighbours in options.neighbours:
+            for streams in options.streams:
+                jobs = tuple(Job(f"r{i:04d}", (*_PROMPT, 200 + i), _PEER_TOKENS) for i in range(streams))
+                work = Path(folder) / "work.json"
+                save(Workload("w1", 0, 0, 0.0, jobs), work)
+                task = Task(options.home, options.model.resolve(), work, "w1", streams, Path(folder) / "result.jsonl")
+                with busy(neighbours):
+                    result = compare.run(contender, task, compare.environment_of(contender, options.home, None))
+                case = Case(options.model.resolve().name, streams, neighbours)
+                rates.append(Rate(peer, case, result.output_tokens_per_second))
+    return rates
+
+
+def measure(contender: str, options: argparse.Namespace) -> list[Rate]:
+    """One turn of a contender. Raises compare.Failed for a peer that gave no result."""
+    if contender in PEERS:
+        return of_peer(contender, options)
+    roots = [str(options.before / root) for root in _ROOTS] if contender == "before" else []
+    environment = {"PYTHONPATH": os.pathsep.join(roots)} if roots else None
+    return asyncio.run(of_lineclear(contender, options, environment))
+
+
+def table(rates: Sequence[Rate]) -> str:
+    """Markdown: medians over the turns, and `auto` as a share of the best fixed number of threads."""
+    names = list(dict.fromkeys(rate.contender for rate in rates))
+    found: dict[tuple[Case, str], list[float]] = {}
+    for rate in rates:
+        found.setdefault((rate.case, rate.contender), []).append(rate.tokens_per_second)
+    rows = [
+        f"| model | streams | neighbours | {' | '.join(names)} | turns | auto / best fixed | auto / before |",
+        "|" + "---|" * (len(names) + 6),
+    ]
+    for case in dict.fromkeys(rate.case for rate in rates):
+        middle = {name: median(found[case, name]) for name in names if (case, name) in found}
+        best = max((value for name, value in middle.items() if name.isdigit()), default=None)
+        cells = " | ".join(f"{middle[name]:.1f}" if name in middle else "-" for name in names)
+        turns = min(len(found[case, name]) for name in middle)
+        ratios = f"{_ratio(middle.get('auto'), best)} | {_ratio(middle.get('auto'), middle.get('before'))}"
+        rows.append(f"| {case.model} | {case.streams} | {case.neighbours} | {cells} | {turns} | {ratios} |")
+    return "\n".join(rows)
+
+
+def _ratio(value: float | None, of: float | None) -> str:
+    return f"{value / of:.2f}" if value is not None and of else "-"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The conditions are options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--model", type=Path, required=True)
+    found.add_argument("--contenders", nargs="+", default=["auto", "1", str(os.cpu_count() or 1)])
+    found.add_argument("--before", type=Path, help="the checkout of the contender `before`")
+    found.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
+    found.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    found.add_argument("--seconds", type=float, default=SECONDS, help="measured in each case")
+    found.add_argument("--settling-seconds", type=float, default=SETTLING_SECONDS, help="before that")
+    found.add_argument("--turns", type=int, default=1)
+    found.add_argument("--home", type=Path, default=compare.HOME, help="environments of the peers")
+    found.add_argument("--out", type=Path, help="default: bench/results/DATE-neighbour.jsonl, and a page beside it")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a contender gave no result."""
+    arguments_parser = parser()
+    options = arguments_parser.parse_args(arguments)
+    if "before" in options.contenders and options.before is None:
+        arguments_parser.error("the contender `before` needs --before CHECKOUT")
+    options.home = options.home.resolve()
+    out = options.out or report.RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-neighbour.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for _ in range(options.turns):
+        for contender in options.contenders:
+            try:
+                rates = measure(contender, options)
+            except (compare.Failed, RuntimeError) as error:
+                print(f"FAILED {contender}: {error}", file=sys.stderr)
+                failed = True
+                continue
+            for rate in rates:
+                print(f"{contender}, {rate.case}: {rate.tokens_per_second:.1f} tok/s", flush=True)
+            with out.open("a") as file:
+                file.writelines(rate.to_json() + "\n" for rate in rates)
+    if out.exists():
+        shown = table([Rate.from_json(line) for line in out.read_text().splitlines()])
+        out.with_suffix(".md").write_text(f"# neighbour\n\nTokens a second beside busy processes.\n\n{shown}\n")
+        print(f"\n{shown}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
