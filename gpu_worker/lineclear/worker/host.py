@@ -14,6 +14,8 @@ _QUOTA = Path("sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _PERIOD = Path("sys/fs/cgroup/cpu/cpu.cfs_period_us")
 _MAPS = Path("proc/self/maps")
 _HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage/enabled")
+_SPIN_COUNT = "10000"
+_BLOCK_TIME_MILLISECONDS = "1"
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
@@ -26,6 +28,17 @@ def usable_cores(root: Path = Path("/")) -> int:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(root)
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+
+
+def bound_spinning() -> None:
+    """Let a compute thread that waits sleep after less than a millisecond of spinning. Before OpenMP is loaded.
+
+    By default it spins for 10 ms and more, with all steps of a small model in between: on a core that another process,
+    or a thread that it waits for, needs. Environment variables about waiting that are set already are respected.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # libgomp, 35 to 70 ns each
+        os.environ.setdefault("KMP_BLOCKTIME", _BLOCK_TIME_MILLISECONDS)  # LLVM's and Intel's
 
 
 def allocator(root: Path = Path("/")) -> str:

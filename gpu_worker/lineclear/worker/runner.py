@@ -27,6 +27,7 @@ from .pool_memory import PoolMemory
 from .protocol import Flight, StepFailed
 from .sampling import Sampled, sample
 from .slots import Capacity, Packed, Slots
+from .threads import ThreadTuner
 
 _NUMERICS = 1
 """Raised by a release that computes other numbers from the same files: answers are not resumed across it."""
@@ -76,6 +77,11 @@ class ModelRunner:
         self._pool_memory = PoolMemory(self._backend, size, ahead_tokens=kv_ahead_tokens)
         self._slots = Slots(self.capacity, loaded.device)
         self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
+        self._threads: ThreadTuner | None = None
+
+    def tune_threads(self, tuner: ThreadTuner) -> None:
+        """Let `tuner` set the number of compute threads of each step from now on. For a CPU."""
+        self._threads = tuner
 
     def hello(self, epoch: int) -> Hello:
         """Capacities and versions."""
@@ -126,11 +132,16 @@ class ModelRunner:
         """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""
         self._slots.check(plan)
         stopwatch = _Stopwatch(self._loaded.device, self._device_type)
+        if self._threads is not None:
+            self._threads.begin(plan.num_tokens)
         try:
             rows, sampled = self._step(plan)
-            return _Flight(plan, rows, sampled, stopwatch)
+            flight = _Flight(plan, rows, sampled, stopwatch)
         except Exception as error:
             raise _step_failed(error) from error
+        if self._threads is not None:
+            self._threads.end(plan.num_tokens)
+        return flight
 
     def _step(self, plan: StepPlan) -> tuple[SamplingRows, Sampled | None]:
         if plan.zero_blocks:

@@ -38,6 +38,7 @@ def serve(argv: Sequence[str], supervised: bool) -> int:
 def _serve(settings: WorkerSettings, supervised: bool) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    host.bound_spinning()
     # Nearly all that these imports make stays. Looking through it for garbage, again and again while it grows, took a
     # fifth of their time; frozen, it is not looked through later either.
     gc.disable()

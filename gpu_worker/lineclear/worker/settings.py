@@ -78,7 +78,13 @@ class WorkerSettings(BaseSettings):
         description="C++ kernels for CPUs. auto: the best that were built and that this processor can run. none: torch"
         " computes the same, slower. Or one by name, as x86_64_avx2; the log line model_loaded has the name.",
     )
-    threads: int = Field(0, ge=0, le=1024, description="Compute threads on the CPU. 0: one for each core we may use.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Compute threads on the CPU. 0: as many for each step as were fastest lately, at most one for each"
+        " usable core.",
+    )
 
     # --- how much ---
     block_size_tokens: int = Field(

@@ -11,9 +11,12 @@ from .loader import fuse, load, to_int8
 from .model import LoadedModel
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
+from .threads import ThreadTuner, openmp_setter
 
 _STEP_TOKENS = {"cpu": 256}  # enough to multiply at full speed; more only make whoever comes next wait
 _MANY_STEP_TOKENS = 2048
+# With more threads oneDNN cuts a float32 row's sum into parts, so its last bits would depend on their number.
+_MOST_TUNED_FLOAT32_CORES = 4
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,9 +49,18 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kv_dtype=kv_dtype,
     )
     golden.check(runner, right, served.dtype)
+    if not settings.threads and _gives_the_same_with_any_threads(served) and (set_threads := openmp_setter()):
+        runner.tune_threads(ThreadTuner(set_threads))
     if settings.preallocate_kv_cache:
         runner.preallocate()
     return runner
+
+
+def _gives_the_same_with_any_threads(served: LoadedModel) -> bool:
+    """Whether no result depends on the number of threads: true of the products of our own forward pass."""
+    return served.decoder is not None and (
+        served.dtype is not torch.float32 or served.weights == "int8" or usable_cores() <= _MOST_TUNED_FLOAT32_CORES
+    )
 
 
 def _prepared(settings: WorkerSettings, device: torch.device) -> LoadedModel:

@@ -1,0 +1,156 @@
+"""How many compute threads the next step gets: hill climbing on measured step times.
+
+On a quiet machine a thread for each core is fastest for most models. Beside a busy process it is the slowest choice:
+every parallel region waits for its last thread, and a thread whose core is taken runs some milliseconds later. Small
+models are fastest with one thread anyway. Which case holds changes while the worker runs.
+
+Steps of similar size share a `_Climber`. It measures the current number of threads over a window of steps, then tries
+another number over another window, the nearest first, and moves there if that one is clearly faster. A trial that was
+slower is paid from a budget that grows by a fixed share of the step time: exploration costs about that share at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+EXPLORED_SHARE = 0.01
+"""Share of the step time that slower trials may cost."""
+
+_WINDOW_SECONDS = 0.1  # many time slices of the kernel, and a period of a CPU quota
+_WINDOW_STEPS = 4
+_GAIN = 0.95  # a trial wins below this share of the current mean
+_SURGE = 1.5  # a window slower by this factor than the one before: something else runs now
+_MOST_EXCESS_SECONDS = 0.03  # a trial ends early when it has cost this much, or a whole step
+_LEAST_CHARGE_SECONDS = 0.01  # trials without a winner are at least a second apart
+_MOST_DEBT_SECONDS = 0.3
+
+
+class ThreadPolicy:
+    """Chooses a number of threads from 1 to `most` for each step. Pure: it reads no clock and starts no thread."""
+
+    def __init__(self, most: int) -> None:
+        self._rungs = rungs(most)
+        self._climbers: dict[int, _Climber] = {}
+
+    def choose(self, num_tokens: int) -> int:
+        """The number of threads for a step of so many tokens."""
+        climber = self._climber(num_tokens)
+        return self._rungs[climber.rung if climber.trial is None else climber.trial]
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """The step that was last chosen for took so long."""
+        size = num_tokens.bit_length()
+        moved = self._climber(num_tokens).observe(seconds, len(self._rungs))
+        for other_size, other in self._climbers.items():
+            if moved and other_size != size:
+                other.expect(moved)
+
+    def limit(self, most: int) -> None:
+        """Choose from 1 to `most` from now on. Measurements of other limits are forgotten."""
+        if self._rungs[-1] != most:
+            self._rungs = rungs(most)
+            self._climbers.clear()
+
+    def _climber(self, num_tokens: int) -> _Climber:
+        size = num_tokens.bit_length()
+        if size not in self._climbers:
+            nearest = min(self._climbers, key=lambda known: abs(known - size), default=None)
+            rung = len(self._rungs) - 1 if nearest is None else self._climbers[nearest].rung
+            self._climbers[size] = _Climber(rung)
+        return self._climbers[size]
+
+
+def rungs(most: int) -> list[int]:
+    """Numbers of threads to choose from, ascending: dense near 1 and near `most`, sparse between.
+
+    With k of `most` cores busy, the best number is about `most` - k; a rung is at it or not far below.
+    """
+    sparse = {factor << exponent for factor in (1, 3) for exponent in range(most.bit_length())}
+    return sorted({most, *(n for n in sparse if n < most), *(most - n for n in sparse if n < most)})
+
+
+@dataclass(slots=True)
+class _Window:
+    seconds: float = 0.0
+    steps: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.steps += 1
+
+    @property
+    def full(self) -> bool:
+        return self.steps >= _WINDOW_STEPS and self.seconds >= _WINDOW_SECONDS
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.steps
+
+
+@dataclass(slots=True)
+class _Climber:
+    """The search for one size of step."""
+
+    rung: int
+    trial: int | None = None
+    """The rung that is being tried."""
+    direction: int = -1
+    """In which a neighbouring rung is tried first."""
+    num_tried: int = 0
+    """Trials in a row without a winner: the next one is further away, because the nearest rung may be as slow."""
+    budget_seconds: float = 0.0
+    level_seconds: float = 0.0
+    """Mean step time of the last whole window on the current rung; 0: not measured yet."""
+    window: _Window = field(default_factory=_Window)
+    settling: bool = True
+    """The next step is the first one on its rung. It may create threads and primitives, and is not judged."""
+
+    def observe(self, seconds: float, num_rungs: int) -> int:
+        """Account for a step. The direction in which the rung moved, 0 if it did not."""
+        if self.trial is None:
+            self.budget_seconds = min(self.budget_seconds + EXPLORED_SHARE * seconds, 0.0)
+        if self.settling:
+            self.settling = False
+            if self.trial is not None:
+                self.budget_seconds -= max(0.0, seconds - self.level_seconds)
+            return 0
+        self.window.add(seconds)
+        return self._measure(num_rungs) if self.trial is None else self._judge(self.trial, num_rungs)
+
+    def expect(self, direction: int) -> None:
+        """Steps of another size became faster in this direction: try the same soon."""
+        self.direction, self.num_tried = direction, 0
+        self.budget_seconds = max(self.budget_seconds, -_LEAST_CHARGE_SECONDS / 2)
+
+    def _measure(self, num_rungs: int) -> int:
+        if self.window.full:
+            mean, before = self.window.mean, self.level_seconds
+            self.level_seconds, self.window = mean, _Window()
+            if before and mean > before * _SURGE and self.rung > 0:
+                self.direction, self.num_tried, self.budget_seconds = -1, 0, 0.0
+            if self.budget_seconds >= 0.0:
+                self._try(num_rungs)
+        return 0
+
+    def _try(self, num_rungs: int) -> None:
+        others = [rung for rung in range(num_rungs) if rung != self.rung]
+        if others:
+            others.sort(key=lambda rung: (abs(rung - self.rung), (self.rung - rung) * self.direction))
+            self.trial, self.settling = others[self.num_tried % len(others)], True
+            self.num_tried += 1
+
+    def _judge(self, trial: int, num_rungs: int) -> int:
+        excess = self.window.seconds - self.window.steps * self.level_seconds
+        too_slow = excess > max(_MOST_EXCESS_SECONDS, self.level_seconds)
+        if not too_slow and not self.window.full:
+            return 0
+        mean, self.window, self.trial, self.settling = self.window.mean, _Window(), None, True
+        if not too_slow and mean < self.level_seconds * _GAIN:
+            self.direction = 1 if trial > self.rung else -1
+            self.rung, self.level_seconds, self.settling, self.num_tried = trial, mean, False, 0
+            if 0 <= trial + self.direction < num_rungs:
+                self._try(num_rungs)  # on, as long as it gets faster
+            return self.direction
+        charge = max(excess, _LEAST_CHARGE_SECONDS)
+        self.budget_seconds = max(self.budget_seconds - charge, -_MOST_DEBT_SECONDS)
+        return 0

@@ -1,0 +1,178 @@
+"""The choice of the number of compute threads, on simulated step times."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from lineclear.worker.thread_policy import ThreadPolicy, rungs
+
+Cost = Callable[[int, random.Random], float]
+"""Seconds of a step with so many threads."""
+
+_SLICE_SECONDS = 0.0042
+"""For which a thread waits when its core is taken."""
+
+
+def around(seconds: float, random_source: random.Random, spread: float = 0.04) -> float:
+    return seconds * random_source.uniform(1 - spread, 1 + spread)
+
+
+def large_quiet(threads: int, source: random.Random) -> float:
+    return around(0.0122 if threads == 1 else 0.0085, source)
+
+
+def large_beside_one(threads: int, source: random.Random) -> float:
+    return around(0.0122, source) if threads == 1 else around(0.046, source, 0.5)
+
+
+def small_quiet(threads: int, source: random.Random) -> float:
+    return around(0.0005 if threads == 1 else 0.0008, source)
+
+
+def small_beside_one(threads: int, source: random.Random) -> float:
+    # Most steps with two threads are as fast as ever; some wait for a time slice.
+    waits = threads > 1 and source.random() < 0.4
+    return around(0.0005, source) + (_SLICE_SECONDS if waits else 0.0)
+
+
+def small_beside_two(threads: int, source: random.Random) -> float:
+    waits = source.random() < (0.1 if threads == 1 else 0.5)
+    return around(0.0005, source) + (_SLICE_SECONDS if waits else 0.0)
+
+
+class Drive:
+    """Steps through a policy."""
+
+    def __init__(self, policy: ThreadPolicy, seed: int = 1) -> None:
+        self.policy, self.source = policy, random.Random(seed)
+
+    def run(self, cost: Cost, seconds: float, num_tokens: int = 1) -> list[int]:
+        """For so many seconds of steps. The number of threads of each."""
+        chosen, spent = [], 0.0
+        while spent < seconds:
+            chosen.append(self.policy.choose(num_tokens))
+            took = cost(chosen[-1], self.source)
+            self.policy.observe(num_tokens, took)
+            spent += took
+        return chosen
+
+
+def mean(cost: Cost, threads: int) -> float:
+    source = random.Random(7)
+    return sum(cost(threads, source) for _ in range(4000)) / 4000
+
+
+def efficiency(cost: Cost, seconds: float, num_steps: int, most: int = 2) -> float:
+    """The best fixed number's time for these steps, as a share of the time they took."""
+    return num_steps * min(mean(cost, threads) for threads in range(1, most + 1)) / seconds
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("cost", "best"),
+    [
+        (large_quiet, 2),
+        (large_beside_one, 1),
+        (small_quiet, 1),
+        (small_beside_one, 1),
+        (small_beside_two, 1),
+    ],
+)
+def test_it_settles_on_the_fastest_number_and_exploring_costs_two_percent_at_most(
+    cost: Cost, best: int, seed: int
+) -> None:
+    drive = Drive(ThreadPolicy(2), seed)
+    drive.run(cost, 3.0)
+    chosen = drive.run(cost, 60.0)
+    assert Counter(chosen).most_common(1)[0][0] == best
+    assert efficiency(cost, 60.0, len(chosen)) > 0.97  # with the noise of the simulated times
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_neighbour_that_comes_and_goes_is_noticed_both_times(seed: int) -> None:
+    drive = Drive(ThreadPolicy(2), seed)
+    drive.run(large_quiet, 10.0)
+    for _ in range(3):
+        drive.run(large_beside_one, 1.0)
+        assert Counter(drive.run(large_beside_one, 10.0)).most_common(1)[0][0] == 1
+        drive.run(large_quiet, 8.0)  # the last slow trial has to be paid off first
+        assert Counter(drive.run(large_quiet, 10.0)).most_common(1)[0][0] == 2
+
+
+def test_numbers_that_are_equally_fast_are_not_changed_all_the_time() -> None:
+    chosen = Drive(ThreadPolicy(2)).run(lambda threads, source: around(0.01, source), 60.0)
+    assert sum(a != b for a, b in pairwise(chosen)) < 2 * 60  # in and out of one trial a second
+
+
+def of_sixteen_cores(busy: int) -> Cost:
+    """One thread too many waits for a time slice in each step; the work is shared out evenly."""
+
+    def cost(threads: int, source: random.Random) -> float:
+        waits = 16 - busy < threads
+        return around(0.002 + 0.08 / threads, source) * (1.8 if waits else 1.0)
+
+    return cost
+
+
+@pytest.mark.parametrize("busy", [0, 1, 2, 3, 4, 6, 8, 12])
+def test_of_many_cores_about_as_many_are_used_as_are_free(busy: int) -> None:
+    drive, cost = Drive(ThreadPolicy(16)), of_sixteen_cores(busy)
+    drive.run(cost, 30.0)
+    chosen = drive.run(cost, 60.0)
+    assert efficiency(cost, 60.0, len(chosen), 16) > 0.8
+
+
+def test_one_core_leaves_no_choice() -> None:
+    assert set(Drive(ThreadPolicy(1)).run(large_quiet, 5.0)) == {1}
+
+
+def test_steps_of_other_sizes_are_measured_by_themselves() -> None:
+    drive = Drive(ThreadPolicy(2))
+    for _ in range(100):
+        drive.run(small_quiet, 0.1, num_tokens=1)
+        drive.run(large_quiet, 0.1, num_tokens=256)
+    assert Counter(drive.run(small_quiet, 5.0, num_tokens=1)).most_common(1)[0][0] == 1
+    assert Counter(drive.run(large_quiet, 5.0, num_tokens=256)).most_common(1)[0][0] == 2
+
+
+def test_a_size_that_is_new_begins_where_the_nearest_one_is() -> None:
+    drive = Drive(ThreadPolicy(2))
+    drive.run(large_beside_one, 5.0, num_tokens=8)
+    assert drive.policy.choose(100) == 1
+
+
+def test_a_size_follows_another_one_soon_after_a_change() -> None:
+    drive = Drive(ThreadPolicy(2))
+    for _ in range(20):
+        drive.run(large_quiet, 0.5, num_tokens=1)
+        drive.run(large_quiet, 0.5, num_tokens=64)
+    drive.run(large_beside_one, 1.0, num_tokens=1)
+    assert Counter(drive.run(large_beside_one, 4.0, num_tokens=64)).most_common(1)[0][0] == 1
+
+
+def test_a_new_limit_holds_at_once() -> None:
+    drive = Drive(ThreadPolicy(8))
+    drive.run(lambda threads, source: 0.08 / threads, 5.0)
+    drive.policy.limit(2)
+    assert max(drive.run(lambda threads, source: 0.08 / threads, 5.0)) == 2
+    drive.policy.limit(8)
+    assert drive.policy.choose(1) == 8
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8])])
+def test_a_small_machine_has_a_rung_for_each_core(most: int, expected: list[int]) -> None:
+    assert rungs(most) == expected
+
+
+@pytest.mark.parametrize("most", [16, 24, 32, 64, 128])
+def test_a_large_machine_has_few_rungs_and_one_close_below_each_number(most: int) -> None:
+    found = rungs(most)
+    assert found[0] == 1
+    assert found[-1] == most
+    assert len(found) <= 4 * most.bit_length()
+    assert all(max(rung for rung in found if rung <= wanted) >= 0.66 * wanted for wanted in range(1, most + 1))

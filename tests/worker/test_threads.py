@@ -1,0 +1,182 @@
+"""Compute threads: who sets their number, what a step's cost is, and that results do not depend on them."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import sysconfig
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import WIDE, tiny_model
+from support.inprocess import InProcess
+from support.natives import LIBRARIES, needs_kernels
+from support.patience import PATIENCE_SECONDS
+
+from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.wire.types import Sampling
+from lineclear.worker import kernels
+from lineclear.worker.host import usable_cores
+from lineclear.worker.loader import adopt, fuse, to_int8
+from lineclear.worker.runner import ModelRunner
+from lineclear.worker.settings import WorkerSettings
+from lineclear.worker.start import make_runner
+from lineclear.worker.threads import ThreadTuner, openmp_setter
+
+# Loads OpenMP alone, which takes no time, and asks how much CPU time its threads take while nothing is computed.
+_SPINNING = """
+import ctypes, os, sys, time
+sys.path.insert(0, sys.argv[1])
+if sys.argv[4] == "bounded":
+    from lineclear.worker.host import bound_spinning
+    bound_spinning()
+openmp = ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)
+kernels = ctypes.CDLL(sys.argv[3])
+openmp.omp_set_num_threads(2)
+size = ctypes.c_int64(64)
+room = [(ctypes.c_int16 * 4096)() for _ in range(2)]
+spent = 0.0
+for _ in range(20):
+    kernels.lineclear_bf16_lay_out(size, size, *room)
+    begin = time.process_time()
+    time.sleep(0.05)  # in which nothing has to be done
+    spent += time.process_time() - begin
+print(spent)
+"""
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spinning_seconds(how: str, **environment: str) -> float:
+    """CPU time of a second of waiting in pieces of 50 ms, each after a parallel region."""
+    root = Path(__file__).resolve().parents[2] / "gpu_worker"
+    openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
+    if openmp is None:
+        pytest.skip("torch does not bring libgomp here")
+    library = kernels.load(LIBRARIES[-1])
+    assert library is not None
+    command = [sys.executable, "-S", "-c", _SPINNING, str(root), str(openmp), library._name, how]
+    path = {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": sysconfig.get_config_var("LIBDIR") or ""}
+    done = subprocess.run(command, env=path | environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+needs_two_cores = pytest.mark.skipif(usable_cores() < 2, reason="libgomp does not spin on a single core")
+
+
+@needs_kernels
+@needs_two_cores
+def test_threads_that_wait_sleep_instead_of_spinning() -> None:
+    assert spinning_seconds("bounded") < spinning_seconds("as it is") / 3
+
+
+@needs_kernels
+@needs_two_cores
+def test_what_the_environment_says_about_waiting_is_respected() -> None:
+    assert spinning_seconds("bounded", OMP_WAIT_POLICY="active") > spinning_seconds("bounded") * 3
+
+
+def test_a_number_is_set_when_it_changes() -> None:
+    clock, found = Clock(), list[int]()
+    tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
+    for _ in range(300):  # one thread is the faster number
+        tuner.begin(1)
+        clock.now += 0.01 * found[-1]
+        tuner.end(1)
+    assert found[0] == 2
+    assert found[-1] == 1
+    assert all(a != b for a, b in pairwise(found))
+
+
+def test_cores_that_are_taken_away_are_noticed_within_a_second() -> None:
+    clock, found, cores = Clock(), list[int](), [4]
+    tuner = ThreadTuner(found.append, cores=lambda: cores[0], clock=clock)
+    tuner.begin(1)
+    tuner.end(1)
+    assert found == [4]
+    cores[0] = 2
+    clock.now += 1.1
+    tuner.begin(1)
+    assert found == [4, 2]
+
+
+def test_a_step_costs_the_gap_before_it_but_not_the_time_without_requests() -> None:
+    clock, found = Clock(), list[int]()
+    tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
+    source = random.Random(1)
+    for _ in range(600):
+        # With two threads the step is faster and what lies between two steps is slower by more.
+        clock.now += 0.004 if found and found[-1] == 2 else 0.0
+        clock.now += source.choice((0.0, 0.0, 0.0, 10.0))
+        tuner.begin(1)
+        clock.now += 0.009 if found[-1] == 2 else 0.01
+        tuner.end(1)
+    assert 1 in found[-2:]
+    assert found.count(2) < 30
+
+
+@needs_kernels
+def test_the_setter_is_of_the_runtime_that_torch_uses() -> None:
+    set_threads = openmp_setter()
+    assert set_threads is not None
+    for threads in (3, 1, 2):
+        set_threads(threads)
+        assert torch.get_num_threads() == threads
+
+
+def requests() -> list[Request]:
+    torch.manual_seed(5)
+    prompts = [tuple(torch.randint(3, 200, (n,)).tolist()) for n in (1, 5, 17, 30, 200)]
+    return [Request(str(i), p, Sampling(), 24) for i, p in enumerate(prompts)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
+    model = tiny_model("llama", **WIDE)
+    model = model.to(torch.bfloat16) if kind == "bfloat16" else model
+    served = to_int8(adopt(model)) if kind == "int8" else fuse(adopt(model))
+    assert served is not None
+    set_threads = openmp_setter()
+    assert set_threads is not None
+
+    def answers(most: int) -> tuple[dict[str, list[int]], set[int]]:
+        used, source, clock = set[int](), random.Random(most), Clock()
+
+        def tick() -> float:  # steps of any length: every number is tried again and again
+            clock.now += source.random()
+            return clock.now
+
+        def use(threads: int) -> None:
+            used.add(threads)
+            set_threads(threads)
+
+        runner = ModelRunner(served, num_blocks=64)
+        runner.tune_threads(ThreadTuner(use, cores=lambda: most, clock=tick))
+        return InProcess(runner, CoreLimits(target_batch_tokens=24)).serve(requests()), used
+
+    alone, _ = answers(1)
+    together, used = answers(4)
+    assert len(used) > 1, "nothing was tried"
+    assert alone == together
+
+
+@needs_kernels
+@pytest.mark.parametrize(("threads", "tuned"), [(0, True), (1, False)])
+def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=threads))
+    assert (runner._threads is not None) == tuned
