@@ -24,7 +24,7 @@ class Server:
         """With `toy`, the worker is the torch-free one of the tests, with these options."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--listen", target, "--spawn-worker"]
-        command += ["--log-format", "json", "--max-worker-crashes", "1000", "--max-queue-size", "1024"]
+        command += ["--log-format", "json", "--max-queue-size", "1024"]
         if toy is not None:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
 from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
+from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.wire.types import Hello
 
 FOR_EVER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -100,7 +102,7 @@ def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_
         await supervisor.stop()
 
     asyncio.run(scenario())
-    assert calls.give_ups == ["more than 4 ends of the worker in 600 s"]
+    assert calls.give_ups == ["more than 4 ends of the worker in 600 s without progress between them"]
     moments = [moment for moment, _ in calls.exits]
     pauses = [after - before for before, after in pairwise(moments)]
     for pause, backoff in zip(pauses, (0.05, 0.1, 0.2, 0.2), strict=True):
@@ -118,6 +120,100 @@ def test_ends_outside_the_window_are_forgiven() -> None:
 
     asyncio.run(scenario())
     assert calls.give_ups == []
+
+
+def test_progress_between_them_makes_any_number_of_ends_survivable() -> None:
+    calls = Calls()
+
+    async def scenario() -> None:
+        supervisor = make(FOR_EVER, calls, max_crashes=1, min_backoff_seconds=0.001)
+        supervisor.start()
+        for number in range(1, 21):
+            await until(lambda number=number: supervisor.num_starts == number)
+            pid = supervisor.pid
+            assert pid is not None
+            supervisor.worker_joined(hello(pid))
+            supervisor.worker_progressed()
+            await asyncio.sleep(0)
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: supervisor.num_starts == 21)
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    assert calls.give_ups == []
+
+
+def test_a_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
+    """As when the volume with the model is away for a while: every start ends with 78, which alone is no reason."""
+    calls, away = Calls(), tmp_path / "away"
+    command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
+
+    async def scenario() -> None:
+        supervisor = make(command, calls, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
+        supervisor.start()
+        assert supervisor.pid is not None
+        supervisor.worker_joined(hello(supervisor.pid))
+        await asyncio.sleep(0)
+        away.touch()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: len(calls.exits) == 4)
+        away.unlink()
+        last = supervisor.num_starts
+        await until(lambda: supervisor.num_starts > last or supervisor.pid is not None)
+        assert supervisor.given_up is None
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    assert calls.give_ups == []
+
+
+def test_a_configuration_that_has_served_and_never_comes_back_spends_the_budget(tmp_path: Path) -> None:
+    calls, away = Calls(), tmp_path / "away"
+    command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
+
+    async def scenario() -> None:
+        supervisor = make(command, calls, max_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
+        supervisor.start()
+        assert supervisor.pid is not None
+        supervisor.worker_joined(hello(supervisor.pid))
+        await asyncio.sleep(0)
+        away.touch()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: bool(calls.give_ups))
+        assert supervisor.given_up is GiveUp.CRASHES
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    assert len(calls.exits) == 4
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.parametrize("what", ["subprocess.Popen", "os.pidfd_open"])
+def test_a_want_of_processes_memory_or_descriptors_is_waited_out(
+    monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    calls, asked = Calls(), []
+    module, name = (subprocess, "Popen") if what == "subprocess.Popen" else (os, "pidfd_open")
+    real = getattr(module, name)
+
+    def short(*args: object, **options: object) -> object:
+        asked.append(args)
+        if len(asked) <= 3:
+            raise OSError(number, os.strerror(number))
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, name, short)
+
+    async def scenario() -> None:
+        supervisor = make(FOR_EVER, calls, min_backoff_seconds=0.001)
+        supervisor.start()
+        await until(lambda: supervisor.pid is not None)
+        assert len(asked) == 4
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    assert calls.give_ups == []
+    assert _zombies() == []
 
 
 def test_a_worker_that_joined_resets_the_back_off() -> None:
@@ -329,7 +425,7 @@ def descriptors() -> set[str]:
 
 
 def test_a_spent_budget_is_told_while_requests_wait() -> None:
-    with World(options=ToyOptions(fault="exit", fault_step=3), core=CoreLimits(max_lone_crashes=10)) as world:
+    with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_lone_crashes=10)) as world:
 
         def body(supervisor: Supervisor) -> None:
             stream = world.submit(request(1))

@@ -29,7 +29,7 @@ def result(step: int) -> StepResult:
 def vigil() -> Vigil:
     """Over a worker that joined; a step is predicted to take a tenth of a second a token."""
     vigil = Vigil(PATIENCE, lambda num_tokens: 0.1 * num_tokens)
-    vigil.begin()
+    vigil.begin(now=90.0)
     return vigil
 
 
@@ -92,7 +92,7 @@ def test_the_next_worker_owes_nothing(vigil: Vigil) -> None:
     vigil.plan_sent(plan(WARM), now=100.0)
     vigil.connection_closed(now=100.0)
     vigil.end(hung=None)
-    vigil.begin()
+    vigil.begin(now=100.0)
     assert vigil.is_idle
     assert not vigil.is_closed
     assert vigil.overdue(last_heard=200.0, now=200.0) is None
@@ -121,3 +121,36 @@ def test_who_has_to_be_killed_is_hung_until_its_connection_is_gone(vigil: Vigil)
 )
 def test_an_exit_code_tells_a_kill_from_a_failure(exit_code: int | None, loss: Loss) -> None:
     assert loss_by_exit(exit_code) is loss
+
+
+def test_a_confirmed_token_is_progress_once(vigil: Vigil) -> None:
+    vigil.plan_sent(plan(1), now=91.0)
+    assert not vigil.take_progress(now=91.5)
+    vigil.result_came(result(1), now=92.0)
+    assert vigil.take_progress(now=92.0)
+    assert not vigil.take_progress(now=92.0)
+
+
+def test_a_step_that_confirms_no_token_is_no_progress(vigil: Vigil) -> None:
+    for step in range(1, 100):
+        vigil.plan_sent(plan(step), now=90.0 + step)
+        vigil.result_came(StepResult(3, step, ()), now=90.5 + step)
+        assert not vigil.take_progress(now=90.6 + step)
+
+
+def test_being_idle_for_ten_seconds_is_progress_and_a_hanging_step_is_not(vigil: Vigil) -> None:
+    assert not vigil.take_progress(now=99.9)
+    vigil.plan_sent(plan(1), now=99.9)
+    assert not vigil.take_progress(now=1000.0)
+    vigil.result_came(StepResult(3, 1, ()), now=1000.0)
+    assert not vigil.take_progress(now=1009.9)
+    assert vigil.take_progress(now=1010.0)
+
+
+def test_the_next_worker_has_to_make_its_own_progress(vigil: Vigil) -> None:
+    vigil.plan_sent(plan(1), now=91.0)
+    vigil.result_came(result(1), now=92.0)
+    assert vigil.take_progress(now=92.0)
+    vigil.end(hung=None)
+    vigil.begin(now=93.0)
+    assert not vigil.take_progress(now=94.0)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,10 @@ class Running(Process):
         code: str = RUN,
         demo: bool = False,
         stdin: int = subprocess.DEVNULL,
+        worker_command: Sequence[str] = (sys.executable, "-m", "service.toy_worker"),
         **toy: Any,
     ) -> None:
-        worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+        worker = [f"--worker-command={word}" for word in worker_command]
         which = ["--demo"] if demo else ["--model", str(model)]
         common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
         super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, stdin, **toy)

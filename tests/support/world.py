@@ -134,6 +134,7 @@ class World:
             on_joined=self._joined,
             on_broken=self._broken,
             on_explained=self._explained,
+            on_progress=self._progressed,
             on_anomaly=on_anomaly,
             on_fatal=self._died,
         )
@@ -193,6 +194,10 @@ class World:
         self.num_explained += 1
         if self.supervisor is not None:
             self.supervisor.crashes_explained()
+
+    def _progressed(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.worker_progressed()
 
     def _died(self, error: BaseException) -> None:
         with self._changed:

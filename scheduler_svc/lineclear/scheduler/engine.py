@@ -50,7 +50,8 @@ class Engine:
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
     `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed; the
     latter returns whether that is being done, and then this process joins no more.
-    `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now.
+    `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now;
+    `on_progress()`, once for each worker, that this one has made progress (see `crash_budget`).
     `on_anomaly(what)` is called when a worker is lost, a step took far too long or the thread dies.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
     All of them run on the engine's thread.
@@ -68,6 +69,7 @@ class Engine:
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
         on_explained: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
         on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -79,7 +81,7 @@ class Engine:
         self._clock = clock
         self._max_inbox = max_inbox
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
-        self._on_explained, self._on_anomaly = on_explained, on_anomaly
+        self._on_explained, self._on_progress, self._on_anomaly = on_explained, on_progress, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
         self._refused: deque[Request] = deque()
         self._hello: Hello | None = None
@@ -312,6 +314,8 @@ class Engine:
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         step_time, is_slow = self._vigil.result_came(result, now)
+        if self._vigil.take_progress(now):
+            self._on_progress()
         if is_slow:
             self._on_anomaly(f"step {result.step} was slow")
         self._step_times.append(step_time)
@@ -325,7 +329,7 @@ class Engine:
         if hello.epoch != self._link.epoch:
             return  # it came in one batch with the message that condemned its process
         self._hello = self._last_hello = hello
-        self._vigil.begin()
+        self._vigil.begin(now)
         self._is_level_told = self._log_level is None
         self._incarnation += 1
         events += self._core.reset(hello, now)
@@ -384,6 +388,8 @@ class Engine:
             self._vigil.look_after(self._link.is_reachable)
         elif (overdue := self._vigil.overdue(self._link.last_heard, now)) is not None:
             self._lose(overdue.reason, events, now, overdue.loss, kill=overdue.kill)
+        elif self._vigil.take_progress(now):
+            self._on_progress()
 
     def _predicted_seconds(self, num_tokens: int) -> float:
         base, per_token, _ = self._snapshot.core.step_model

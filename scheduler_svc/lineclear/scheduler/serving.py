@@ -67,7 +67,7 @@ async def serve(
     server = Server(settings, service, admin)
     stack.callback(service.close)
     core, recordings = _core(settings)
-    stack.callback(recordings.wait)
+    stack.callback(recordings.close)
     engine = Engine(
         core,
         link,
@@ -77,6 +77,7 @@ async def serve(
         on_joined=supervisor.worker_joined,
         on_broken=supervisor.worker_broken,
         on_explained=supervisor.crashes_explained,
+        on_progress=supervisor.worker_progressed,
         on_anomaly=recordings.dump,
         on_fatal=leaving.on_fatal,
     )

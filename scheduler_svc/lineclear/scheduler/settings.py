@@ -265,7 +265,12 @@ class SchedulerSettings(BaseSettings):
         10.0, gt=0, le=3600, description="A worker told to stop is killed after this long."
     )
     max_worker_crashes: int = Field(
-        5, ge=0, le=1000, description="Ends of the worker survived within crash_window_seconds; one more ends us."
+        5,
+        ge=0,
+        le=1000,
+        description="Ends of workers, and failed starts, survived within crash_window_seconds without progress between"
+        " them; one more ends the server. A confirmed token, or ten idle seconds of a joined worker, is progress: so a"
+        " worker that is killed from outside is replaced without limit.",
     )
     crash_window_seconds: float = Field(600.0, gt=0, le=7 * 86_400, description="See max_worker_crashes.")
 

@@ -8,12 +8,13 @@ joined and when it has to be killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,11 +22,20 @@ from enum import Enum
 import structlog
 
 from lineclear.lifeline import Lifeline
+from lineclear.scheduler.crash_budget import Backoff, CrashBudget
 from lineclear.wire.types import Hello
 
 log = structlog.get_logger()
 
 _EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: the same command will fail again
+_BIRTH_SECONDS = 1.0  # from SIGKILL to the end of a process that has done nothing yet
+_TRANSIENT_ERRORS = frozenset(
+    {
+        *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOSPC, errno.ENOBUFS),
+        *(errno.EIO, errno.EBUSY, errno.ETXTBSY, errno.ESTALE, errno.ETIMEDOUT),
+    }
+)
+"""What keeps a process from being started now and may be over a moment later."""
 
 
 class GiveUp(Enum):
@@ -42,10 +52,11 @@ class SupervisorLimits:
     """The supervisor's bounds."""
 
     max_crashes: int = 5
-    """So many ends of the worker within `crash_window_seconds` are survived; the next one is not."""
+    """So many ends of workers without progress between them (see `crash_budget`) are survived within
+    `crash_window_seconds`; the next one is not. Starts that fail count."""
     crash_window_seconds: float = 600.0
     min_backoff_seconds: float = 0.1
-    max_backoff_seconds: float = 5.0
+    max_backoff_seconds: float = 10.0
     start_timeout_seconds: float = 900.0
     """From the start of the process to its Hello: loading the model."""
     stop_timeout_seconds: float = 10.0
@@ -60,6 +71,8 @@ class Supervisor:
     `on_exit(pid, exit_code)` is called on the event loop within milliseconds of a worker's end; it may be set after
     `start`, and misses nothing if the loop has not turned since. `on_give_up(reason)` is called once, when no further
     worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be killed.
+    A command is taken for a wrong configuration only until a worker has joined; afterwards whatever keeps it from
+    starting (a volume that is away, a want of memory or processes) is a failed start like any other, tried again.
     The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
     """
 
@@ -83,8 +96,9 @@ class Supervisor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lifeline: Lifeline | None = None
         self._worker: _Worker | None = None
-        self._crashes: deque[float] = deque()
-        self._num_failed_starts = 0  # since a worker joined last: the exponent of the back-off
+        self._budget = CrashBudget(self._limits.max_crashes, self._limits.crash_window_seconds)
+        self._backoff = Backoff(self._limits.min_backoff_seconds, self._limits.max_backoff_seconds)
+        self._has_joined = False  # any worker, ever
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
         self._draining = False
@@ -92,7 +106,7 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Of the worker that runs now."""
-        return None if self._worker is None else self._worker.process.pid
+        return None if self._worker is None else self._worker.pid
 
     def start(self) -> None:
         """Start the first worker. Needs the running event loop of the main thread."""
@@ -108,14 +122,18 @@ class Supervisor:
     def worker_broken(self, hello: Hello, reason: str) -> bool:
         """The engine will not hear that worker again: kill it if it is ours, and say whether it is. Any thread."""
         worker = self._worker
-        if worker is None or worker.process.pid != hello.pid:
+        if worker is None or worker.pid != hello.pid:
             return False
         self._call(self._kill, hello.pid, reason)
         return True
 
     def crashes_explained(self) -> None:
         """The ends of workers so far had a cause that is gone: they do not count against the limit. Any thread."""
-        self._call(self._crashes.clear)
+        self._call(self._budget.progressed)
+
+    def worker_progressed(self) -> None:
+        """The joined worker has made progress (see `crash_budget`). Any thread."""
+        self._call(self._budget.progressed)
 
     def _call(self, action: Callable[..., None], *args: object) -> None:
         if self._loop is not None:  # else the worker was there before us and is not ours
@@ -146,7 +164,7 @@ class Supervisor:
                 worker.send(signal.SIGTERM)
                 kill = not await worker.ended_within(self._limits.stop_timeout_seconds)
                 if kill:
-                    log.warning("worker_ignored_sigterm", pid=worker.process.pid)
+                    log.warning("worker_ignored_sigterm", pid=worker.pid)
             if kill:
                 worker.send(signal.SIGKILL)
                 killed = await worker.ended_within(self._limits.reap_timeout_seconds)
@@ -159,25 +177,33 @@ class Supervisor:
 
     def _spawn(self) -> None:
         assert self._loop is not None
-        assert self._lifeline is not None
         self._timer = None
         try:
-            process = subprocess.Popen(
-                self._command,
-                env=self._environment | self._lifeline.environment(),
-                pass_fds=self._lifeline.inherited,
-                stdin=subprocess.DEVNULL,
-                # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
-                process_group=0,
-            )
+            worker = _Worker(self._popen())
         except OSError as error:
-            self._give_up(GiveUp.CONFIGURATION, f"cannot start {self._command[0]}: {error.strerror}")
+            problem = f"cannot start {self._command[0]}: {error.strerror or error}"
+            if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
+                self._give_up(GiveUp.CONFIGURATION, problem)
+            else:
+                log.error("worker_not_started", problem=problem)
+                self._start_again()
             return
         self.num_starts += 1
-        self._worker = worker = _Worker(process, time.monotonic())
+        self._worker = worker
         self._loop.add_reader(worker.pidfd, self._guard, self._ended, worker)
-        self._set_timer(self._limits.start_timeout_seconds, self._kill, process.pid, "it did not join in time")
-        log.info("worker_started", pid=process.pid, start=self.num_starts)
+        self._set_timer(self._limits.start_timeout_seconds, self._kill, worker.pid, "it did not join in time")
+        log.info("worker_started", pid=worker.pid, start=self.num_starts)
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        assert self._lifeline is not None
+        return subprocess.Popen(
+            self._command,
+            env=self._environment | self._lifeline.environment(),
+            pass_fds=self._lifeline.inherited,
+            stdin=subprocess.DEVNULL,
+            # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
+            process_group=0,
+        )
 
     def _ended(self, worker: _Worker) -> None:
         """The worker's pidfd became readable: it is dead, and reaping it does not block."""
@@ -186,34 +212,29 @@ class Supervisor:
         code = worker.reap()
         self._worker = None
         self._set_timer(None)
-        pid = worker.process.pid
+        pid = worker.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
         self.on_exit(pid, code)
         if self._stopping or self.given_up is not None or (self._draining and code == 0):
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return
         log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
-        if code == _EXIT_CONFIGURATION:
+        if code == _EXIT_CONFIGURATION and not self._has_joined:
             self._give_up(GiveUp.CONFIGURATION, "the worker cannot run as it is configured; its last log line says why")
-        elif self._is_budget_spent():
+        else:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """After a death or a failed start: in a while, or never."""
+        if self._budget.died(time.monotonic()):
             limits = self._limits
             self._give_up(
                 GiveUp.CRASHES,
-                f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s",
+                f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s without"
+                " progress between them",
             )
         else:
-            backoff = min(
-                self._limits.max_backoff_seconds, self._limits.min_backoff_seconds * 2**self._num_failed_starts
-            )
-            self._num_failed_starts += 1
-            self._set_timer(backoff, self._spawn)
-
-    def _is_budget_spent(self) -> bool:
-        now = time.monotonic()
-        self._crashes.append(now)
-        while self._crashes[0] < now - self._limits.crash_window_seconds:
-            self._crashes.popleft()
-        return len(self._crashes) > self._limits.max_crashes
+            self._set_timer(self._backoff.next_seconds(), self._spawn)
 
     def _give_up(self, kind: GiveUp, reason: str) -> None:
         if self.given_up is not None:
@@ -226,13 +247,14 @@ class Supervisor:
     # --- what the engine and the clock say --------------------------------------------------------------------------
 
     def _joined(self, pid: int) -> None:
-        if self._worker is not None and self._worker.process.pid == pid:
-            self._num_failed_starts = 0
+        if self._worker is not None and self._worker.pid == pid:
+            self._has_joined = True
+            self._backoff.reset()
             self._set_timer(None)
 
     def _kill(self, pid: int, reason: str) -> None:
         worker = self._worker
-        if worker is None or worker.process.pid != pid or self._stopping:
+        if worker is None or worker.pid != pid or self._stopping:
             return
         log.warning("worker_killed", pid=pid, reason=reason)
         worker.send(signal.SIGKILL)
@@ -250,13 +272,20 @@ class Supervisor:
 
 
 class _Worker:
-    """A worker process and the descriptor that tells its end."""
+    """A worker process and the descriptor that tells its end. Raises OSError, and then leaves no process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], started_at: float) -> None:
-        self.process = process
-        self.started_at = started_at
-        self.pidfd = os.pidfd_open(process.pid)
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self.started_at = time.monotonic()
+        self._process = process
         self._ended = asyncio.Event()
+        try:
+            self.pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_BIRTH_SECONDS)
+            raise
 
     def send(self, number: signal.Signals) -> None:
         if not self._ended.is_set():
@@ -264,7 +293,7 @@ class _Worker:
 
     def reap(self) -> int:
         """Its exit code, negative for a signal. No zombie is left, and no descriptor."""
-        code = self.process.wait()
+        code = self._process.wait()
         os.close(self.pidfd)
         self._ended.set()
         return code

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lineclear.scheduler.crash_budget import HEALTHY_IDLE_SECONDS
 from lineclear.scheduler.link import CLOSED
 from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.scheduler.snapshot import StepTime
@@ -64,6 +65,9 @@ class Vigil:
         self._oldest_since = 0.0  # when the oldest plan in flight had the device for itself
         self._closed_since: float | None = None
         self._is_joined = False
+        self._idle_since = 0.0  # meaningful while nothing is in flight
+        self._has_confirmed = False  # a token
+        self._has_progressed = False
         self.hung: int | None = None
         """Epoch of a worker that was put out and may still hold its device."""
 
@@ -77,10 +81,20 @@ class Vigil:
         """The worker's connection is closed, and its exit may still tell why."""
         return self._closed_since is not None
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """A worker has joined, so none is left of those before."""
         self._is_joined = True
+        self._idle_since = now
+        self._has_confirmed = self._has_progressed = False
         self.hung = None
+
+    def take_progress(self, now: float) -> bool:
+        """Return True once for each worker, when it has made what `crash_budget` calls progress."""
+        if self._has_progressed:
+            return False
+        is_idle = not self._in_flight and now >= self._idle_since + HEALTHY_IDLE_SECONDS
+        self._has_progressed = self._has_confirmed or is_idle
+        return self._has_progressed
 
     def connection_closed(self, now: float) -> None:
         """The worker is heard no more."""
@@ -96,7 +110,8 @@ class Vigil:
         """The oldest plan is done: what it took, and whether that is far more than predicted."""
         plan, num_tokens, sent_at = self._in_flight.popleft()
         seconds = now - max(sent_at, self._oldest_since)
-        self._oldest_since = now
+        self._oldest_since = self._idle_since = now
+        self._has_confirmed = self._has_confirmed or bool(result.tokens)
         is_slow = seconds > max(_SLOW_STEP_SECONDS, _TIMES_PREDICTED * self._predict(num_tokens))
         times = result.step_seconds, now - sent_at
         return StepTime(result.epoch, result.step, plan.num_rows, num_tokens, *times), is_slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import stat
 import tempfile
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -22,21 +23,43 @@ log = structlog.get_logger()
 
 _KEPT_FILES = 4
 _SECONDS_BETWEEN = 10.0
+_CLOSE_SECONDS = 10.0
+
+
+class _Order(NamedTuple):
+    """A recording to be written."""
+
+    path: Path
+    entries: Iterable[Any]
+    reason: str
+    written: Future[Path]
 
 
 class Recordings:
-    """Writes the recording of `core` into `directory` as flight-0.jsonl to flight-3.jsonl, the oldest one again."""
+    """Writes the recording of `core` into `directory` as flight-0.jsonl to flight-3.jsonl, the oldest one again.
+
+    The thread that writes is there from the start: anomalies are recorded when a new thread may not be had.
+    """
 
     def __init__(self, core: RecordedScheduler, directory: Path | None = None) -> None:
         self._core, self._directory = core, directory or default_directory()
         self._count = 0
         self._last = float("-inf")
         self._writing: Future[Path] | None = None
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
+        self._thread.start()
 
     def dump(self, reason: str) -> None:
-        """Write what is recorded now, unless that was done a moment ago. On the thread that owns the core."""
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN:
-            self.write(reason)
+        """Write what is recorded now, unless that was done a moment ago. On the thread that owns the core.
+
+        Never raises: a recording that cannot be made must not harm the engine.
+        """
+        try:
+            if time.monotonic() - self._last >= _SECONDS_BETWEEN:
+                self.write(reason)
+        except Exception as error:
+            log.warning("recording_failed", problem=type(error).__name__, places=places(error))
 
     def write(self, reason: str) -> Future[Path]:
         """Begin to write what is recorded now. On the thread that owns the core.
@@ -49,14 +72,22 @@ class Recordings:
         path = self._directory / f"flight-{self._count % _KEPT_FILES}.jsonl"
         self._count += 1
         written = self._writing = Future()
-        arguments = (path, self._core.recording(), reason, written)
-        threading.Thread(target=_write, args=arguments, name="recording", daemon=True).start()
+        self._orders.put(_Order(path, self._core.recording(), reason, written))
         return written
 
-    def wait(self) -> None:
-        """Return when no file is being written."""
+    def wait(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Return when no file is being written, at the latest after `timeout_seconds`."""
         if self._writing is not None:
-            wait((self._writing,))
+            wait((self._writing,), timeout_seconds)
+
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Finish the file that is being written, if `timeout_seconds` is enough, and end the thread."""
+        self._orders.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            _write(*order)
 
 
 def private_directory(path: Path) -> Path:

@@ -7,6 +7,7 @@ Decides what is done at once and what in a thread, and how much of that there ma
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ class Prompts:
         self._max_busy = max_busy
         self._num_busy = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        _start_all(self._threads, threads)
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -103,3 +105,11 @@ class Prompts:
         self._num_busy -= 1
         if not future.cancelled():
             future.exception()  # its caller may be gone, then nobody else asks
+
+
+def _start_all(pool: ThreadPoolExecutor, num_threads: int) -> None:
+    """Start the threads now. Later, while the system lends none, a request would fail for want of one."""
+    gate = threading.Event()
+    for _ in range(num_threads):  # each finds all others busy
+        pool.submit(gate.wait)
+    gate.set()
