@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 
@@ -59,10 +60,17 @@ def test_nothing_is_left_planted() -> None:
     run_seed(1)
 
 
+def main() -> int:
+    """Plant every bug of planted.txt and print what caught it; 1 when one was not caught."""
+    missed = 0
+    for bug in BUGS:
+        found = hunt(bug)
+        missed += found is None
+        seeds, caught = (found[1], found[0]) if found else ("----", "NOT CAUGHT")
+        print(f"{bug.title:55} {seeds:>4}   {caught}", flush=True)
+    print(f"{len(BUGS) - missed} of {len(BUGS)} planted bugs caught, {100 * (1 - missed / len(BUGS)):.1f} %")
+    return 1 if missed else 0
+
+
 if __name__ == "__main__":
-    for planted_bug in BUGS:
-        found = hunt(planted_bug)
-        print(
-            f"{planted_bug.title:55} {found[1] if found else '----':>4}   {found[0] if found else 'NOT CAUGHT'}",
-            flush=True,
-        )
+    sys.exit(main())

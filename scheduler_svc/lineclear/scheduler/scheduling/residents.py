@@ -88,8 +88,11 @@ class Residents:
             self._doubts = [doubt for doubt in self._doubts if doubt.last_step > step]
 
     def evict_all(self) -> list[Sequence]:
-        """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first."""
-        self.disband()
+        """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first.
+
+        The decode batch has been disbanded: what its members have computed must be written down first.
+        """
+        assert not len(self.decoding), "sequences that are decoding cannot be evicted"
         evicted = self.by_age()
         for sequence in evicted:
             _strip(sequence, State.WAITING, computed=sequence.computed)
