@@ -274,6 +274,37 @@ def test_a_snapshot_tells_what_was_done() -> None:
             assert 0 < seconds < 60
 
 
+def spoil(world: World) -> None:
+    """Give one slot back twice."""
+    free = world.core._residents.free_slots
+    world.engine.between_turns(lambda: free.append(free[0]))
+
+
+@pytest.mark.parametrize(("every", "max_tokens"), [(8, 400), (10**6, 1)], ids=["while it runs", "when it is idle"])
+def test_broken_books_end_the_engine(every: int, max_tokens: int) -> None:
+    with World(check_every_steps=every) as world:
+        world.start_worker()
+        world.wait_joined()
+        world.wait_ended([world.submit(request(0, max_tokens=100))])
+        checks = world.engine.snapshot().counters.checks
+        assert checks == 1 if every > 100 else checks >= 100 // every
+        spoil(world)
+        stream = world.submit(request(1, max_tokens=max_tokens))
+        world.wait(lambda: bool(world.fatal), what="the end of the engine")
+        assert isinstance(world.fatal[0], AssertionError)
+        assert len(stream.tokens) < 400
+
+
+def test_books_are_not_checked_where_that_is_switched_off() -> None:
+    with World(check_every_steps=0) as world:
+        world.start_worker()
+        world.wait_joined()
+        spoil(world)
+        stream = world.submit(request(1, max_tokens=10))
+        world.wait_ended([stream])
+        assert world.engine.snapshot().counters.checks == 0
+
+
 def test_an_idle_engine_turns_only_for_heartbeats() -> None:
     with World(options=ToyOptions(heartbeat_seconds=0.1)) as world:
         world.start_worker()

@@ -54,6 +54,28 @@ def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: s
     assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
 
 
+def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Blocks of an answer that has ended are lost: no caller would notice before memory has run out."""
+    losing = RUN.replace(
+        "sys.exit",
+        "from lineclear.scheduler.scheduling.blocks import BlockPool\n"
+        "BlockPool.release = lambda self, blocks: None\nsys.exit",
+    )
+    recordings = tmp_path / "recordings"
+    server = start("--recording-directory", str(recordings), code=losing, min_step_seconds=0.002)
+    stream = server.stub.Generate(endless())
+    next(stream)
+    assert list(server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 1})))
+    error = error_of(stream)
+    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+    assert server.exit_code() == 70
+    died = server.wait_for("engine_died")
+    assert died["error"] == "AssertionError"
+    assert any("blocks.py" in place for place in died["places"])
+    assert "engine died" in server.wait_for("recording_written")["reason"]
+    assert list(recordings.iterdir())
+
+
 @pytest.fixture
 def occupied() -> Iterator[str]:
     """An address where somebody listens."""

@@ -99,6 +99,7 @@ class World:
         core: CoreLimits | Scheduler | None = None,
         patience: Patience | None = None,
         max_inbox: int = 4096,
+        check_every_steps: int = 1,
         options: ToyOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_anomaly: Callable[[str], object] = lambda what: None,
@@ -131,6 +132,7 @@ class World:
             # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
             patience=patience or Patience(heartbeat_timeout_seconds=PATIENCE_SECONDS),
             max_inbox=max_inbox,
+            check_every_steps=check_every_steps,
             on_joined=self._joined,
             on_broken=self._broken,
             on_explained=self._explained,

@@ -52,6 +52,8 @@ class Engine:
     latter returns whether that is being done, and then this process joins no more.
     `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now;
     `on_progress()`, once for each worker, that this one has made progress (see `crash_budget`).
+    The core's invariants are checked every `check_every_steps` results and whenever nothing is in flight any more; 0:
+    never. A breach ends the thread: what the core would decide next could be wrong.
     `on_anomaly(what)` is called when a worker is lost, a step took far too long or the thread dies.
     `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
     All of them run on the engine's thread.
@@ -66,6 +68,7 @@ class Engine:
         *,
         patience: Patience | None = None,
         max_inbox: int = 4096,
+        check_every_steps: int = 64,
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
         on_explained: Callable[[], None] = lambda: None,
@@ -80,6 +83,8 @@ class Engine:
         self._publish = publish
         self._clock = clock
         self._max_inbox = max_inbox
+        self._check_every_steps = check_every_steps
+        self._num_unchecked_steps = 0
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
         self._on_explained, self._on_progress, self._on_anomaly = on_explained, on_progress, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
@@ -225,6 +230,7 @@ class Engine:
             begin = time.perf_counter()
             self._publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
+        self._check_invariants()
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._vigil.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
@@ -313,12 +319,23 @@ class Engine:
             self._lose(f"it sent a result that cannot be: {error}", events, now, Loss.LEFT, kill=True)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
+        self._num_unchecked_steps += 1
         step_time, is_slow = self._vigil.result_came(result, now)
         if self._vigil.take_progress(now):
             self._on_progress()
         if is_slow:
             self._on_anomaly(f"step {result.step} was slow")
         self._step_times.append(step_time)
+
+    def _check_invariants(self) -> None:
+        """Check the core now and then. Plans and events of this turn are on their way already."""
+        unchecked, every = self._num_unchecked_steps, self._check_every_steps
+        if every and unchecked and (unchecked >= every or self._vigil.is_idle):
+            begin = time.perf_counter()
+            self._core.check(with_waiting_prompts=False)
+            self._num_unchecked_steps = 0
+            self._counters.checks += 1
+            self._counters.check_seconds += time.perf_counter() - begin
 
     # --- the worker -------------------------------------------------------------------------------------------------
 

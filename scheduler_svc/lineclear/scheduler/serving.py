@@ -73,6 +73,7 @@ async def serve(
         link,
         service.publish,
         max_inbox=_max_inbox(settings),
+        check_every_steps=settings.check_every_steps,
         patience=_patience(settings),
         on_joined=supervisor.worker_joined,
         on_broken=supervisor.worker_broken,

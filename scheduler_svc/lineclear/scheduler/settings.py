@@ -240,6 +240,14 @@ class SchedulerSettings(BaseSettings):
         description="Where flight recordings are written: on anomalies, SIGUSR2, an order. Empty: ours in /tmp.",
     )
 
+    check_every_steps: int = Field(
+        64,
+        ge=0,
+        le=2**20,
+        description="Check the scheduler's books after so many steps, and when nothing runs any more. A breach ends"
+        " the server with exit code 70 rather than with wrong answers. 0: never.",
+    )
+
     # --- the worker ---
     socket_directory: str = Field(
         "",

@@ -34,6 +34,9 @@ class EngineCounters:
     plan_seconds: float = 0.0
     apply_seconds: float = 0.0
     publish_seconds: float = 0.0
+    checks: int = 0
+    """How often the core's invariants were checked."""
+    check_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 
 class OutOfBlocks(Exception):
@@ -170,12 +171,14 @@ class BlockPool:
             for block in table:
                 references[block] += 1
         assert references == self._references, "reference counts and tables disagree"
-        held = {block for block, count in enumerate(references) if count}
-        places = [held, set(self._empty), set(self._cached)]
-        assert sum(map(len, places)) == self.num_blocks == len(set().union(*places)), "a block in two places or in none"
-        assert len(self._empty) == len(set(self._empty))
+        # Sets of all blocks would cost a millisecond, and a serving engine checks between two steps.
+        empty, num_held = set(self._empty), self.num_blocks - references.count(0)
+        assert len(empty) == len(self._empty), "a block twice among the empty ones"
+        assert num_held + len(empty) + len(self._cached) == self.num_blocks, "a block in two places or in none"
+        assert empty.isdisjoint(self._cached), "a block both empty and cached"
+        assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and held"
         assert self._cached.keys() <= self._published.keys()
-        assert not set(self._empty) & self._published.keys(), "an empty block in the prefix index"
+        assert empty.isdisjoint(self._published), "an empty block in the prefix index"
         assert {key: block for block, (key, _) in self._published.items()} == self._by_key
-        assert self._doubts.keys() <= set(self._empty), "doubt of what somebody holds"
+        assert self._doubts.keys() <= empty, "doubt of what somebody holds"
         assert not self._dirty & self._published.keys(), "a dirty block in the prefix index"

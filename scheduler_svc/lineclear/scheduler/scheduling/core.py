@@ -420,9 +420,9 @@ class Scheduler:
         """Empty the prefix cache."""
         self._residents.pool.forget()
 
-    def check(self) -> None:
-        """Every invariant that holds between two calls. AssertionError on a breach."""
-        invariants.check(self)
+    def check(self, *, with_waiting_prompts: bool = True) -> None:
+        """Check every invariant that holds between two calls. AssertionError on a breach."""
+        invariants.check(self, with_waiting_prompts=with_waiting_prompts)
 
 
 def _bad_samples(result: StepResult, vocab_size: int) -> frozenset[int]:
