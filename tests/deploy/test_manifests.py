@@ -12,8 +12,10 @@ import pytest
 import yaml
 from support.sources import REPOSITORY
 
+from lineclear.scheduler.access.tokens import read_tokens
 from lineclear.scheduler.addresses import parse_address
-from lineclear.scheduler.rpc.server import WORKER
+from lineclear.scheduler.pulse import BEAT_SECONDS
+from lineclear.scheduler.rpc.server import LIVE, READY, WORKER
 from lineclear.scheduler.settings import load
 from lineclear.worker import settings as worker_settings
 
@@ -159,10 +161,32 @@ def test_probes_ask_the_health_port(manifest: Manifest) -> None:
     ports = {p["name"]: p["containerPort"] for p in scheduler["ports"]}
     assert ports | {"health": 50052, "metrics": 50053} == ports
     assert [probe["service"] for probe in probes.values()] == ["readiness", "liveness", "readiness"]
+    assert "readiness" in READY
+    assert "liveness" in LIVE
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
     # The scheduler starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
     assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
     assert "startupProbe" not in worker
+
+
+def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], noticed_seconds: float) -> float:
+    """From the moment a process hangs to its SIGKILL, at most."""
+    grace = probe.get("terminationGracePeriodSeconds", pod["terminationGracePeriodSeconds"])
+    probing = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+    return float(noticed_seconds + probing + grace)
+
+
+def test_a_hung_worker_is_replaced_within_25_seconds(manifest: Manifest) -> None:
+    settings, _ = load(manifest.scheduler["args"])
+    probe = manifest.worker["livenessProbe"]
+    noticed_seconds = settings.heartbeat_timeout_seconds + BEAT_SECONDS
+    assert seconds_until_replaced(probe, manifest.pod, noticed_seconds) <= 25
+
+
+def test_a_scheduler_that_stands_still_is_replaced_within_50_seconds(manifest: Manifest) -> None:
+    settings, _ = load(manifest.scheduler["args"])
+    probe = manifest.scheduler["livenessProbe"]
+    assert seconds_until_replaced(probe, manifest.pod, settings.standstill_seconds + BEAT_SECONDS) <= 50
 
 
 def test_the_app_reaches_the_model_and_nobody_else_does() -> None:
@@ -190,6 +214,20 @@ def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
     assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
     assert SERVICE.pod["securityContext"]["fsGroup"] == SERVICE.scheduler["securityContext"]["runAsGroup"]
     assert not set(secrets) & set(SERVICE.mounts("lineclear-worker"))
+
+
+def test_the_process_can_read_its_secrets(tmp_path: Path) -> None:
+    """Files of a secret belong to root and to the pod's fsGroup: the group's bits decide, and nobody else may read."""
+    secrets = [volume["secret"] for volume in SERVICE.pod["volumes"] if "secret" in volume]
+    advised = re.findall(r"`defaultMode: (\d+)`", (REPOSITORY / "docs/security.md").read_text())
+    assert {secret["defaultMode"] for secret in secrets} == {int(mode, 8) for mode in advised}
+    assert f"fsGroup: {SERVICE.pod['securityContext']['fsGroup']}`" in (REPOSITORY / "docs/security.md").read_text()
+    for secret in secrets:
+        assert secret["defaultMode"] & 0o040
+        tokens = tmp_path / secret["secretName"]
+        tokens.write_text("web " + "a" * 32)
+        tokens.chmod(secret["defaultMode"])
+        assert read_tokens(tokens).name_of("a" * 32) == "web"
 
 
 def test_a_new_replica_waits_for_the_gpu_of_an_old_one() -> None:

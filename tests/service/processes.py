@@ -127,7 +127,7 @@ class Running(Process):
         self.channel = grpc.insecure_channel(self.address)
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
-        until(lambda: self.health.Check(health_pb2.HealthCheckRequest()).status == 1)
+        until(lambda: self.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1)
 
     def metrics_page(self) -> str:
         """What Prometheus would read now. It was started with --metrics-listen."""

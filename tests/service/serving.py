@@ -281,7 +281,7 @@ async def serving(
     await server.start()
     if joined:
         engine.join()
-        await until(lambda: server.health.is_serving(""))
+        await until(lambda: server.health.is_serving("readiness"))
     channel = grpc.aio.insecure_channel(server.address if plaintext else f"unix:{path}/nobody")
     try:
         yield Serving(service, server, engine, operations, channel)

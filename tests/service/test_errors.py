@@ -34,7 +34,7 @@ def test_before_a_worker_joined(tmp_path: Path) -> None:
                 assert (error.code, error.reason) == ("UNAVAILABLE", "STARTING")
                 assert error.retry_after_seconds is not None
             s.engine.join()
-            await until(lambda: s.server.health.is_serving(""))
+            await until(lambda: s.server.health.is_serving("readiness"))
             s.engine.answer = lambda request: []
             await read_all(s.generate())
 

@@ -26,7 +26,7 @@ from lineclear.wire.types import Sampling
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
     server = start("--drain-timeout-seconds", "600")
-    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     server.popen.send_signal(number)
     assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -97,7 +97,7 @@ def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
 
 def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
-    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     short = [
         server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": n, "max_tokens": 20}))
@@ -172,7 +172,7 @@ def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> 
     server.popen.send_signal(signal.SIGTERM)
     check = server.health.Check
     until(lambda: check(health_pb2.HealthCheckRequest(service="readiness")).status == 2)
-    for name in ("liveness", "worker"):
+    for name in ("", "liveness", "worker"):
         assert check(health_pb2.HealthCheckRequest(service=name)).status == 1
     server.popen.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0

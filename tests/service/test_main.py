@@ -147,7 +147,7 @@ def test_without_descriptors_streams_go_on_and_later_connections_are_taken(start
     host, _, port = server.address.rpartition(":")
     crowd = [socket.create_connection((host, int(port))) for _ in range(100)]
     until(lambda: len(os.listdir(f"/proc/{server.popen.pid}/fd")) >= limit)
-    assert server.health.Check(health_pb2.HealthCheckRequest()).status == 1
+    assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
     tokens = [*first.token_ids, *(t for r in call for t in r.token_ids)]
     assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
     for connection in crowd:

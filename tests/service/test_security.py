@@ -108,7 +108,7 @@ def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
             for method in HEALTH:
                 assert await ask(s.channel, method) != "UNAUTHENTICATED", method
             assert s.engine.submitted == []
-            assert s.server.health.is_serving("")
+            assert s.server.health.is_serving("readiness")
 
     run(scenario())
 

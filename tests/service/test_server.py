@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from service.serving import (
@@ -25,7 +26,7 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.rpc.server import LIVE, READY
+from lineclear.scheduler.rpc.server import LIVE, READY, WORKER
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
@@ -47,19 +48,68 @@ async def check(s: Serving, name: str) -> int:
 
 
 def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
-    assert set(READY) == {"", "readiness", SERVICE}
+    assert set(READY) == {"readiness", SERVICE}
 
     async def scenario() -> None:
         async with serving(tmp_path, joined=False) as s:
-            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 3
-            assert await check(s, LIVE) == SERVING
+            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
+            assert [await check(s, name) for name in LIVE] == [SERVING] * 2
             s.engine.join()
-            await until(lambda: s.server.health.is_serving(""))
-            assert [await check(s, name) for name in READY] == [SERVING] * 3
+            await until(lambda: s.server.health.is_serving("readiness"))
+            assert [await check(s, name) for name in READY] == [SERVING] * 2
             s.engine.lose()
-            await until(lambda: not s.server.health.is_serving(""))
-            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 3
-            assert await check(s, LIVE) == SERVING
+            await until(lambda: not s.server.health.is_serving("readiness"))
+            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
+            assert [await check(s, name) for name in LIVE] == [SERVING] * 2
+
+    run(scenario())
+
+
+def test_a_probe_that_names_no_service_asks_whether_the_process_lives(tmp_path: Path) -> None:
+    """The default of a kubelet's gRPC probe and of grpc_health_probe: a missing worker must not fail it."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False) as s:
+            answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == SERVING
+            s.server.set_live(False)
+            answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == NOT_SERVING
+
+    run(scenario())
+
+
+def list_response() -> Any:
+    """grpc.health.v1.HealthListResponse from its definition; the installed stubs are of an older one."""
+    file = descriptor_pb2.FileDescriptorProto(name="list.proto", package="grpc.health.v1", syntax="proto3")
+    response = file.message_type.add(name="HealthCheckResponse")
+    response.field.add(name="status", number=1, type=5, label=1)
+    listing = file.message_type.add(name="HealthListResponse")
+    type_name = ".grpc.health.v1.HealthListResponse.StatusesEntry"
+    listing.field.add(name="statuses", number=1, type=11, label=3, type_name=type_name)
+    entry = listing.nested_type.add(name="StatusesEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, type=9, label=1)
+    entry.field.add(name="value", number=2, type=11, label=1, type_name=".grpc.health.v1.HealthCheckResponse")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("grpc.health.v1.HealthListResponse"))
+
+
+def test_all_names_are_listed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, joined=False, health_listen="127.0.0.1:0") as s:
+            for target in (s.server.address, s.server.health_address):
+                async with grpc.aio.insecure_channel(target) as channel:
+                    call = channel.unary_unary(
+                        "/grpc.health.v1.Health/List", response_deserializer=list_response().FromString
+                    )
+                    statuses = {name: value.status for name, value in (await call(b"")).statuses.items()}
+                assert statuses == {
+                    **dict.fromkeys(LIVE, SERVING),
+                    **dict.fromkeys(READY, NOT_SERVING),
+                    WORKER: SERVING,
+                }
 
     run(scenario())
 

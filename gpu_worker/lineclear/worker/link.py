@@ -116,7 +116,7 @@ class PlanSocket:
 
         From the first call on, `receive` also returns when the connection is lost.
         """
-        # It sends a heartbeat before it lets a worker join. Only a drain needs to know, so no step pays for the monitor.
+        # It sends a heartbeat before it lets a worker join. Only a drain asks, so no step pays for the monitor.
         self._poller.register(self._monitor, zmq.POLLIN)
         return self._has_received and not self._monitor.poll(0)
 

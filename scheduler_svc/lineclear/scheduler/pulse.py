@@ -18,7 +18,7 @@ import structlog
 
 log = structlog.get_logger()
 
-_BEAT_SECONDS = 0.25
+BEAT_SECONDS = 0.25
 
 
 class Pulse:
@@ -73,11 +73,11 @@ class Pulse:
                 log.warning("engine_goes_on")
             self._on_live(is_live)
         self._on_beat()
-        self._timer = asyncio.get_running_loop().call_later(_BEAT_SECONDS, self._beat)
+        self._timer = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._beat)
 
     def _listen(self) -> None:
         told = False
-        while not self._stopped.wait(_BEAT_SECONDS):
+        while not self._stopped.wait(BEAT_SECONDS):
             silent = time.monotonic() - self._beat_at
             if silent >= self._limit_seconds and not told:
                 log.error("event_loop_stands_still", seconds=round(silent, 1))

@@ -1,7 +1,7 @@
 """grpc.health.v1: whether the process lives and whether it takes requests.
 
 The servicer of grpcio-health-checking loses a watcher when another one leaves, and lets a watcher that does not read
-hold up a change of status; hence this one. Decides nothing: it is told.
+hold up a change of status; hence this one. It also has no List. Decides nothing: it is told.
 """
 
 from __future__ import annotations
@@ -61,6 +61,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             return Status.SERVICE_UNKNOWN
         return Status.SERVING if self._serving[name] else Status.NOT_SERVING
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Offer Check, Watch and List."""
+        listing = grpc.unary_unary_rpc_method_handler(self._list, request_deserializer=bytes, response_serializer=bytes)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"List": listing}),))
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def _list(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        """Return the status of every name, as a serialized HealthListResponse."""
+        return b"".join(_field(1, _field(1, name.encode()) + _field(2, self._response(name))) for name in self._serving)
+
+    def _response(self, name: str) -> bytes:
+        return bytes(Status(status=self._status(name)).SerializeToString())
+
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """The status of a name; NOT_FOUND for one that we do not have."""
         if request.service not in self._serving:
@@ -88,3 +101,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     await changed.wait()
         finally:
             self._num_watchers -= 1
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A length-delimited protobuf field. The installed grpcio-health-checking has no message HealthListResponse."""
+    assert len(value) < 128, "the length is one byte"
+    return bytes((number << 3 | 2, len(value))) + value

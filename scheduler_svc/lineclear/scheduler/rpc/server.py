@@ -18,7 +18,6 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz_pb2
 from grpc_channelz.v1.channelz import add_channelz_servicer
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from lineclear.errors import Unsupported
@@ -40,10 +39,13 @@ from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 log = structlog.get_logger()
 
-READY = ("", "readiness", service_module.NAME)
+READY = ("readiness", service_module.NAME)
 """Serving while a worker is joined and the server is not leaving."""
-LIVE = "liveness"
-"""Serving while the process is able to answer and its engine turns, also while it is leaving."""
+LIVE = ("", "liveness")
+"""Serving while the process is able to answer and its engine turns, also while it is leaving.
+
+The empty name is what a kubelet's gRPC probe asks for by default, so it must not depend on the worker.
+"""
 WORKER = "worker"
 """Serving unless a worker hangs: it was put out of its epoch, and its process is still there. For the liveness probe of
 a worker in a container of its own, in which nobody could tell."""
@@ -65,7 +67,7 @@ class Server:
 
     def __init__(self, settings: SchedulerSettings, service: InferenceService, admin: AdminService) -> None:
         """Binds the addresses. Raises ConfigurationError where that is not possible."""
-        self.health = Health((*READY, LIVE, WORKER))
+        self.health = Health((*READY, *LIVE, WORKER))
         self._errors: list[ErrorInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
@@ -90,7 +92,7 @@ class Server:
             _add_reflection(data, service_module.NAME)
         if settings.health_listen:
             probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options())
-            health_pb2_grpc.add_HealthServicer_to_server(self.health, probes)
+            self.health.add_to(probes)
             self.health_address = bind(probes, settings.health_listen)
             self._servers.append(probes)
 
@@ -105,7 +107,7 @@ class Server:
             interceptors.insert(0, AuthenticationInterceptor(Watched([path], lambda: read_tokens(path))))
         server = grpc.aio.server(interceptors=interceptors, options=data_options(settings))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self.health.add_to(server)
         self._servers.append(server)
         return server
 
@@ -130,7 +132,7 @@ class Server:
 
     def set_live(self, live: bool) -> None:
         """Say whether the process does its work."""
-        self.health.set((LIVE,), live)
+        self.health.set(LIVE, live)
 
     def set_worker_hung(self, hung: bool) -> None:
         """Say whether a worker hangs."""
