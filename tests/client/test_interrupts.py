@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -191,19 +192,17 @@ def test_many_answers_end_where_they_are_and_their_reader_is_not_cut_off(server:
 
 
 def test_so_do_those_of_a_file_and_what_is_complete_is_written(server: Any, tmp_path: Path) -> None:
-    class Entries(list[Entry]):
-        """Presses when the reader, who has the first answer, looks up the second prompt."""
+    class Pressing(UserDict[str, Any]):
+        """Presses when the reader, who has the first answer, writes it beside its prompt."""
 
-        def __iter__(self) -> Iterator[Entry]:
-            for index, entry in enumerate(super().__iter__()):
-                if index == 1 and threading.current_thread() is threading.main_thread():
-                    signal.raise_signal(signal.SIGINT)
-                    steps.append("went on")
-                yield entry
+        def keys(self) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            steps.append("went on")
+            return super().keys()
 
     steps: list[str] = []
     endless(server)
-    entries = Entries(Entry(Request.of(text), {"prompt": text}) for text in ("one", "endless"))
+    entries = [Entry(Request.of(text), cast("dict[str, Any]", Pressing(prompt=text))) for text in ("one", "endless")]
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
             batch.several(client, entries, tmp_path / "out", resume=False, concurrency=2, progress=False)

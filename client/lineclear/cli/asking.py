@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,7 +77,7 @@ def generate(
         raise typer.BadParameter("needs --out", param_hint="--resume")
     if file is not None:
         source = sys.stdin.buffer if str(file) == "-" else file
-        entries: Collection[Entry] = PromptFile(source, file_format, make)
+        entries: batch.Entries = PromptFile(source, file_format, make)
     elif prompts and len(prompts) > 1:
         entries = [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
     else:

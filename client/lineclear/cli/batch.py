@@ -6,16 +6,20 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar
+
+import typer
 
 from lineclear.client import interrupts
+from lineclear.client.requests import Request
 from lineclear.client.stream import Stream
 from lineclear.client.sync import Client
-from lineclear.errors import LineclearError
+from lineclear.errors import DataLoss, LineclearError
 
 from . import exits, screen
 from .flags import Shown
@@ -51,21 +55,27 @@ def show(answer: Stream, shown: Shown) -> None:
         screen.note(screen.summary(stream.result))
 
 
-def several(
-    client: Client, entries: Collection[Entry], out: Path | None, resume: bool, concurrency: int, progress: bool
-) -> int:
+class Entries(Protocol):
+    """Prompts that are counted before they are read."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Entry]: ...
+
+
+def several(client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int, progress: bool) -> int:
     """Ask all, and write a JSON object for each in order. Returns how many failed.
 
-    Raises the error of a server that is not there any more: what was written before can be resumed.
+    Raises the error of a server that is not there any more: what was written before can be resumed. Raises DataLoss
+    if there are not as many results as prompts.
     """
-    with _opened(out, resume) as (file, have):
-        asked = itertools.islice(iter(entries), have, None)
-        shown = itertools.islice(iter(entries), have, None)
-        requests = _Counted((entry.request for entry in asked), max(len(entries) - have, 0))
+    with _opened(out, resume) as results:
+        prompts = iter(entries)
+        have = results.check(itertools.islice(prompts, results.count))
+        asked = _Asked(prompts, len(entries) - have)
         failed = 0
-        outcomes = client.generate_each(requests, concurrency=concurrency, progress=progress)
+        outcomes = client.generate_each(asked, concurrency=concurrency, progress=progress)
         with interrupts.cancelling(outcomes.cancel), closing(outcomes):
-            for index, (entry, outcome) in enumerate(zip(shown, outcomes, strict=False), have):
+            for index, outcome in enumerate(outcomes, have):
                 if isinstance(outcome, LineclearError):
                     if outcome.code == "UNAVAILABLE":
                         raise outcome
@@ -73,8 +83,10 @@ def several(
                     answer = {"error": exits.as_dict(outcome)}
                 else:
                     answer = outcome.to_dict()
-                file.write(json.dumps({"index": index, **entry.shown, **answer}, ensure_ascii=False) + "\n")
-                file.flush()
+                results.write({"index": index, **asked.shown.popleft(), **answer})
+                have += 1
+        if have != len(entries) or asked.shown:
+            raise DataLoss(f"{len(entries)} prompts were counted and {have} results written: the input has changed")
         return failed
 
 
@@ -86,42 +98,83 @@ def repeated(ask: Callable[[], T], interval_seconds: float, count: int | None) -
         yield ask()
 
 
-class _Counted:
-    """An iterator that knows how many there are, for the progress bar."""
+class _Asked:
+    """The requests of prompts in one pass, and beside it what to repeat in the results of those under way.
 
-    def __init__(self, items: Iterator[Any], count: int) -> None:
-        self._items = items
+    The pass is made on the threads that ask; `shown` is taken from by the thread that writes, in the same order.
+    """
+
+    def __init__(self, entries: Iterator[Entry], count: int) -> None:
+        self.shown: deque[dict[str, Any]] = deque()
+        self._entries = entries
         self._count = count
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._items
+    def __iter__(self) -> Iterator[Request]:
+        for entry in self._entries:
+            self.shown.append(entry.shown)
+            yield entry.request
 
 
-def _opened(out: Path | None, resume: bool) -> Any:
-    """Where results go, and how many are there already."""
-    return nullcontext((sys.stdout, 0)) if out is None else _Results(out, resume)
+@contextmanager
+def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
+    """Open what results are written to. A last line that an earlier run did not write to its end is dropped."""
+    if out is None:
+        yield _Results(sys.stdout)
+        return
+    count = 0
+    if resume and out.exists():
+        with out.open("r+b") as file:
+            end = 0
+            for line in file:
+                if line.endswith(b"\n"):
+                    count += 1
+                    end += len(line)
+            file.truncate(end)
+    with out.open("a" if resume else "w", encoding="utf-8") as results:
+        yield _Results(results, out, count)
 
 
 class _Results:
-    """A file of results; when resumed, a last line that was not written to its end is dropped."""
+    """Lines of JSON, the first `count` of them by an earlier run."""
 
-    def __init__(self, path: Path, resume: bool) -> None:
-        self._have = 0
-        if resume and path.exists():
-            with path.open("r+b") as file:
-                end = 0
-                for line in file:
-                    if line.endswith(b"\n"):
-                        self._have += 1
-                        end += len(line)
-                file.truncate(end)
-        self._file: TextIO = path.open("a" if resume else "w", encoding="utf-8")
+    def __init__(self, file: TextIO, path: Path | None = None, count: int = 0) -> None:
+        self.count = count
+        self._file = file
+        self._path = path
 
-    def __enter__(self) -> tuple[TextIO, int]:
-        return self._file, self._have
+    def check(self, entries: Iterable[Entry]) -> int:
+        """Return how many results there are. Raises typer.BadParameter if they are not those of `entries`."""
+        if self._path is None or not self.count:
+            return 0
+        checked = 0
+        with self._path.open("rb") as file:
+            for index, (line, entry) in enumerate(zip(file, entries, strict=False)):
+                if not _begins(line, {"index": index, **entry.shown}):
+                    raise typer.BadParameter(
+                        f"{self._path}, line {index + 1}: is not the result of prompt {index + 1}; the results to go on"
+                        " after were written for other prompts",
+                        param_hint="--resume",
+                    )
+                checked += 1
+        if checked != self.count:
+            raise typer.BadParameter(
+                f"{self._path} has {self.count} results and there are only {checked} prompts", param_hint="--resume"
+            )
+        return checked
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def write(self, result: dict[str, Any]) -> None:
+        """Write one, at once."""
+        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def _begins(line: bytes, beginning: dict[str, Any]) -> bool:
+    """Whether a line is a JSON object with these entries among its own."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and beginning.items() <= found.items()

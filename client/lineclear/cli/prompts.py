@@ -8,10 +8,12 @@ Tell me a joke
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,29 +35,26 @@ class Entry:
     shown: dict[str, Any]
 
 
-class PromptFile(Collection[Entry]):
-    """The prompts of a file or of a stream; `len()` of them, and iterating any number of times.
+class PromptFile:
+    """The prompts of a file or of a stream; `len()` of them, and one pass over them at a time.
 
+    A regular file is read where it is. A pipe, a FIFO or a terminal is read once, to its end, into a temporary file.
     `make` turns a prompt into a request with what the command line says. Raises typer.BadParameter, naming the line,
     if any line is wrong: nothing has been asked then.
     """
 
     def __init__(self, source: Path | IO[bytes], form: str, make: Callable[[Any], Request]) -> None:
         self._make = make
+        self._is_being_read = False
+        suffix = ""
         if isinstance(source, Path):
-            self._name = source.name
-            self._open: Callable[[], AbstractContextManager[IO[bytes]]] = lambda: source.open("rb")
-            suffix = source.suffix
+            self._name, suffix = source.name, source.suffix
+            self._open = _opener(source)
         else:
-            self._name, suffix = "standard input", ""
-            kept = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - read twice, closed at exit
-            shutil.copyfileobj(source, kept)
-            self._open = lambda: _again(kept)
+            self._name = "standard input"
+            self._open = _spooled(source)
         self._json = form == "jsonl" or (form == "auto" and (suffix in (".jsonl", ".ndjson") or self._looks_json()))
         self._count = sum(1 for _ in self)
-
-    def __contains__(self, entry: object) -> bool:
-        return any(entry == own for own in self)
 
     def __len__(self) -> int:
         return self._count
@@ -69,7 +68,16 @@ class PromptFile(Collection[Entry]):
                 raise typer.BadParameter(f"{self._name}, line {number}: {error}", param_hint="--file") from None
             yield entry
 
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    def _lines(self) -> Generator[tuple[int, str], None, None]:
+        if self._is_being_read:  # two passes over one pipe would each get some of its lines
+            raise RuntimeError("the prompts are read by one pass at a time")
+        self._is_being_read = True
+        try:
+            yield from self._read_lines()
+        finally:
+            self._is_being_read = False
+
+    def _read_lines(self) -> Iterator[tuple[int, str]]:
         with self._open() as file:
             for number, line in enumerate(file, 1):
                 try:
@@ -81,7 +89,8 @@ class PromptFile(Collection[Entry]):
                     yield number, text
 
     def _looks_json(self) -> bool:
-        first = next(self._lines(), (0, ""))[1]
+        with closing(self._lines()) as all_lines:
+            first = next(all_lines, (0, ""))[1]
         try:
             value = json.loads(first)
         except ValueError:
@@ -103,7 +112,22 @@ class PromptFile(Collection[Entry]):
         return Entry(Request.of(self._make(prompt), **value), shown)
 
 
-@contextmanager
-def _again(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    file.seek(0)
-    yield file
+def _opener(path: Path) -> Callable[[], AbstractContextManager[IO[bytes]]]:
+    """Return what opens the prompts at their beginning. Only a regular file can be opened again."""
+    with path.open("rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return _spooled(file)
+    return lambda: path.open("rb")
+
+
+def _spooled(source: IO[bytes]) -> Callable[[], AbstractContextManager[IO[bytes]]]:
+    """Copy all of `source`; the result opens the copy at its beginning."""
+    copy = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - closed at exit
+    shutil.copyfileobj(source, copy)
+
+    @contextmanager
+    def opened() -> Iterator[IO[bytes]]:
+        copy.seek(0)
+        yield copy
+
+    return opened
