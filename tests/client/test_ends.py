@@ -226,6 +226,48 @@ def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: An
         client.generate("x")
 
 
+@pytest.mark.parametrize("how", ["status", "connection"])
+@pytest.mark.parametrize("call", ["generate", "attach"])
+def test_an_answer_is_complete_though_the_connection_is_cut_before_its_status(
+    server: Any, client: Any, how: str, call: str
+) -> None:
+    """Between the last message and the trailers."""
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        calls.append(len(request.resume.token_ids))
+        yield server.started()
+        yield server.tokens(0, 1, 2, text="all of it")
+        yield server.finished(2)
+        if how == "status":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        threading.Thread(target=server.stop).start()
+        server.wait_for_end(context)
+
+    calls: list[int] = []
+    server.script = script
+    client = client.with_settings(max_attempts=4)
+    if call == "generate":
+        answer = client.generate("x")
+    else:
+        server.submitted["kept"] = pb.GenerateRequest(text="x")
+        answer = attached(client, "kept")
+    assert (answer.text, answer.finish_reason, answer.resumes) == ("all of it", "length", 0)
+    assert calls == [0]
+
+
+def attached(client: Any, request_id: str) -> Any:
+    """The result of a submitted request, by either client."""
+    if client.kind == "sync":
+        with Client(client.target) as threaded:
+            return threaded.submitted(request_id).result()
+
+    async def run() -> Any:
+        async with AsyncClient(client.target) as own:
+            return await own.submitted(request_id).result()
+
+    return asyncio.run(run())
+
+
 def test_a_call_that_the_server_cancels_is_unreachable_and_may_be_tried_again(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if len(server.requests) == 1:

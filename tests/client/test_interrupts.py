@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from client.interrupted import OPERATIONS
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.cli import batch
@@ -251,3 +253,29 @@ def test_others_are_cancelled_from_any_thread(server: Any) -> None:
             next(outcomes)
         with pytest.raises(StopIteration):
             next(outcomes)
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_a_program_that_is_interrupted_again_and_again_gets_its_next_answer(server: Any, what: str) -> None:
+    """Plain loops, in a process of its own, without any word about signals."""
+    echo = server.script
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "silent":
+            yield server.started()
+            server.wait_for_end(context)
+        elif request.text == "endless":
+            index = 0
+            while context.is_active():
+                yield server.tokens(index, 1, text="word ")
+                index += 1
+        else:
+            yield from echo(request, context)
+
+    server.script = script
+    command = [sys.executable, "-m", "client.interrupted", server.target, what, "60", "1"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

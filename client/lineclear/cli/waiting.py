@@ -5,6 +5,7 @@ It goes to standard error, terminal or not: whoever reads the log of a script wo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -39,7 +40,8 @@ class Notice:
         # A line of an answer may stand half written on the same screen.
         begun = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
         # Not by a console of our own: what is printed while rich shows a bar it puts above the bar.
-        print(f"{begun}{sentence(self._target, wait)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a standard error that is closed is no reason to end a call
+            print(f"{begun}{sentence(self._target, wait)}", file=sys.stderr, flush=True)
 
 
 def sentence(target: str, wait: Wait) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 from lineclear.errors import Cancelled
 
+from . import interrupts
 from .many import Batch, Item, Outcome
 from .progress import Display
 from .results import Generation
@@ -24,17 +25,25 @@ class Outcomes(Iterator[Outcome]):
     def __init__(self, crew: Crew[Any], shown: Display) -> None:
         self._crew = crew
         self._outcomes = crew.outcomes(shown)
+        self._interrupts = interrupts.Canceller(crew.cancel)
 
     def __next__(self) -> Outcome:
-        return next(self._outcomes)
+        try:
+            with self._interrupts.guard():
+                return next(self._outcomes)
+        except BaseException:
+            self._interrupts.close()
+            raise
 
     def cancel(self) -> None:
         """Cancel what has not been read; from any thread. A loop over the answers ends with Cancelled."""
-        self._crew.cancel()
+        with interrupts.deferring():
+            self._crew.cancel()
 
     def close(self) -> None:
         """Cancel what has not been read, and wait for its end; from the thread that reads."""
         self._outcomes.close()
+        self._interrupts.close()
 
 
 class Crew(Generic[Item]):
@@ -66,8 +75,9 @@ class Crew(Generic[Item]):
                 if turn.is_last:
                     return
         finally:
-            shown.close()
-            self._stop()
+            with interrupts.deferring():
+                shown.close()
+                self._stop()
 
     def cancel(self) -> None:
         """End the batch and what is running of it; from any thread. Its reader gets Cancelled."""

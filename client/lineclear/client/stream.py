@@ -109,6 +109,11 @@ class Answer(Generic[C]):
             return delta
         return delta if delta.started is not None or not self._resumptions.count else None
 
+    def _is_complete(self) -> bool:
+        """Whether the last message came, so that an error after it changes nothing: the answer has ended."""
+        self._ended = self._assembly.complete
+        return self._ended
+
     def _pause_after(self, error: LineclearError) -> float:
         """Seconds until `_go_on`. Raises `error` where there is to be no other call."""
         if self._stop.is_set():
@@ -157,15 +162,23 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
     def __init__(self, transport: Transport, outgoing: Outgoing) -> None:
         super().__init__(outgoing, transport.stream)
         self._stop = threading.Event()
+        self._interrupts = interrupts.Canceller(self.cancel)
 
     def __enter__(self) -> Self:
-        self._enter()
+        try:
+            with self._interrupts.guard():
+                self._enter()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
+        with interrupts.deferring():
+            self._leave()
+        self._interrupts.close()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -173,11 +186,24 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
     def __next__(self) -> Delta:
         """The next piece. Raises the LineclearError the call ended with."""
         call = self._entered()
+        if self._ended:
+            raise StopIteration
+        with self._interrupts.guard():
+            return self._next(call)
+
+    def cancel(self) -> None:
+        """Cancel the request; a loop over the pieces, wherever it runs, ends with Cancelled. From any thread."""
+        with interrupts.deferring():
+            super().cancel()
+
+    def _next(self, call: Call[pb.GenerateResponse]) -> Delta:
         try:
             while not self._ended:
                 try:
                     message = next(call, None)
                 except LineclearError as error:
+                    if self._is_complete():
+                        break
                     self._stop.wait(self._pause_after(error))
                     call = self._go_on()
                     continue
@@ -229,6 +255,8 @@ class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
                 try:
                     message = await anext(call, None)
                 except LineclearError as error:
+                    if self._is_complete():
+                        break
                     pause_seconds = self._pause_after(error)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(pause_seconds):

@@ -16,7 +16,7 @@ import grpc.aio
 from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb
 
-from . import methods
+from . import interrupts, methods
 from .channels import Options, Pairs, channel_options
 from .crowd import Counted, Crowd
 from .methods import Method
@@ -99,7 +99,12 @@ class GrpcTransport:
     def unary(self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs) -> Res:
         call: Any = self._channel.unary_unary(method.path)
         try:
-            data = call(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+            with interrupts.deferring():
+                future = call.future(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
+            with interrupts.cancelling(future.cancel):
+                data = future.result()
+        except grpc.FutureCancelledError:
+            raise errors.Cancelled("the call was cancelled") from None
         except grpc.RpcError as error:
             raise self._peer.failure(error, cancelled=False) from error
         except ValueError as error:
@@ -144,9 +149,10 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._peer.closed = True
-        if (session := self._crowd.session) is not None:
-            session.close()
-        self._channel.close()
+        with interrupts.deferring():
+            if (session := self._crowd.session) is not None:
+                session.close()
+            self._channel.close()
 
 
 class _GrpcCall(Call[Res]):
