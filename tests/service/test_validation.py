@@ -203,17 +203,18 @@ def test_a_tokenizer_that_is_not_the_models_is_noticed() -> None:
         (pb.TokenizeRequest(), {"input"}),
         (pb.TokenizeRequest(text="x" * (MAX_BYTES + 1)), {"text"}),
         (pb.TokenizeRequest(chat=pb.ChatMessages()), {"chat.messages"}),
+        (pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 5)), {"chat.messages"}),
         (pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="")])), {"chat.messages[0].role"}),
     ],
 )
 def test_bad_tokenize_requests(bad: pb.TokenizeRequest, fields: set[str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_tokenize(bad, MAX_BYTES)
+        check_tokenize(bad, MAX_BYTES, 4)
     assert {v.field for v in caught.value.violations} == fields
 
 
 def test_an_empty_text_may_be_tokenized() -> None:
-    check_tokenize(pb.TokenizeRequest(text=""), MAX_BYTES)
+    check_tokenize(pb.TokenizeRequest(text=""), MAX_BYTES, 4)
 
 
 def test_bad_detokenize_requests() -> None:

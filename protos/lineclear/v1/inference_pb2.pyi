@@ -282,7 +282,7 @@ class ChatMessages(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Oldest first, at least one."""
+        """Oldest first, at least one, at most max_chat_messages of the server."""
 
     def __init__(
         self,
@@ -1284,7 +1284,9 @@ class DetokenizeRequest(_message.Message):
     """Default false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each in [0, vocabulary)."""
+        """Each in [0, vocabulary); at most an eighth of the server's
+        max_prompt_bytes, or the context length where that is more.
+        """
 
     def __init__(
         self,

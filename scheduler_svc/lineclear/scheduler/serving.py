@@ -130,6 +130,7 @@ async def _run(
 ) -> None:
     """Serve until it is time to leave, then leave."""
     await server.start()
+    await service.prepare()
     log.info(
         "listening",
         address=server.address,

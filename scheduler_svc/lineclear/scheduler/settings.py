@@ -199,7 +199,23 @@ class SchedulerSettings(BaseSettings):
         description="Longest deadline of a call, in seconds from its arrival. A later one is brought forward to this.",
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenize large inputs.")
-    max_tokenizing: int = Field(64, ge=1, le=4096, description="Most large inputs being or waiting to be tokenized.")
+    max_tokenizing: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="Most large inputs being or waiting to be tokenized, and as many conversations to be rendered. One "
+        "more is refused, for the tenant, or connection, that has most of them waiting.",
+    )
+    max_chat_messages: int = Field(1024, ge=1, le=65_536, description="Most messages of a conversation.")
+    template_processes: int = Field(
+        2, ge=1, le=64, description="Processes that render conversations with the model's chat template."
+    )
+    max_template_seconds: float = Field(
+        2.0,
+        ge=0.01,
+        le=600,
+        description="Most CPU seconds that the chat template may take for one conversation, which is refused then.",
+    )
     max_unread_tokens: int = Field(
         4096, ge=1, le=2**20, description="Most tokens a stream may leave unread before it is ended."
     )

@@ -29,6 +29,7 @@ _MAX_TENANT = 64
 
 # Set by the interceptor in the task of the call, so it is seen by that call's handler and by no other.
 _by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
+_flow: ContextVar[str] = ContextVar("flow", default="")
 
 
 def remember(tenant: str) -> None:
@@ -56,6 +57,17 @@ def tenant(proven: Identity, context: grpc.aio.ServicerContext[Any, Any]) -> str
         if key == TENANT_KEY and isinstance(value, str):
             return value[:_MAX_TENANT]
     return ""
+
+
+def divide_work(tenant: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Have the work of this call, and of tasks it begins from now on, counted for `tenant`; for its connection where
+    that has no name."""
+    _flow.set(f"tenant:{tenant}" if tenant else context.peer())
+
+
+def flow() -> str:
+    """What the work of this task's call is counted for, where work is divided fairly."""
+    return _flow.get()
 
 
 def share(tenant: str) -> str:

@@ -8,6 +8,7 @@ engine's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import Cancelled, InvalidRequest, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import validation
@@ -135,7 +136,11 @@ class Admission:
 
     async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
         """Tokenize and hand over to the engine. Raises what the request is refused for."""
-        prompt = await self._prompts.ids(message)
+        try:
+            async with asyncio.timeout(ticket.deadline - self._clock()):
+                prompt = await self._prompts.ids(message)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if ticket.is_over:  # given up meanwhile
             return
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)

@@ -1,7 +1,9 @@
 """Texts and conversations to token ids and back, without holding up the event loop.
 
-Decides what is done at once and what in a thread, and how much of that there may be. What a prompt may be is
-`validation`'s, what its tokens are `tokenizer`'s and `chat`'s.
+Small inputs are done at once. Large ones wait for their turn at a gate that divides the work by caller: texts are
+tokenized in threads, because the library lets go of the interpreter while it works; tokens become text in slices on
+the loop, because that is Python, and in a thread it would take the interpreter from the loop for milliseconds at a
+time; conversations are rendered by other processes, which can be ended.
 """
 
 from __future__ import annotations
@@ -10,38 +12,74 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lineclear.errors import QueueFull
+from lineclear.scheduler.access import identity
 from lineclear.scheduler.rpc import validation
-from lineclear.scheduler.text.chat import ChatTemplate, Turn, no_chat_template
-from lineclear.scheduler.text.detokenizer import AnswerText, decode
+from lineclear.scheduler.rpc.fair_gate import FairGate
+from lineclear.scheduler.rpc.template_pool import TemplatePool
+from lineclear.scheduler.text.chat import ChatTemplate, no_chat_template
+from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
+from lineclear.scheduler.text.rendering import Turn
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
 _INLINE_BYTES = 1024  # a smaller text is tokenized sooner than a thread would begin
+_INLINE_TOKENS = 256  # become text in some 50 microseconds; also a slice of more
+_MESSAGE_BYTES = 64  # what a message costs a template besides its content
+_EXPANSION = 8  # a template makes at most so many times max_prompt_bytes of a conversation
 
 T = TypeVar("T")
 
 
-class Prompts:
-    """The tokenizer as the handlers use it. On one event loop.
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """How much text is worked on at a time, and how long on one conversation."""
 
-    At most `max_busy` large inputs are being tokenized or wait for that; one more is QueueFull.
+    threads: int = 2
+    max_busy: int = 64
+    """Texts, and conversations, that are worked on or wait for that."""
+    template_processes: int = 2
+    template_seconds: float = 2.0
+    max_prompt_bytes: int = 512 * 1024
+
+
+class Prompts:
+    """The tokenizer and the chat template as the handlers use them. On one event loop.
+
+    Where `limits.max_busy` large inputs wait, one more is QueueFull, for the caller that has most of them waiting.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, *, threads: int, max_busy: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, limits: TextLimits) -> None:
         self.tokenizer = tokenizer
-        self.has_chat_template = chat is not None
         self._chat = chat
-        self._max_busy = max_busy
-        self._num_busy = 0
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
-        _start_all(self._threads, threads)
+        self._pool: TemplatePool | None = None
+        if chat is not None:
+            max_bytes = _EXPANSION * limits.max_prompt_bytes + 65536
+            self._pool = TemplatePool(chat, cpu_seconds=limits.template_seconds, max_bytes=max_bytes)
+        self._texts = _gate(limits.threads, limits.max_busy, "inputs are being tokenized or wait for that")
+        self._templates = _gate(limits.template_processes, limits.max_busy, "conversations are or wait to be rendered")
+        self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="tokenizer")
+        _start_all(self._threads, limits.threads)
+        self._num_processes = limits.template_processes
+        self._working: set[asyncio.Future[Any]] = set()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations are taken."""
+        return self._pool is not None
+
+    async def prepare(self) -> None:
+        """Have what the first request needs ready."""
+        if self._pool is not None:
+            await self._pool.prepare(self._num_processes)
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Let go of threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     async def ids(self, request: pb.GenerateRequest) -> Sequence[int]:
         """The tokens of a request's prompt."""
@@ -52,24 +90,33 @@ class Prompts:
 
     async def encode(self, text: str) -> list[int]:
         """The tokens of a text; special tokens written in it are plain text."""
-        return await self._off_loop(lambda: self.tokenizer.encode(text), len(text))
+        return await self._encode(self.tokenizer.encode, text)
 
     async def encode_chat(self, chat: pb.ChatMessages) -> list[int]:
-        """The tokens of a conversation. Raises NoChatTemplate, or InvalidRequest for a role the template lacks."""
-        template = self._chat
-        if template is None:
+        """The tokens of a conversation.
+
+        Raises NoChatTemplate, or InvalidRequest for what the template does not take or takes too long for.
+        """
+        template, pool = self._chat, self._pool
+        if template is None or pool is None:
             raise no_chat_template()
         validation.check_roles(chat, template.knows_role)
         turns = [Turn(message.role, message.content) for message in chat.messages]
         opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        return await self._off_loop(
-            lambda: self.tokenizer.encode_sealed(template.render(turns, add_generation_prompt=opens_answer)),
-            sum(len(turn.content) for turn in turns),
+        cost = sum(len(turn.content) + _MESSAGE_BYTES for turn in turns)
+        text = await self._in_turn(
+            self._templates,
+            cost,
+            lambda: asyncio.ensure_future(pool.render(turns, add_generation_prompt=opens_answer)),
         )
+        return await self._encode(self.tokenizer.encode_sealed, text)
 
     async def decode(self, ids: Sequence[int], *, keep_special: bool) -> str:
         """The text of tokens."""
-        return await self._off_loop(lambda: decode(self.tokenizer, ids, keep_special=keep_special), 8 * len(ids))
+        decoder = IncrementalDecoder(self.tokenizer, keep_special=keep_special)
+        parts: list[str] = []
+        await self._in_slices(ids, lambda some: parts.append("".join(map(decoder.push, some))))
+        return "".join(parts) + decoder.flush()
 
     async def replay(self, text: AnswerText, received: Sequence[int]) -> None:
         """Bring the text of an answer to where these tokens leave it. What they release was sent by somebody else.
@@ -77,34 +124,50 @@ class Prompts:
         Stops at a stop string: `text.match` says after how many tokens.
         """
 
-        def work() -> None:
-            for token_id in received:
-                text.push(token_id)
+        def push(some: Sequence[int]) -> None:
+            for token_id in some:
                 if text.match is not None:
                     return
+                text.push(token_id)
 
-        await self._off_loop(work, len(received))
+        await self._in_slices(received, push)
 
-    async def _off_loop(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work`, which is about `size` bytes of it; done in a thread where it would hold up others."""
-        if size <= _INLINE_BYTES:
-            return work()
-        if self._num_busy >= self._max_busy:
-            raise QueueFull(
-                f"{self._num_busy} inputs are being tokenized, which is the limit; retry later",
-                retry_after_seconds=1.0,
-                metadata={"limit": str(self._max_busy)},
-            )
-        self._num_busy += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(self._done)
-        # A caller who hangs up does not stop the thread, so the place stays taken until that is done.
+    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        if len(text) <= _INLINE_BYTES:
+            return encode(text)
+        loop = asyncio.get_running_loop()
+        return await self._in_turn(self._texts, len(text), lambda: loop.run_in_executor(self._threads, encode, text))
+
+    async def _in_slices(self, ids: Sequence[int], work: Callable[[Sequence[int]], object]) -> None:
+        if len(ids) <= _INLINE_TOKENS:
+            work(ids)
+            return
+        async with self._texts.turn(identity.flow(), len(ids)):
+            for start in range(0, len(ids), _INLINE_TOKENS):
+                work(ids[start : start + _INLINE_TOKENS])
+                await asyncio.sleep(0)  # others first
+
+    async def _in_turn(self, gate: FairGate, cost: float, begin: Callable[[], asyncio.Future[T]]) -> T:
+        """The result of what `begin` begins when it is this caller's turn."""
+        flow = identity.flow()
+        await gate.enter(flow, cost)
+        future = begin()
+        self._working.add(future)
+
+        def done(future: asyncio.Future[T]) -> None:
+            gate.leave(flow)
+            self._working.discard(future)
+            if not future.cancelled():
+                future.exception()  # its caller may be gone, then nobody else asks
+
+        future.add_done_callback(done)
+        # A caller who hangs up stops neither thread nor process, so the place stays taken until they are done.
         return await asyncio.shield(future)
 
-    def _done(self, future: asyncio.Future[Any]) -> None:
-        self._num_busy -= 1
-        if not future.cancelled():
-            future.exception()  # its caller may be gone, then nobody else asks
+
+def _gate(places: int, max_busy: int, what: str) -> FairGate:
+    places = min(places, max_busy)
+    return FairGate(places, max_busy - places, what)
 
 
 def _start_all(pool: ThreadPoolExecutor, num_threads: int) -> None:

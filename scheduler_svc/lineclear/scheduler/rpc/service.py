@@ -26,7 +26,7 @@ from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outc
 from lineclear.scheduler.rpc.detached import DetachedAnswers, KeptLimits
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
-from lineclear.scheduler.rpc.prompts import Prompts
+from lineclear.scheduler.rpc.prompts import Prompts, TextLimits
 from lineclear.scheduler.rpc.ranges import model_defaults
 from lineclear.scheduler.rpc.session import Session, greeting
 from lineclear.scheduler.rpc.stats import Stats
@@ -46,6 +46,7 @@ log = structlog.get_logger()
 
 NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
+_BYTES_PER_TOKEN = 8  # of Detokenize, so that it is bounded as Tokenize is, also without a worker
 
 
 class EngineApi(Submitter, Canceller, Protocol):
@@ -83,7 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.on_worker: Callable[[bool], None] = lambda joined: None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self._settings = settings
-        self._prompts = Prompts(tokenizer, chat, threads=settings.tokenizer_threads, max_busy=settings.max_tokenizing)
+        self._prompts = Prompts(tokenizer, chat, _text_limits(settings))
         self._defaults = model_defaults(generation_config or {})
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -108,6 +109,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             partial(incident, f"/{NAME}/Submit"),
             _kept_limits(self._settings),
         )
+
+    async def prepare(self) -> None:
+        """Have ready what the first conversation needs."""
+        await self._prompts.prepare()
 
     def publish(self, events: Sequence[Event]) -> None:
         """Take events from the engine. Any thread; does not wait."""
@@ -175,6 +180,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 vocab_size=hello.vocab_size,
                 max_prompt_bytes=self._settings.max_prompt_bytes,
                 default_max_tokens=self._settings.default_max_tokens,
+                max_chat_messages=self._settings.max_chat_messages,
                 eos_ids=frozenset(hello.eos_token_ids),
                 defaults=self._defaults if self._settings.generation_config else {},
             )
@@ -201,6 +207,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
+        identity.divide_work(tenant, context)
         ticket = self._admission.open(request, self._require_worker(), caller, tenant, remaining)
         outcome = "cancelled"
         async with self._outlet(context) as outlet:
@@ -227,10 +234,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Obey one caller's orders and send what is new for any of its requests, until it ends its side."""
         remaining = context.time_remaining()
         caller = identity.caller(context)
+        tenant = identity.tenant(caller, context)
+        identity.divide_work(tenant, context)  # also for the tasks that the session begins
         session = Session(
             self._admission,
             caller,
-            identity.tenant(caller, context),
+            tenant,
             self._require_worker,
             partial(incident, f"/{NAME}/Session"),
             self._clock,
@@ -260,6 +269,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._detached.refuse_duplicate(caller, request.request.request_id)
         seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         tenant = identity.tenant(caller, context)
+        identity.divide_work(tenant, context)
         ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
         try:
             await self._admission.submit(ticket, request.request)
@@ -301,7 +311,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The ids that Generate would make of the same text or conversation."""
-        validation.check_tokenize(request, self._settings.max_prompt_bytes)
+        validation.check_tokenize(request, self._settings.max_prompt_bytes, self._settings.max_chat_messages)
+        identity.divide_work(identity.tenant(identity.caller(context), context), context)
         if request.WhichOneof("input") == "chat":
             ids = await self._prompts.encode_chat(request.chat)
         else:
@@ -312,8 +323,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The text that Generate would send with the same tokens."""
         bounds = self._know_worker()
         vocab_size = self._prompts.tokenizer.vocab_size if bounds is None else bounds.vocab_size
-        # A token has at least one byte, so a longer list could be no prompt and no answer of ours.
-        validation.check_detokenize(request, vocab_size, self._settings.max_prompt_bytes)
+        limit = max(self._settings.max_prompt_bytes // _BYTES_PER_TOKEN, 0 if bounds is None else bounds.context_length)
+        validation.check_detokenize(request, vocab_size, limit)
+        identity.divide_work(identity.tenant(identity.caller(context), context), context)
         text = await self._prompts.decode(request.token_ids, keep_special=request.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
@@ -349,6 +361,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             tasks=len(asyncio.all_tasks()),
             version=VERSION,
         )
+
+
+def _text_limits(settings: SchedulerSettings) -> TextLimits:
+    return TextLimits(
+        threads=settings.tokenizer_threads,
+        max_busy=settings.max_tokenizing,
+        template_processes=settings.template_processes,
+        template_seconds=settings.max_template_seconds,
+        max_prompt_bytes=settings.max_prompt_bytes,
+    )
 
 
 def _room_limits(settings: SchedulerSettings) -> RoomLimits:

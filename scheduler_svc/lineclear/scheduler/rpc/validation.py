@@ -32,7 +32,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
 MAX_ROLE = 32
-MAX_MESSAGES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: about 10,000 years
 _MAX_VIOLATIONS = 16  # the status travels in a header, which has a size limit
 
@@ -49,6 +48,7 @@ class Bounds:
     vocab_size: int
     max_prompt_bytes: int
     default_max_tokens: int
+    max_chat_messages: int = 1024
     eos_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = field(default_factory=dict)
     """From the model's generation_config.json."""
@@ -169,7 +169,7 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
     )
 
 
-def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int) -> None:
+def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int, max_chat_messages: int) -> None:
     """Raises InvalidRequest or PromptTooLong for a wrong request."""
     faults = _Faults()
     kind = request.WhichOneof("input")
@@ -178,7 +178,7 @@ def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int) -> None:
     elif kind == "text":
         _check_text_size("text", [request.text], max_prompt_bytes, faults)
     else:
-        _check_chat("chat", request.chat, max_prompt_bytes, faults)
+        _check_chat("chat", request.chat, max_prompt_bytes, max_chat_messages, faults)
     faults.raise_if_any()
 
 
@@ -229,7 +229,7 @@ def _check_prompt(request: pb.GenerateRequest, bounds: Bounds, faults: _Faults) 
             faults.add("text", "is empty")
         _check_text_size("text", [request.text], bounds.max_prompt_bytes, faults)
     elif kind == "chat":
-        _check_chat("chat", request.chat, bounds.max_prompt_bytes, faults)
+        _check_chat("chat", request.chat, bounds.max_prompt_bytes, bounds.max_chat_messages, faults)
     else:
         ids = request.token_ids.ids
         if not ids:
@@ -242,11 +242,11 @@ def _check_prompt(request: pb.GenerateRequest, bounds: Bounds, faults: _Faults) 
             _check_vocabulary("token_ids.ids", ids, bounds.vocab_size, faults)
 
 
-def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, faults: _Faults) -> None:
+def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: int, faults: _Faults) -> None:
     if not chat.messages:
         faults.add(f"{path}.messages", "is empty")
-    if len(chat.messages) > MAX_MESSAGES:
-        faults.add(f"{path}.messages", f"has more than {MAX_MESSAGES} entries")
+    if len(chat.messages) > max_messages:
+        faults.add(f"{path}.messages", f"has {len(chat.messages)} entries, the limit is {max_messages}")
         return
     for index, message in enumerate(chat.messages):
         if not _ROLE.fullmatch(message.role):

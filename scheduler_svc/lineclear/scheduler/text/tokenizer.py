@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from lineclear.scheduler.model_files import read_json
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text.detokenizer import REPLACE_EACH
+from lineclear.scheduler.text.sealing import Seal
 
 _SPECIAL_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -57,7 +58,7 @@ class Tokenizer:
         self._special = {i: content for content, i in ids.items() if i is not None}
         if len(self._special) != len(ids):
             raise ConfigurationError("tokenizer.json: special tokens share an id, or have none")
-        self._seal = _alternation(self._private)
+        self._sealing = Seal({content: self._private[content] for content in self._special.values()})
         self._byte_piece, self.errors = _decoder_kind(definition.get("decoder"))
         self.known: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._first: dict[int, bytes | None] = {}
@@ -71,7 +72,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Every special token, as its model writes it."""
-        return tuple(self._special.values())
+        return self._sealing.special_tokens
 
     # --- text to ids -------------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class Tokenizer:
 
     def seal(self, text: str) -> str:
         """`text` with the special tokens written in it made real. For text of the model's author, not of callers."""
-        return self._seal.sub(lambda match: self._private[match[0]], text) if self._private else text
+        return self._sealing.seal(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Not `encode`: that one keeps the interpreter lock for as long as it takes.
@@ -186,11 +187,6 @@ def _rename_special(
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = private.get(model["unk_token"], model["unk_token"])
     return private
-
-
-def _alternation(words: Mapping[str, str]) -> re.Pattern[str]:
-    """Finds the leftmost of the words and of those the longest, as the library does."""
-    return re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
 
 
 # --- decoders --------------------------------------------------------------------------------------------------------

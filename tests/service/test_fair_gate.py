@@ -1,0 +1,145 @@
+"""Turns at shared work: whoever asks for much waits behind itself, and nothing is left of those who give up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from lineclear.errors import QueueFull
+from lineclear.scheduler.rpc.fair_gate import FairGate
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def settle() -> None:
+    """Let everything happen that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Work:
+    """Requests at a gate. `order` are the flows in the order in which they were let in."""
+
+    def __init__(self, gate: FairGate) -> None:
+        self.gate = gate
+        self.order: list[str] = []
+
+    def ask(self, flow: str, cost: float = 1.0) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self._ask(flow, cost))
+
+    async def _ask(self, flow: str, cost: float) -> None:
+        await self.gate.enter(flow, cost)
+        self.order.append(flow)
+
+    async def finish(self) -> None:
+        """One of those inside leaves after the other, until nobody waits."""
+        left = 0
+        while left < len(self.order):
+            self.gate.leave(self.order[left])
+            left += 1
+            await settle()
+
+
+def test_a_flood_of_one_waits_behind_the_first_of_another() -> None:
+    async def scenario() -> None:
+        work = Work(FairGate(1, 100, "things wait"))
+        flood = [work.ask("flood") for _ in range(20)]
+        await settle()
+        others = [work.ask("other") for _ in range(3)]
+        await settle()
+        await work.finish()
+        assert work.order[:8].count("other") == 3
+        assert len(work.order) == 23
+        await asyncio.gather(*flood, *others)
+        assert (work.gate.num_inside, work.gate.num_waiting) == (0, 0)
+
+    run(scenario())
+
+
+def test_work_counts_by_its_cost() -> None:
+    """One piece of ten is as much as ten pieces of one."""
+
+    async def scenario() -> None:
+        work = Work(FairGate(1, 100, "things wait"))
+        tasks = [work.ask("large", 10.0) for _ in range(5)] + [work.ask("small", 1.0) for _ in range(40)]
+        await settle()
+        await work.finish()
+        at = [index for index, flow in enumerate(work.order) if flow == "large"]
+        assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.order
+        await asyncio.gather(*tasks)
+
+    run(scenario())
+
+
+def test_one_flow_leaves_a_place_to_others() -> None:
+    async def scenario() -> None:
+        work = Work(FairGate(3, 100, "things wait"))
+        tasks = [work.ask("flood") for _ in range(5)]
+        await settle()
+        assert work.order == ["flood", "flood"]
+        tasks.append(work.ask("other"))
+        await settle()
+        assert work.order == ["flood", "flood", "other"]
+        await work.finish()
+        await asyncio.gather(*tasks)
+
+    run(scenario())
+
+
+def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
+    async def scenario() -> None:
+        work = Work(FairGate(1, 4, "things wait"))
+        flood = [work.ask("flood") for _ in range(5)]
+        await settle()
+        with pytest.raises(QueueFull, match="5 things wait") as caught:
+            await work.ask("flood")
+        assert caught.value.metadata == {"limit": "5"}
+        other = work.ask("other")
+        await settle()
+        assert flood[-1].done()  # its newest made room
+        with pytest.raises(QueueFull):
+            await flood[-1]
+        await work.finish()
+        assert sorted(work.order) == ["flood"] * 4 + ["other"]
+        await asyncio.gather(*flood[:-1], other)
+
+    run(scenario())
+
+
+def test_giving_up_leaves_nothing() -> None:
+    async def scenario() -> None:
+        gate = FairGate(1, 4, "things wait")
+        await gate.enter("a", 1.0)
+        waiting = [asyncio.ensure_future(gate.enter(flow, 1.0)) for flow in "abc"]
+        await settle()
+        waiting[0].cancel()
+        await settle()
+        assert gate.num_waiting == 2
+        gate.leave("a")  # lets b in
+        waiting[1].cancel()  # in the same moment
+        await settle()
+        assert waiting[2].done()
+        assert gate.num_inside == 1
+        gate.leave("c")
+        assert (gate.num_inside, gate.num_waiting) == (0, 0)
+        assert not any((gate._finish, gate._queue, gate._waiting))
+
+    run(scenario())
+
+
+def test_without_room_to_wait_a_place_is_still_a_place() -> None:
+    async def scenario() -> None:
+        gate = FairGate(1, 0, "things wait")
+        async with gate.turn("a", 1.0):
+            with pytest.raises(QueueFull):
+                await gate.enter("b", 1.0)
+        async with gate.turn("b", 1.0):
+            assert gate.num_inside == 1
+
+    run(scenario())

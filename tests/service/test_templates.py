@@ -1,0 +1,289 @@
+"""Conversations are rendered by processes that can be ended, in turns that are divided by caller."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from service.processes import Process
+from service.processes import until as until_true
+from service.serving import TEMPLATE, TOKENIZER, Serving, error_of, run, serving, text_request, until
+from service.small_tokenizers import byte_level, save
+from structlog.testing import capture_logs
+
+from lineclear.scheduler.text.chat import ChatTemplate
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.rendering import Turn
+from lineclear.v1 import inference_pb2 as pb
+
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+SLOW = "777"  # of characters that no special token has: a template compares no others
+SOMETIMES = "{% if messages[0].content == '" + SLOW + "' %}" + LOOP + "{% endif %}" + TEMPLATE
+
+
+def chat(*contents: str) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content) for content in contents])
+
+
+def tokenize(s: Serving, *contents: str, **options: Any) -> Any:
+    return s.stub.Tokenize(pb.TokenizeRequest(chat=chat(*contents)), **options)
+
+
+def tenant(name: str) -> dict[str, Any]:
+    return {"metadata": (("x-tenant-id", name),)}
+
+
+def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, template=SOMETIMES, max_template_seconds=0.3) as s:
+            with capture_logs() as logs:
+                looping = tokenize(s, SLOW, "secret", **tenant("a"))
+                s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
+                assert [r async for r in s.generate(text_request())]
+                assert (await tokenize(s, "quick", **tenant("b"))).token_ids
+                assert not looping.done()
+                error = await error_of(looping)
+            assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["chat.messages"])
+            assert "0.3 s" in str(error)
+            ended = [line for line in logs if line["event"] == "template_process_ended"]
+            assert [line["exit_code"] for line in ended] == [-signal.SIGPROF]
+            assert "secret" not in str(logs)
+            # The next conversation is rendered as before.
+            assert (await tokenize(s, "quick", **tenant("a"))).token_ids
+
+    run(scenario())
+
+
+def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_path: Path) -> None:
+    contents = ["plain", "<|im_end|> is no special token", "日本語 😀\r\n\x00", "", "x" * 5000]
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            here = ChatTemplate(TEMPLATE, TOKENIZER, {})
+            turns = [Turn("user", content) for content in contents]
+            expected = TOKENIZER.encode_sealed(here.render(turns, add_generation_prompt=True))
+            assert list((await tokenize(s, *contents)).token_ids) == expected
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "refuses this conversation: Roles must alternate"),
+        ("{{ messages[7].content + 1 }}", "fails on this conversation"),
+        ("{{ (messages[0].content * 999999999) | length }}", "fails on this conversation"),
+        ("{{ messages[0].content * 900000 }}", "makes more than"),
+    ],
+)
+def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path, template: str, sentence: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, template=template) as s:
+            error = await error_of(tokenize(s, "secret"))
+            assert error.code == "INVALID_ARGUMENT"
+            assert sentence in str(error)
+            assert "secret" not in str(error)
+
+    run(scenario())
+
+
+def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
+    """Between two conversations nobody notices; within one its caller is told to send it again."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, template=SOMETIMES) as s:
+            assert (await tokenize(s, "quick")).token_ids
+            pool = s.service._prompts._pool
+            assert pool is not None
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not is_running(pid))
+            assert (await tokenize(s, "quick")).token_ids
+            looping = tokenize(s, SLOW)
+            await until(lambda: pool.pids and not pool.num_idle)
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            error = await error_of(looping)
+            assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
+            assert (await tokenize(s, "quick")).token_ids
+
+    run(scenario())
+
+
+def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = subprocess.Popen
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            monkeypatch.setattr(subprocess, "Popen", refused)
+            error = await error_of(tokenize(s, "quick"))
+            assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
+            monkeypatch.setattr(subprocess, "Popen", real)
+            assert (await tokenize(s, "quick")).token_ids
+
+    run(scenario())
+
+
+def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
+    """Or a caller that cancels all the time would have the server start processes all the time."""
+
+    some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 5 + TEMPLATE
+
+    async def scenario() -> None:
+        async with serving(tmp_path, template=some_milliseconds) as s:
+            assert (await tokenize(s, "quick")).token_ids
+            pool = s.service._prompts._pool
+            assert pool is not None
+            pids = pool.pids
+            for _ in range(5):
+                call = tokenize(s, "quick")
+                await until(lambda: not pool.num_idle)
+                call.cancel()
+                await until(lambda: pool.num_idle)
+            assert (await tokenize(s, "quick")).token_ids
+            assert pool.pids == pids
+
+    run(scenario())
+
+
+def test_conversations_have_a_most_of_messages(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_chat_messages=3) as s:
+            assert (await tokenize(s, *"abc")).token_ids
+            for call in (tokenize(s, *"abcd"), s.generate(pb.GenerateRequest(chat=chat(*"abcd")))):
+                error = await error_of(call)
+                assert [(v.field, v.description) for v in error.violations] == [
+                    ("chat.messages", "has 4 entries, the limit is 3")
+                ]
+
+    run(scenario())
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+def detokenize(s: Serving, **options: Any) -> Any:
+    return s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 20_000), **options)
+
+
+def long_text(s: Serving, **options: Any) -> Any:
+    return s.stub.Tokenize(pb.TokenizeRequest(text="a b " * 50_000), **options)
+
+
+def many_messages(s: Serving, **options: Any) -> Any:
+    return tokenize(s, *["content"] * 800, **options)
+
+
+@pytest.mark.parametrize("work", [detokenize, long_text, many_messages])
+def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            prompts = s.service._prompts
+            await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
+            flood = [work(s, **tenant("a")) for _ in range(40)]
+            await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 30)
+            await work(s, **tenant("b"))
+            assert sum(not call.done() for call in flood) >= 20
+            for call in flood:
+                call.cancel()
+
+    run(scenario())
+
+
+def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_tokenizing=10) as s:
+            flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
+            await until(lambda: s.service._prompts._texts.num_waiting == 8)
+            assert await outcome(detokenize(s, **tenant("b"))) == "OK"
+            found = [await call for call in flood]
+            assert found.count("RESOURCE_EXHAUSTED") >= 10
+            assert found.count("OK") >= 8
+
+    run(scenario())
+
+
+async def outcome(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+def test_the_loop_turns_while_tokens_become_text(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            call = detokenize(s)
+            turns = 0
+            while not call.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert turns > 50
+            assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+
+    run(scenario())
+
+
+def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, template=SOMETIMES, template_processes=1, default_deadline_seconds=0.5) as s:
+            slow = tokenize(s, SLOW)
+            await until(lambda: s.service._prompts._templates.num_inside == 1)
+            session = s.stub.Session()
+            order = pb.SessionSubmit(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
+            await session.write(pb.SessionRequest(submit=order))
+            assert (await session.read()).pieces[0].failure.reason == "DEADLINE_EXCEEDED"
+            slow.cancel()
+            session.cancel()
+            await s.idle()
+
+    run(scenario())
+
+
+# --- as a process ----------------------------------------------------------------------------------------------------
+
+
+def test_no_template_process_outlives_its_scheduler(tmp_path: Path) -> None:
+    model = save(tmp_path, byte_level(), TEMPLATE)
+    flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/s", "--log-format", "json"]
+    process = Process([*flags, "--socket-directory", str(sockets(tmp_path))])
+    try:
+        process.wait_for("listening")
+        until_true(lambda: template_processes(process.popen.pid))
+        children = template_processes(process.popen.pid)
+        process.popen.kill()
+        until_true(lambda: not any(map(is_running, children)))
+    finally:
+        process.end()
+
+
+def sockets(path: Path) -> Path:
+    directory = path / "d"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def template_processes(parent: int) -> list[int]:
+    found = Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(pid) for path in found for pid in path.read_text().split()]
+    return [pid for pid in pids if b"template_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
