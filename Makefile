@@ -23,7 +23,7 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak lint format stubs clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak hostile lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -82,6 +82,9 @@ privacy: $(STAMP) ## Does the time to the first token tell a tenant what another
 
 soak: $(STAMP) ## SECONDS (3600) of answers, cancellations and kills; does the memory of the scheduler or the worker grow?
 	@cd tests && ../$(BIN)/python -m campaigns.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
+
+hostile: $(STAMP) ## SECONDS (60) of each kind of hostile caller beside a stream: its gaps, its answers, the server's memory
+	@cd tests && ../$(BIN)/python -m campaigns.hostile --seconds $(or $(SECONDS),60) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy

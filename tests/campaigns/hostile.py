@@ -1,0 +1,219 @@
+"""What does a caller notice of hostile ones beside it? `python -m campaigns.hostile --seconds 60`
+
+A server with its default settings, a canary that reads one answer after the other in a process of its own, and for so
+many seconds each kind of `hostile_callers` in two more. Prints a line of JSON for each: the canary's gaps between
+tokens, their 99th percentile against that of calm, and the answers, each compared with the only right one. Exits 1 when
+an answer was lost or altered or the server did not survive; with `--judge yes`, also when a gap was more than three
+times that of calm. Gaps are only worth judging on a quiet machine.
+
+The hostile processes run at the lowest priority, because on this machine they take processors that they would not take
+from another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from campaigns.hostile_callers import KINDS, SLOW
+from campaigns.server import BOUND_SECONDS, Server
+from campaigns.soak import look
+from service.small_tokenizers import byte_level, save
+from support.toy import expected
+
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.types import Sampling
+
+_STEP_SECONDS = 0.01
+_TOY = {
+    "vocab_size": 512,
+    "num_blocks": 4096,
+    "block_size": 16,
+    "max_model_len": 8192,
+    "min_step_seconds": _STEP_SECONDS,
+    "max_step_seconds": _STEP_SECONDS,
+}
+_LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
+_TEMPLATE = (
+    "{% if messages[0].content == '" + SLOW + "' %}" + _LOOPS + "{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+_PROMPT, _SEED, _TOKENS = (5, 6, 7), 4711, 100
+_CALLERS = 2
+_MOST_TIMES_CALM = 3.0
+_AFTER_SECONDS = 1.0  # in which the server lets go of what it held
+
+
+def canary(target: str) -> None:
+    """Read one answer after the other until standard input ends; print each as a line of JSON: gaps and tokens."""
+    stopped = [False]
+
+    def wait() -> None:
+        sys.stdin.read()
+        stopped[0] = True
+
+    threading.Thread(target=wait, daemon=True).start()
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=_PROMPT), sampling={"seed": _SEED, "max_tokens": _TOKENS, "ignore_eos": True}
+    )
+    with grpc.insecure_channel(target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        while not stopped[0]:
+            tokens: list[int] = []
+            gaps: list[float] = []
+            before, error = None, ""
+            try:
+                for response in stub.Generate(request):
+                    now = time.monotonic()
+                    if response.token_ids:
+                        gaps += [] if before is None else [now - before]
+                        before = now
+                        tokens += response.token_ids
+            except grpc.RpcError as failure:
+                error = failure.code().name
+            print(json.dumps({"tokens": tokens, "gaps": gaps, "error": error}), flush=True)
+
+
+class Canary:
+    """The process that reads, and what it said."""
+
+    def __init__(self, target: str) -> None:
+        command = [sys.executable, "-m", "campaigns.hostile", "--canary", target]
+        self._process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Let it finish the answer in progress. Returns all answers."""
+        output, _ = self._process.communicate(timeout=BOUND_SECONDS)
+        return [json.loads(line) for line in output.splitlines()]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """In milliseconds."""
+    return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else 0.0
+
+
+def judge(answers: Sequence[dict[str, Any]], right: Sequence[int]) -> dict[str, Any]:
+    """Figures of what a canary read."""
+    gaps = sorted(gap for answer in answers for gap in answer["gaps"])
+    return {
+        "gap_ms": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "max": quantile(gaps, 1.0)},
+        "answers": len(answers),
+        "lost": sum(bool(answer["error"]) or len(answer["tokens"]) < len(right) for answer in answers),
+        "altered": sum(answer["tokens"] != list(right[: len(answer["tokens"])]) for answer in answers),
+    }
+
+
+class Campaign:
+    """A server on ports of its own, and what it is put through."""
+
+    def __init__(self, folder: Path, model: str = "") -> None:
+        data, health, metrics = self.ports = _free_ports(3)
+        self.target = f"127.0.0.1:{data}"
+        flags = ["--health-listen", f"127.0.0.1:{health}", "--metrics-listen", f"127.0.0.1:{metrics}"]
+        if model:
+            self._server = Server(self.target, ["--model", model, *flags, "--", "--dtype", "float32"])
+        else:
+            directory = save(folder, byte_level(), template=_TEMPLATE)
+            self._server = Server(self.target, ["--model", str(directory), *flags], toy=_TOY)
+        self._server.wait_for("serving")
+        self.right = expected(_PROMPT, Sampling(seed=_SEED), _TOKENS, _TOY["vocab_size"]) if not model else self._ask()
+
+    def _ask(self) -> list[int]:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=_PROMPT), sampling={"seed": _SEED, "max_tokens": _TOKENS, "ignore_eos": True}
+        )
+        with grpc.insecure_channel(self.target) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            return [token for response in stub.Generate(request) for token in response.token_ids]
+
+    @property
+    def memory_mb(self) -> int:
+        """Private memory of the scheduler."""
+        return look(self._server.process.pid, 0).private_bytes >> 20
+
+    def run(self, kind: str, seconds: float) -> dict[str, Any]:
+        """A canary beside hostile callers of that kind, or beside none (`calm`)."""
+        before = self.memory_mb
+        reader = Canary(self.target)
+        callers = []
+        for _ in range(_CALLERS if kind != "calm" else 0):
+            numbers = [*map(str, self.ports), str(seconds)]
+            command = [sys.executable, "-m", "campaigns.hostile_callers", kind, *numbers]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            callers.append(subprocess.Popen(command, env=_environment(), **pipes))
+        done = 0
+        if callers:
+            for caller in callers:
+                output, _ = caller.communicate(timeout=seconds + BOUND_SECONDS)
+                done += int(output or 0)
+        else:
+            time.sleep(seconds)
+        during = self.memory_mb
+        found = judge(reader.end(), self.right)
+        time.sleep(_AFTER_SECONDS)
+        assert self._server.process.poll() is None, "the server ended"
+        return {"kind": kind, "times": done, **found, "memory_mb": [before, during, self.memory_mb]}
+
+    def end(self) -> int:
+        """Stop the server; its exit code."""
+        return self._server.end(signal.SIGTERM)
+
+
+def _environment() -> dict[str, str]:
+    """Where the campaigns are found."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each kind")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--model", default="", help="a model directory: the torch worker instead of the toy")
+    parser.add_argument("--judge", choices=("yes", "no"), default="no", help="whether slow is a failure")
+    parser.add_argument("--canary", default="", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(argv)
+    if chosen.canary:
+        canary(chosen.canary)
+        return 0
+    is_clean = True
+    with tempfile.TemporaryDirectory(prefix="lc") as folder:
+        campaign = Campaign(Path(folder), chosen.model)
+        calm = 0.0
+        for kind in ("calm", *chosen.kinds):
+            found = campaign.run(kind, chosen.seconds)
+            calm = calm or found["gap_ms"]["p99"]
+            found["times_calm"] = round(found["gap_ms"]["p99"] / calm, 2)
+            print(json.dumps(found), flush=True)
+            is_clean &= not (found["lost"] or found["altered"]) and found["answers"] > 0
+            is_clean &= chosen.judge == "no" or found["times_calm"] <= _MOST_TIMES_CALM
+        is_clean &= campaign.end() == 0
+    return 0 if is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""A sample of the campaign of hostile callers, and that it would say if an answer were lost or altered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from campaigns import hostile
+from support.world import short_directory
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_canary_reads_on_beside_hostile_callers(folder: Path) -> None:
+    campaign = hostile.Campaign(folder)
+    for kind in ("calm", "slow_template", "cancel_storm", "frames_of_resets"):
+        found = campaign.run(kind, 1.0)
+        assert (found["lost"], found["altered"]) == (0, 0), found
+        assert found["answers"] > 0, found
+        assert found["times"] > 0 or kind == "calm", found
+    assert campaign.end() == 0
+
+
+def test_a_lost_or_altered_answer_would_be_counted() -> None:
+    right = [1, 2, 3]
+    good = {"tokens": right, "gaps": [0.01, 0.02], "error": ""}
+    assert hostile.judge([good, good], right) == {
+        "gap_ms": {"p50": 20.0, "p99": 20.0, "max": 20.0},
+        "answers": 2,
+        "lost": 0,
+        "altered": 0,
+    }
+    cut = {**good, "tokens": right[:2], "error": "UNAVAILABLE"}
+    assert hostile.judge([good, cut], right)["lost"] == 1
+    assert hostile.judge([good, {**good, "tokens": [1, 2, 4]}], right)["altered"] == 1
+    assert hostile.judge([{**good, "tokens": [*right, 4]}], right)["altered"] == 1
