@@ -83,6 +83,7 @@ ROOMS = {
         ("lineclear.scheduler.text",),
         (
             *("tokenizers", "jinja2", "structlog", *SETTINGS, "lineclear.errors", "lineclear.limits"),
+            "lineclear.fingerprint",
             *("lineclear.scheduler.settings", "lineclear.scheduler.model_files"),
         ),
     ),

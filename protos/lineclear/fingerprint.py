@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -44,8 +46,10 @@ def combined(parts: Iterable[str]) -> str:
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
     """Digest of a prompt's token ids."""
-    packed = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
-    return hashlib.sha256(packed).hexdigest()[:_HEX_DIGITS]
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return hashlib.sha256(packed.tobytes()).hexdigest()[:_HEX_DIGITS]
 
 
 def stamps(directory: Path) -> tuple[tuple[str, int, int, int, int], ...]:

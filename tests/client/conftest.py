@@ -115,7 +115,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> Iterator[pb.AttachResponse]:
         for response in self.script(self._of(request.request_id, context), context):
-            if response.first_index >= request.from_index:
+            if response.HasField("started") or response.first_index >= request.from_index:
                 yield pb.AttachResponse(response=response)
 
     def GetResult(self, request: pb.GetResultRequest, context: grpc.ServicerContext) -> pb.GetResultResponse:

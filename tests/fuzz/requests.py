@@ -31,6 +31,7 @@ from support.mutation import mutate
 from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient
+from lineclear.fingerprint import prompt_digest
 from lineclear.v1 import inference_pb2 as pb
 
 SERVICE = "/lineclear.v1.InferenceService/"
@@ -41,6 +42,7 @@ ALLOWED = {
     "FAILED_PRECONDITION",
     "ALREADY_EXISTS",
     "NOT_FOUND",
+    "ABORTED",  # a fingerprint or a digest that was damaged
     "DEADLINE_EXCEEDED",
     "CANCELLED",
 }
@@ -70,7 +72,7 @@ def seeds() -> list[tuple[str, bytes]]:
         sampling={"temperature": 0.5, "seed": 3, "max_tokens": 4, "top_k": 9, "logit_bias": [{"token_id": 5}]},
         stop={"strings": ["a", "bc"], "token_ids": [9]},
         output={"logprobs": True, "top_logprobs": 2},
-        resume={"token_ids": [5]},
+        resume={"token_ids": [5], "model_fingerprint": "toy", "prompt_digest": prompt_digest([5, 6, 7])},
     )
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
     generate: list[pb.GenerateRequest] = [good, pb.GenerateRequest(text="quick"), pb.GenerateRequest(chat=chat)]

@@ -64,6 +64,7 @@ HELLO = Hello(
     pid=4711,
     torch_version="0",
     transformers_version="0",
+    model_fingerprint="0123456789abcdef",
 )
 TOKENIZER = Tokenizer(definition(byte_level()))
 HELLO_IDS = TOKENIZER.encode_sealed("Hello, how are you?")
@@ -158,7 +159,8 @@ class FakeEngine:
 
     def start(self, key: str, cached_tokens: int = 0) -> None:
         self._records[key] = replace(self._records[key], started_at=monotonic(), cached_tokens=cached_tokens)
-        self._publish([Started(key, 3, 12, cached_tokens)])
+        fingerprint = "" if self.worker is None else self.worker.model_fingerprint
+        self._publish([Started(key, 3, 12, cached_tokens, fingerprint)])
 
     def tokens(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
         self._publish([self._ready(key, tokens, logprobs)])

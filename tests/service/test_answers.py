@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from service.serving import (
     EOS,
+    HELLO,
     HELLO_IDS,
     TOKENIZER,
     read_all,
@@ -19,6 +20,7 @@ from service.serving import (
     tokens_of,
 )
 
+from lineclear.fingerprint import prompt_digest
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
@@ -39,6 +41,8 @@ def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
                 seed=2**64 - 1,
                 slot=3,
                 step=12,
+                model_fingerprint=HELLO.model_fingerprint,
+                prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
             )
             assert not started.token_ids
             assert not started.text

@@ -36,6 +36,21 @@ def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> 
         process.end()
 
 
+def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> None:
+    """Started again, both read the files that are there now: unlike 78, starting again helps."""
+    worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+    flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", "--log-format", "json", *worker]
+    process = Process(flags, text_fingerprint="0123456789abcdef")
+    try:
+        assert process.exit_code() == 76
+        refused = process.wait_for("worker_refused")
+        assert refused["theirs"] == "0123456789abcdef"
+        assert "same model directory" in refused["reason"]
+        assert not [line for line in process.lines if line.get("event") == "worker_joined"]
+    finally:
+        process.end()
+
+
 @pytest.mark.parametrize("part", ["scheduling.core.Scheduler.apply", "text.detokenizer.AnswerText.push"])
 def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)

@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from service.serving import EOS, TOKENIZER, error_of, read_all, run, serving, text_of, text_request, tokens_of
+from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_of, text_request, tokens_of
 
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
 from lineclear.v1 import inference_pb2 as pb
 
+MODEL = {"model_fingerprint": HELLO.model_fingerprint}
 IDS = TOKENIZER.encode_sealed("Héllo 😀, how are you? STOP here")
 
 
@@ -54,7 +55,7 @@ def asked(case: Case, received: list[int] | None = None) -> pb.GenerateRequest:
     request.sampling.seed = 5
     if received is not None:
         request.resume.token_ids.extend(received)
-        request.resume.SetInParent()
+        request.resume.model_fingerprint = HELLO.model_fingerprint
     return request
 
 
@@ -129,13 +130,16 @@ def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (text_request(resume={"token_ids": [5]}, sampling={"temperature": 0.5}), "sampling.seed"),
-        (text_request(resume={"token_ids": [512]}, sampling={"seed": 1}), "resume.token_ids[0]"),
-        (text_request(resume={"token_ids": [5, EOS, 6]}, sampling={"seed": 1}), "resume.token_ids"),
-        (text_request(resume={"token_ids": [5] * 4}, sampling={"seed": 1, "max_tokens": 3}), "resume.token_ids"),
-        (text_request(resume={"token_ids": [5] * 129}, sampling={"seed": 1}), "resume.token_ids"),
+        (text_request(resume={**MODEL, "token_ids": [5]}, sampling={"temperature": 0.5}), "sampling.seed"),
+        (text_request(resume={**MODEL, "token_ids": [512]}, sampling={"seed": 1}), "resume.token_ids[0]"),
+        (text_request(resume={**MODEL, "token_ids": [5, EOS, 6]}, sampling={"seed": 1}), "resume.token_ids"),
         (
-            text_request(resume={"token_ids": IDS}, sampling={"seed": 1}, stop={"strings": ["how"]}),
+            text_request(resume={**MODEL, "token_ids": [5] * 4}, sampling={"seed": 1, "max_tokens": 3}),
+            "resume.token_ids",
+        ),
+        (text_request(resume={**MODEL, "token_ids": [5] * 129}, sampling={"seed": 1}), "resume.token_ids"),
+        (
+            text_request(resume={**MODEL, "token_ids": IDS}, sampling={"seed": 1}, stop={"strings": ["how"]}),
             "resume.token_ids",
         ),
     ],
@@ -157,7 +161,7 @@ def test_greedy_needs_no_seed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as s:
             s.engine.answer = lambda request: IDS
-            request = text_request(resume={"token_ids": IDS[:2]}, sampling={"temperature": 0.0})
+            request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
             assert tokens_of(await the_rest(s.generate(request))) == IDS[2:]
 
     run(scenario())

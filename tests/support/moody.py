@@ -6,11 +6,12 @@ import os
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from support.toy import ToyFlight, ToyRunner
 from support.toy_worker import ToyOptions
 
-from lineclear.wire.types import StepErrorKind, StepPlan, StepResult
+from lineclear.wire.types import Hello, StepErrorKind, StepPlan, StepResult
 from lineclear.worker.protocol import StepFailed
 
 
@@ -42,10 +43,15 @@ class MoodyRunner(ToyRunner):
 
     def __init__(self, options: ToyOptions) -> None:
         super().__init__(
-            options.num_blocks, options.block_size, options.num_slots, options.max_model_len, options.vocab_size
+            *(options.num_blocks, options.block_size, options.num_slots, options.max_model_len, options.vocab_size),
+            model=Path(options.model_file).read_text() if options.model_file else options.model,
         )
         self._options = options
         self._random = random.Random(options.seed)
+
+    def hello(self, epoch: int) -> Hello:
+        """As the toy, with the fingerprint of tokenizer files that the options claim."""
+        return replace(super().hello(epoch), text_fingerprint=self._options.text_fingerprint)
 
     def launch(self, plan: StepPlan) -> _MoodyFlight:  # type: ignore[override]
         """Run the plan at once; its result takes the time of a step, or does not come."""

@@ -31,9 +31,9 @@ VOCABULARY, EOS = 512, 0
 TOKENIZER = Tokenizer(definition(byte_level()))
 
 
-def answer(prompt: Sequence[int], max_tokens: int, **sampling: Any) -> list[int]:
+def answer(prompt: Sequence[int], max_tokens: int, *, model: str = "", **sampling: Any) -> list[int]:
     """The tokens of the answer; end-of-sequence is ignored."""
-    return expected(prompt, Sampling(**sampling), max_tokens, VOCABULARY)
+    return expected(prompt, Sampling(**sampling), max_tokens, VOCABULARY, model)
 
 
 def text_of(tokens: Sequence[int]) -> str:

@@ -41,6 +41,12 @@ class ToyOptions:
     heartbeat_seconds: float = 0.1
     drain_timeout_seconds: float = 60.0
     """How long it runs plans after SIGTERM."""
+    model: str = ""
+    """Another model gives other tokens and has another fingerprint."""
+    model_file: str = ""
+    """A file that names the model instead, read when the process starts."""
+    text_fingerprint: str = ""
+    """Of the tokenizer files that it claims to have read; empty: none."""
 
     def arguments(self, directory: Path) -> list[str]:
         """The command line of such a worker."""

@@ -40,11 +40,14 @@ def show(answer: Stream, shown: Shown) -> None:
     """Read an answer, showing it as it comes."""
     with interrupts.cancelling(answer.cancel), answer as stream:
         try:
+            if not shown.json_lines:
+                screen.show_answer(stream)
             for delta in stream:
-                if not shown.json_lines:
-                    screen.show(delta.text)
-                elif shown.deltas:
-                    screen.show_json({"delta": screen.plain(delta)})
+                if shown.deltas:
+                    values = screen.plain(delta)
+                    if not delta.restarted:
+                        del values["restarted"]
+                    screen.show_json({"delta": values})
         finally:
             if not shown.json_lines and stream.text:
                 screen.show("\n")

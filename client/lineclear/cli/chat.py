@@ -44,9 +44,10 @@ class Conversation:
         answer = self._client.stream([*self.messages, question], self.sampling)
         with interrupts.cancelling(answer.cancel), answer as stream:
             try:
-                for delta in stream:
-                    if not self._json_lines:
-                        screen.show(delta.text)
+                if not self._json_lines:
+                    screen.show_answer(stream)
+                for _ in stream:
+                    pass
             finally:
                 if not self._json_lines and stream.text:
                     screen.show("\n")

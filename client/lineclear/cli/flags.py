@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
 
@@ -48,6 +49,13 @@ def numbers(text: str | None, flag: str) -> list[int] | None:
         raise typer.BadParameter("token ids are whole numbers separated by commas", param_hint=flag) from None
 
 
+class ModelChange(StrEnum):
+    """Of --on-model-change."""
+
+    ERROR = "error"
+    RESTART = "restart"
+
+
 @dataclass(frozen=True)
 class Connection:
     """Where the server is and how patient to be."""
@@ -71,6 +79,10 @@ class Connection:
     max_attempts: Annotated[
         int, _option(CONNECTION, "Attempts where there is no room, or nobody yet; 1 never retries. Default 4.", min=1)
     ] = 4
+    on_model_change: Annotated[
+        ModelChange,
+        _option(CONNECTION, "Where another model takes over in the middle of an answer: fail, or begin it again."),
+    ] = ModelChange.ERROR
     tls: Annotated[bool, _option(CONNECTION, "Encrypt, trusting the usual authorities.", "--tls")] = False
     tls_ca: Annotated[
         Path | None,
@@ -116,6 +128,7 @@ class Connection:
                 token=self.token_file.read_text().strip() if self.token_file else None,
                 metadata=headers,
                 max_attempts=self.max_attempts,
+                on_model_change=self.on_model_change.value,
                 **settings,
             )
         except ValueError as error:

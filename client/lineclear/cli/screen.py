@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client.results import Generation, Model, Quantiles, Stats
+from lineclear.client.stream import Stream
 from lineclear.errors import LineclearError
 
 from . import exits
@@ -30,6 +31,22 @@ def show(text: str) -> None:
     if text:
         sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+def show_answer(stream: Stream) -> None:
+    """The text of an answer as it comes.
+
+    One that may begin again with another model is shown at its end, where what was shown cannot be told from what
+    counts: anywhere but on a terminal.
+    """
+    is_held = stream.may_restart and not sys.stdout.isatty()
+    for delta in stream:
+        if delta.restarted:
+            note("\nThe model was replaced; the answer begins again.")
+        if not is_held:
+            show(delta.text)
+    if is_held:
+        show(stream.text)
 
 
 def show_json(value: Any) -> None:

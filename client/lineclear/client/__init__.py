@@ -16,7 +16,7 @@ from .crew import Outcomes
 from .kept import Snapshot
 from .local import LocalServer, ServerFailed
 from .operator import Operator
-from .requests import ChatMessage, Request, Sampling
+from .requests import ChatMessage, OnModelChange, Request, Sampling
 from .results import (
     Delta,
     FinishReason,
@@ -49,6 +49,7 @@ __all__ = [
     "Limits",
     "LocalServer",
     "Model",
+    "OnModelChange",
     "Operator",
     "Outcomes",
     "Quantiles",

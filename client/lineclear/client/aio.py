@@ -24,6 +24,7 @@ from .requests import (
     UNSET,
     ChatMessage,
     Metadata,
+    OnModelChange,
     Params,
     Prompt,
     Request,
@@ -94,9 +95,11 @@ class AsyncClient:
         sampling: Sampling | None = None,
         options: Options = (),
         sessions: bool | None = None,
+        on_model_change: OnModelChange = "error",
         transport: AsyncTransport | None = None,
     ) -> None:
-        self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
+        own = authorized(metadata, token)
+        self._settings = settings(timeout_seconds, max_attempts, retry, own, sampling, on_model_change)
         self._transport = transport or AioTransport(target, credentials, options, sessions)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lineclear.errors import DataLoss
+from lineclear.errors import DataLoss, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
 from .results import (
@@ -35,6 +35,8 @@ class Assembly:
         self._started: Started | None = None
         self.resumes = 0
         """How often the answer was cut off and went on."""
+        self.restarts = 0
+        """How often it began again with another model."""
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -53,11 +55,13 @@ class Assembly:
         return self._finished is not None
 
     def add(self, message: pb.GenerateResponse) -> Delta:
-        """The next piece. Raises DataLoss if it does not continue where the one before ended."""
+        """The next piece. Raises DataLoss if it does not continue where the one before ended, ModelChanged if it is
+        another model's."""
         if self.complete:
             raise DataLoss("the server sent more after the end of the answer")
         delta = delta_from_proto(message)
         if self._started is not None and delta.started is not None:
+            _check_same(self._started, delta.started)
             delta = replace(delta, started=None)  # of a call that goes on with what another one began
         count, have = len(delta.token_ids), self.next_index
         if count and delta.first_index != have:
@@ -88,6 +92,10 @@ class Assembly:
         again.CopyFrom(message)
         if self._started is not None:
             again.sampling.seed = self._started.seed
+            again.resume.model_fingerprint = self._started.model_fingerprint
+            again.resume.chat_time_us = self._started.chat_time_us
+            if self._started.prompt_digest:
+                again.resume.prompt_digest = self._started.prompt_digest
         again.resume.token_ids[:] = self.token_ids
         again.resume.SetInParent()
         return again
@@ -107,7 +115,25 @@ class Assembly:
             logprobs=tuple(self._logprobs),
             token_times_seconds=tuple(self._times_seconds),
             resumes=self.resumes,
+            restarts=self.restarts,
         )
+
+
+def _check_same(first: Started, then: Started) -> None:
+    """Raise where the answer that goes on is not the one that began.
+
+    A server of an earlier release does not compare. A request_id may have been given to another request meanwhile.
+    """
+    if (first.model_fingerprint, first.prompt_digest) != (then.model_fingerprint, then.prompt_digest):
+        raise ModelChanged(
+            "another model would go on with the answer, or one with another prompt",
+            metadata={
+                "model_fingerprint": then.model_fingerprint,
+                "expected_model_fingerprint": first.model_fingerprint,
+            },
+        )
+    if first.seed != then.seed:
+        raise DataLoss("the server goes on with an answer of another seed")
 
 
 def _matched_stop(finished: pb.Finished) -> str | int | None:

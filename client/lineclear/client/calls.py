@@ -6,12 +6,12 @@ Everything here is arithmetic on values; the waiting is in `sync`, `aio` and `st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Unpack, get_args
 
 from lineclear.v1 import inference_pb2 as pb
 
 from .channels import Pairs
-from .requests import Metadata, Params, Prompt, Request, Sampling, Unset, pairs
+from .requests import Metadata, OnModelChange, Params, Prompt, Request, Sampling, Unset, pairs
 from .retries import Attempts, OnWait, RetryPolicy
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -28,6 +28,13 @@ class Outgoing:
     metadata: Pairs
     retry: RetryPolicy
     on_wait: OnWait | None = None
+    on_model_change: OnModelChange = "error"
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another model may answer from the beginning, once the answer of the first one cannot go on."""
+        names_model = isinstance(self.message, pb.AttachRequest) or self.message.HasField("model_fingerprint")
+        return self.on_model_change == "restart" and not names_model
 
     @property
     def names_itself(self) -> bool:
@@ -47,6 +54,7 @@ class Settings:
     retry: RetryPolicy
     metadata: Pairs
     sampling: Sampling | None
+    on_model_change: OnModelChange = "error"
     on_wait: OnWait | None = None
     """Hears, on any thread, of every pause before a call is made again. The command line sets it."""
 
@@ -62,6 +70,7 @@ class Settings:
             metadata=pairs(self.metadata, request.metadata),
             retry=self.retry,
             on_wait=self.on_wait,
+            on_model_change=_checked(request.on_model_change or self.on_model_change),
         )
 
     def attaching(self, request_id: str, from_index: int, metadata: Pairs, timeout_seconds: float | None) -> Outgoing:
@@ -82,10 +91,19 @@ def settings(
     retry: RetryPolicy | None,
     metadata: Metadata,
     sampling: Sampling | None,
+    on_model_change: OnModelChange = "error",
 ) -> Settings:
     """Of a client's arguments; `max_attempts` alone is a RetryPolicy with the other numbers left as they are."""
     if max_attempts is not None and retry is not None:
         raise ValueError("give max_attempts or retry, not both")
     if max_attempts is not None:
         retry = RetryPolicy(max_attempts=max_attempts)
-    return Settings(timeout_seconds, retry or RetryPolicy(), pairs(metadata), sampling)
+    return Settings(
+        timeout_seconds, retry or RetryPolicy(), pairs(metadata), sampling, on_model_change=_checked(on_model_change)
+    )
+
+
+def _checked(value: OnModelChange) -> OnModelChange:
+    if value not in get_args(OnModelChange):
+        raise ValueError(f"on_model_change must be one of {', '.join(get_args(OnModelChange))}")
+    return value

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 
 from lineclear.errors import InvalidRequest, Malformed
 from lineclear.v1 import inference_pb2 as pb
@@ -28,6 +28,9 @@ class Unset(Enum):
 
 
 UNSET: Final = Unset.UNSET
+
+OnModelChange: TypeAlias = Literal["error", "restart"]
+"""What becomes of an answer whose model is replaced: ModelChanged, or a new answer from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,9 @@ class Params(TypedDict, total=False):
     request_id: str | None
     priority: int | None
     cache_salt: str | None
+    model: str | None
+    model_fingerprint: str | None
+    on_model_change: OnModelChange | None
     add_generation_prompt: bool | None
     omit_text: bool | None
     logprobs: bool | None
@@ -113,7 +119,8 @@ SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sa
 class Request:
     """One request for one answer: what `stream` and `generate` make of their arguments, and what they also take.
 
-    `timeout_seconds` left UNSET means the client's; None means no deadline at all.
+    `timeout_seconds` left UNSET means the client's; None means no deadline at all. `model` (a name) and
+    `model_fingerprint` say which model must answer. `on_model_change` None means the client's.
     """
 
     prompt: Prompt
@@ -121,6 +128,9 @@ class Request:
     request_id: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    model: str | None = None
+    model_fingerprint: str | None = None
+    on_model_change: OnModelChange | None = None
     add_generation_prompt: bool | None = None
     omit_text: bool | None = None
     logprobs: bool | None = None
@@ -160,6 +170,8 @@ class Request:
         _set(message, "request_id", self.request_id)
         _set(message, "priority", self.priority)
         _set(message, "cache_salt", self.cache_salt)
+        _set(message, "model", self.model)
+        _set(message, "model_fingerprint", self.model_fingerprint)
         for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings"):
             _set(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:

@@ -104,6 +104,9 @@ class Delta:
     `first_index` is the index in the answer of the first of `token_ids`. The first delta carries `started` and may
     hold nothing else; the last one carries `finish_reason`. `logprobs` and `token_times_seconds` (since the request
     arrived at the server) are empty unless asked for. Text may lag behind the tokens.
+
+    `restarted` marks the first delta of a new answer: what came before is of a model that is gone (`on_model_change`
+    "restart"), and is to be dropped. Its `first_index` is 0 and it carries `started`.
     """
 
     text: str
@@ -113,6 +116,7 @@ class Delta:
     token_times_seconds: tuple[float, ...] = ()
     started: Started | None = None
     finish_reason: FinishReason | None = None
+    restarted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,8 @@ class Generation:
 
     `matched_stop` is the stop string or the token id that ended it, None when the length did. `logprobs` and
     `token_times_seconds` have an entry for each token where they were asked for, and are empty otherwise. `resumes`
-    counts how often the answer was cut off and went on; `timings` are then those of the last part alone.
+    counts how often the answer was cut off and went on; `timings` are then those of the last part alone. `restarts`
+    counts how often it began again because another model was served: all of it is the last model's.
     """
 
     text: str
@@ -134,6 +139,7 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...] = ()
     token_times_seconds: tuple[float, ...] = ()
     resumes: int = 0
+    restarts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for json.dumps; what was not asked for is left out."""

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from lineclear.errors import ConnectionLost, DeadlineExceeded, DuplicateRequest, LineclearError, Starting, Unreachable
+from lineclear.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    DuplicateRequest,
+    LineclearError,
+    ModelChanged,
+    Starting,
+    Unreachable,
+)
 
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 """Longest time a call may have; a later deadline is brought forward to this."""
@@ -75,6 +83,8 @@ def may_retry(error: LineclearError) -> bool:
         return False
     if isinstance(error, Unreachable):
         return True
+    if isinstance(error, ModelChanged):  # before it began, where a pause is named: the new model takes it
+        return error.retry_after_seconds is not None
     return error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and error.retry_after_seconds is not None
 
 
@@ -244,14 +254,14 @@ class Resumptions:
         self._in_vain = 0
         self._failing_since = math.inf
 
-    def pause_after(self, error: LineclearError) -> float:
-        """Seconds to wait before going on. Raises `error` when that is not to be."""
+    def pause_after(self, error: LineclearError, *, restarts: bool = False) -> float:
+        """Seconds to wait before going on, or before a restart. Raises `error` when that is not to be."""
         policy = self._policy
         was_cut = not isinstance(error, Starting)  # who says that he is starting has not gone on with the answer
         allowed = (
             policy.max_attempts > 1 and policy.max_resumes > 0 and (self.count < policy.max_resumes or not was_cut)
         )
-        if not allowed or not may_resume(error, self._in_vain > 0):
+        if not allowed or not (restarts or may_resume(error, self._in_vain > 0)):
             raise error
         left_seconds = self._patience.left_seconds(error)
         self._failing_since = min(self._failing_since, self._clock())

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from lineclear.errors import Cancelled, LineclearError
+from lineclear.errors import Cancelled, LineclearError, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
 from . import interrupts, methods
@@ -43,6 +44,7 @@ class Answer(Generic[C]):
         self._call: C | None = None
         message = outgoing.message
         self._assembly = Assembly(message.from_index if isinstance(message, pb.AttachRequest) else 0)
+        self._restarted = False  # the next delta is the first of a new answer
         self._heard = False  # a first response came: from here on the call is not made again but resumed
         self._ended = False
         self._result: Generation | None = None
@@ -50,7 +52,17 @@ class Answer(Generic[C]):
     @property
     def resumes(self) -> int:
         """How often the answer was cut off so far, and went on or is about to."""
-        return self._resumptions.count
+        return self._resumptions.count - self._assembly.restarts
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the answer begins again where its model is replaced."""
+        return self._outgoing.may_restart
+
+    @property
+    def restarts(self) -> int:
+        """How often the answer began again with another model; `text` and `token_ids` are the last one's."""
+        return self._assembly.restarts
 
     @property
     def text(self) -> str:
@@ -103,7 +115,9 @@ class Answer(Generic[C]):
             return None
         self._heard = True
         delta = self._assembly.add(message)
-        self._assembly.resumes = self._resumptions.count
+        self._assembly.resumes = self.resumes
+        if self._restarted:
+            self._restarted, delta = False, replace(delta, restarted=True)
         if delta.token_ids or delta.text or delta.finish_reason:
             self._resumptions.progressed()
             return delta
@@ -118,7 +132,23 @@ class Answer(Generic[C]):
         """Seconds until `_go_on`. Raises `error` where there is to be no other call."""
         if self._stop.is_set():
             raise error
+        if self._heard and isinstance(error, ModelChanged):
+            return self._begin_anew(error)
         return (self._resumptions if self._heard else self._attempts).pause_after(error)
+
+    def _begin_anew(self, error: ModelChanged) -> float:
+        """Drop the answer of the model that is gone. Raises `error`, which has that answer, where it was not to be."""
+        error.text, error.token_ids = self.text, self.token_ids
+        if not self._outgoing.may_restart:
+            raise error
+        pause_seconds = self._resumptions.pause_after(error, restarts=True)
+        if self._call is not None:
+            self._call.cancel()
+        restarts = self._assembly.restarts + 1
+        self._assembly = Assembly()
+        self._assembly.restarts = restarts
+        self._heard, self._restarted = False, True
+        return pause_seconds
 
     def _go_on(self) -> C:
         """After the pause: the next call. Raises Cancelled where that is what ended the pause."""
@@ -200,14 +230,14 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
         try:
             while not self._ended:
                 try:
-                    message = next(call, None)
+                    delta = self._take(next(call, None))
                 except LineclearError as error:
                     if self._is_complete():
                         break
                     self._stop.wait(self._pause_after(error))
                     call = self._go_on()
                     continue
-                if (delta := self._take(message)) is not None:
+                if delta is not None:
                     return delta
         except BaseException:
             self._give_up()
@@ -253,7 +283,7 @@ class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
         try:
             while not self._ended:
                 try:
-                    message = await anext(call, None)
+                    delta = self._take(await anext(call, None))
                 except LineclearError as error:
                     if self._is_complete():
                         break
@@ -263,7 +293,7 @@ class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
                             await self._stop.wait()
                     call = self._go_on()
                     continue
-                if (delta := self._take(message)) is not None:
+                if delta is not None:
                     return delta
         except BaseException:
             self._give_up()

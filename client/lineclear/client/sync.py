@@ -23,6 +23,7 @@ from .requests import (
     UNSET,
     ChatMessage,
     Metadata,
+    OnModelChange,
     Params,
     Prompt,
     Request,
@@ -88,6 +89,8 @@ class Client:
     `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours. With `sessions`
     answers at the same time share one stream, which costs the server less; None: where the target is one server's own
     address, not a name that may stand for many.
+    `on_model_change` says what becomes of an answer whose model is replaced while it is made: "error" raises
+    ModelChanged, which has the answer so far; "restart" asks for a new answer from the beginning (`Delta.restarted`).
     """
 
     def __init__(
@@ -103,9 +106,11 @@ class Client:
         sampling: Sampling | None = None,
         options: Options = (),
         sessions: bool | None = None,
+        on_model_change: OnModelChange = "error",
         transport: Transport | None = None,
     ) -> None:
-        self._settings = settings(timeout_seconds, max_attempts, retry, authorized(metadata, token), sampling)
+        own = authorized(metadata, token)
+        self._settings = settings(timeout_seconds, max_attempts, retry, own, sampling, on_model_change)
         self._transport = transport or GrpcTransport(target, credentials, options, sessions)
 
     @property

@@ -48,6 +48,7 @@ class Engine:
     """Runs a core over a link. Requests, cancellations and the like come from any thread and never block.
 
     `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
+    A worker joins only where `accepts(hello)`.
     `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed; the
     latter returns whether that is being done, and then this process joins no more.
     `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now;
@@ -69,6 +70,7 @@ class Engine:
         patience: Patience | None = None,
         max_inbox: int = 4096,
         check_every_steps: int = 64,
+        accepts: Callable[[Hello], bool] = lambda hello: True,
         on_joined: Callable[[Hello], None] = lambda hello: None,
         on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
         on_explained: Callable[[], None] = lambda: None,
@@ -85,6 +87,7 @@ class Engine:
         self._max_inbox = max_inbox
         self._check_every_steps = check_every_steps
         self._num_unchecked_steps = 0
+        self._accepts = accepts
         self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
         self._on_explained, self._on_progress, self._on_anomaly = on_explained, on_progress, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
@@ -345,6 +348,9 @@ class Engine:
         assert self._hello is None, "the link joins one worker at a time"
         if hello.epoch != self._link.epoch:
             return  # it came in one batch with the message that condemned its process
+        if not self._accepts(hello):
+            self._link.bar(hello)
+            return
         self._hello = self._last_hello = hello
         self._vigil.begin(now)
         self._is_level_told = self._log_level is None

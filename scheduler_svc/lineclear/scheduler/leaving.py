@@ -24,6 +24,8 @@ INTERNAL = 70
 """A part of this process died: a bug of ours."""
 WORKER_STUCK = 75
 """A worker could not be killed, and holds its device: another one would find it taken."""
+OTHER_FILES = 76
+"""The worker has read other model files than this process. Started again, both read the same ones."""
 CONFIGURATION = 78
 """The process cannot run as configured; the same command will fail again."""
 WORKER_CONFIGURATION = 79
@@ -63,6 +65,10 @@ class Leaving:
             self.exit_code = exit_code
             log.error("leaving_at_once", reason=reason, exit_code=exit_code)
             self._hurry.set()
+
+    def begin_from_any_thread(self, exit_code: int, reason: str) -> None:
+        """`begin`, soon."""
+        self._loop.call_soon_threadsafe(self.begin, exit_code, reason)
 
     def ask(self, reason: str) -> None:
         """Leave in peace, if that is not going on already. Asking twice is no hurry."""

@@ -21,9 +21,8 @@ from prometheus_client.core import Metric
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.scheduler.access.interceptor import anatomy, incident
 from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.leaving import CLEAN, INTERNAL, Leaving
+from lineclear.scheduler.leaving import CLEAN, INTERNAL, OTHER_FILES, Leaving
 from lineclear.scheduler.link import Link
-from lineclear.scheduler.model_files import read_json
 from lineclear.scheduler.operations import Operations
 from lineclear.scheduler.pulse import Pulse
 from lineclear.scheduler.recording.recorder import RecordedScheduler
@@ -36,9 +35,9 @@ from lineclear.scheduler.scheduling.policy import PolicySettings
 from lineclear.scheduler.scrapes import Scrapes
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.supervisor import Supervisor
-from lineclear.scheduler.text.chat import load_chat_template
-from lineclear.scheduler.text.tokenizer import load_tokenizer
+from lineclear.scheduler.text.files import read_text_files
 from lineclear.scheduler.vigil import Patience
+from lineclear.wire.types import Hello
 
 log = structlog.get_logger()
 
@@ -60,9 +59,8 @@ async def serve(
     ConfigurationError.
     """
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    tokenizer = load_tokenizer(model)
-    chat = load_chat_template(model, tokenizer)
-    service = InferenceService(settings, tokenizer, chat, read_json(model / "generation_config.json"))
+    files = read_text_files(model)
+    service = InferenceService(settings, files.tokenizer, files.chat, files.generation_config)
     admin = AdminService(settings, service)
     server = Server(settings, service, admin)
     stack.callback(service.close)
@@ -75,6 +73,7 @@ async def serve(
         max_inbox=_max_inbox(settings),
         check_every_steps=settings.check_every_steps,
         patience=_patience(settings),
+        accepts=_same_files(files.fingerprint, leaving),
         on_joined=supervisor.worker_joined,
         on_broken=supervisor.worker_broken,
         on_explained=supervisor.crashes_explained,
@@ -104,6 +103,27 @@ async def serve(
             await _run(settings, leaving, service, server, supervisor)
         finally:
             engine.release_worker()
+
+
+def _same_files(ours: str, leaving: Leaving) -> Callable[[Hello], bool]:
+    """Whether a worker has read the tokenizer files that this process has read; else this process ends.
+
+    The tokens of waiting requests and the text of running ones depend on the tokenizer, so it is not exchanged while
+    serving. A new process reads the files anew.
+    """
+
+    def accepts(hello: Hello) -> bool:
+        if hello.text_fingerprint in ("", ours):
+            return True
+        reason = (
+            "the worker has read other tokenizer, chat template or generation_config files than the scheduler; "
+            "give both the same model directory and start the scheduler again"
+        )
+        log.error("worker_refused", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
+        leaving.begin_from_any_thread(OTHER_FILES, reason)
+        return False
+
+    return accepts
 
 
 @contextlib.asynccontextmanager

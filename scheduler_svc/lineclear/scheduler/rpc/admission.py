@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
+from lineclear.fingerprint import prompt_digest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import validation
@@ -29,6 +30,7 @@ from lineclear.scheduler.scheduling.events import Event, Finished, FinishReason,
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.rendering import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
 
 log = structlog.get_logger()
@@ -49,8 +51,8 @@ class Ticket:
     """A request that was let in, from its check to its end."""
 
     __slots__ = (
-        *("arrival", "bounds", "caller", "checked", "deadline"),
-        *("is_over", "mailbox", "max_tokens", "prompt_tokens", "tenant", "text"),
+        *("arrival", "bounds", "caller", "chat_time_us", "checked", "deadline"),
+        *("is_over", "mailbox", "max_tokens", "prompt_digest", "prompt_tokens", "tenant", "text"),
     )
 
     def __init__(
@@ -74,6 +76,8 @@ class Ticket:
         self.deadline = deadline
         self.prompt_tokens = 0  # these two are known once it is tokenized
         self.max_tokens = 0
+        self.prompt_digest = ""
+        self.chat_time_us = 0  # what the chat template took for the time; 0 where the prompt is no conversation
         self.is_over = False
 
 
@@ -114,6 +118,7 @@ class Admission:
         self._room.enter(tenant, seconds)
         try:
             checked = known or validation.check(message, bounds)
+            validation.check_model(message, checked, bounds)
             text = self._answer_text(checked)
             mailbox = self._streams.open(
                 checked.label,
@@ -136,13 +141,17 @@ class Admission:
 
     async def submit(self, ticket: Ticket, message: pb.GenerateRequest) -> None:
         """Tokenize and hand over to the engine. Raises what the request is refused for."""
+        if message.WhichOneof("prompt") == "chat":
+            ticket.chat_time_us = message.resume.chat_time_us or wall_clock_us()
         try:
             async with asyncio.timeout(ticket.deadline - self._clock()):
-                prompt = await self._prompts.ids(message)
+                prompt = await self._prompts.ids(message, ticket.chat_time_us)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if ticket.is_over:  # given up meanwhile
             return
+        ticket.prompt_digest = prompt_digest(prompt)
+        validation.check_prompt(ticket.checked, ticket.prompt_digest)
         request = validation.resolve(ticket.checked, ticket.mailbox.key, prompt, ticket.deadline, ticket.bounds)
         request = replace(request, cache_salt=self._salt(ticket, message), tenant=identity.share(ticket.tenant))
         self._room.weigh(ticket.tenant, len(request.prompt))
@@ -163,7 +172,8 @@ class Admission:
     def _finish_at_once(self, ticket: Ticket, reason: FinishReason, matched_token_id: int | None) -> None:
         now, mailbox = self._clock(), ticket.mailbox
         record = Record(ticket.arrival, ticket.prompt_tokens, mailbox.num_received, started_at=now, ended_at=now)
-        events: list[Event] = [Started(mailbox.key, 0, 0, 0), Finished(mailbox.key, reason, matched_token_id, record)]
+        started = Started(mailbox.key, 0, 0, 0, ticket.bounds.model_fingerprint)
+        events: list[Event] = [started, Finished(mailbox.key, reason, matched_token_id, record)]
         self._streams.dispatch(events, now)
 
     def retry_after_seconds(self) -> float:

@@ -81,19 +81,19 @@ class Prompts:
         if self._pool is not None:
             self._pool.close()
 
-    async def ids(self, request: pb.GenerateRequest) -> Sequence[int]:
-        """The tokens of a request's prompt."""
+    async def ids(self, request: pb.GenerateRequest, chat_time_us: int = 0) -> Sequence[int]:
+        """The tokens of a request's prompt; `chat_time_us` is what the chat template takes for the time."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             return request.token_ids.ids
-        return await (self.encode_chat(request.chat) if kind == "chat" else self.encode(request.text))
+        return await (self.encode_chat(request.chat, chat_time_us) if kind == "chat" else self.encode(request.text))
 
     async def encode(self, text: str) -> list[int]:
         """The tokens of a text; special tokens written in it are plain text."""
         return await self._encode(self.tokenizer.encode, text)
 
-    async def encode_chat(self, chat: pb.ChatMessages) -> list[int]:
-        """The tokens of a conversation.
+    async def encode_chat(self, chat: pb.ChatMessages, time_us: int = 0) -> list[int]:
+        """The tokens of a conversation, rendered as at that time (`wall_clock_us`; 0: now).
 
         Raises NoChatTemplate, or InvalidRequest for what the template does not take or takes too long for.
         """
@@ -107,7 +107,7 @@ class Prompts:
         text = await self._in_turn(
             self._templates,
             cost,
-            lambda: asyncio.ensure_future(pool.render(turns, add_generation_prompt=opens_answer)),
+            lambda: asyncio.ensure_future(pool.render(turns, add_generation_prompt=opens_answer, time_us=time_us)),
         )
         return await self._encode(self.tokenizer.encode_sealed, text)
 

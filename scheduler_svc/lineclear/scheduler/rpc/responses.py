@@ -41,6 +41,9 @@ def response(delivery: Delivery, ticket: Ticket, spent: Durations | None) -> pb.
         message.started.seed = checked.sampling.seed
         message.started.slot = delivery.started.slot
         message.started.step = delivery.started.step
+        message.started.model_fingerprint = delivery.started.model_fingerprint
+        message.started.prompt_digest = ticket.prompt_digest
+        message.started.chat_time_us = ticket.chat_time_us
     if delivery.end is not None:
         assert spent is not None
         message.finished.CopyFrom(_finished(delivery.end, spent))

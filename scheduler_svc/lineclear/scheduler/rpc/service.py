@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats = Stats(clock())
         self._room = WaitingRoom(_room_limits(settings), clock)
         self._sessions: set[Session] = set()
-        self._hello: Hello | None = None  # of the last worker: its successor will be the same
+        self._hello: Hello | None = None  # of the last worker
         self._bounds: Bounds | None = None
         self._refusal: Callable[[], LineclearError] | None = None
         self._is_closed = False
@@ -183,6 +183,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 max_chat_messages=self._settings.max_chat_messages,
                 eos_ids=frozenset(hello.eos_token_ids),
                 defaults=self._defaults if self._settings.generation_config else {},
+                model=overview.served_name(self._settings, hello),
+                model_fingerprint=hello.model_fingerprint,
+                vocabulary=(hello.vocab_size, hello.eos_token_ids),
             )
             tokens = self._prompts.tokenizer.vocab_size
             if tokens > hello.vocab_size:

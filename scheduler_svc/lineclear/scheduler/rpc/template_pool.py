@@ -64,13 +64,13 @@ class TemplatePool:
             for _ in range(count):
                 self._idle.append(await self._start())
 
-    async def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
-        """Return the conversation as one text whose special tokens are sealed.
+    async def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+        """Return the conversation as one text whose special tokens are sealed, as at that time (0: now).
 
         Raises InvalidRequest if the template does not take this conversation, or takes too long for it; QueueFull
         where no process could be started just now, or it was ended by something else.
         """
-        conversation = pack_conversation(turns, add_generation_prompt=add_generation_prompt)
+        conversation = pack_conversation(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
         renderer = self._take_idle() or await self._start()
         try:
             async with asyncio.timeout(_START_SECONDS + _PATIENCE * self._cpu_seconds):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from google.protobuf.duration_pb2 import Duration
 
-from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
+from lineclear.errors import InvalidRequest, ModelChanged, ModelNotFound, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.rpc.ranges import BIAS_RANGE, DEFAULTS, RANGES
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.text.detokenizer import StopStrings
@@ -36,6 +36,9 @@ _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: about 10
 _MAX_VIOLATIONS = 16  # the status travels in a header, which has a size limit
 
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+MAX_FINGERPRINT = 64
+_MAX_CHAT_TIME_US = 253_402_300_800_000_000  # the year 10000
+_FINGERPRINT = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_FINGERPRINT}}}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
@@ -52,6 +55,11 @@ class Bounds:
     eos_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = field(default_factory=dict)
     """From the model's generation_config.json."""
+    model: str = ""
+    """The name that the model is served under."""
+    model_fingerprint: str = ""
+    vocabulary: tuple[int, tuple[int, ...]] | None = None
+    """`vocab_size` and the end-of-sequence ids, to be compared with those of the worker that runs the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,10 @@ class Checked:
     token_timings: bool
     received: tuple[int, ...] = ()
     """Of an answer that goes on here."""
+    model_fingerprint: str = ""
+    """Of the model that must answer; empty: any."""
+    prompt_digest: str = ""
+    """Of the prompt that an answer began with; empty: not compared."""
 
 
 class _Faults:
@@ -113,6 +125,7 @@ def check(request: pb.GenerateRequest, bounds: Bounds) -> Checked:
     _check_choice(sampling, eos_ids | stop_ids, bounds.vocab_size, faults)
     logprobs = _logprobs(request.output, faults)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, faults)
+    model_fingerprint = _model_fingerprint(request, faults)
     priority = request.priority if request.HasField("priority") else 128
     if priority > MAX_PRIORITY:
         faults.add("priority", f"must be in [0, {MAX_PRIORITY}]")
@@ -133,7 +146,32 @@ def check(request: pb.GenerateRequest, bounds: Bounds) -> Checked:
         keep_special=request.output.keep_special_tokens,
         token_timings=request.output.token_timings,
         received=received,
+        model_fingerprint=model_fingerprint,
+        prompt_digest=request.resume.prompt_digest,
     )
+
+
+def check_model(request: pb.GenerateRequest, checked: Checked, bounds: Bounds) -> None:
+    """Raises ModelNotFound or ModelChanged for a request that another model has to answer."""
+    if request.HasField("model") and request.model != bounds.model:
+        raise ModelNotFound(f"the model served here is {bounds.model}, not the one that `model` names")
+    wanted = checked.model_fingerprint
+    if wanted and wanted != bounds.model_fingerprint:
+        raise ModelChanged(
+            f"the model served here is {bounds.model_fingerprint}, the request is for {wanted}; what was received of "
+            "its answer is right for that model, and a whole answer of the new one needs a new request",
+            metadata={"model_fingerprint": bounds.model_fingerprint, "expected_model_fingerprint": wanted},
+        )
+
+
+def check_prompt(checked: Checked, digest: str) -> None:
+    """Raises ModelChanged where the prompt of an answer that goes on has other tokens than it began with."""
+    if checked.prompt_digest not in ("", digest):
+        raise ModelChanged(
+            "this server makes other tokens of the prompt than the answer began with, so the answer cannot go on here; "
+            "a whole answer needs a new request",
+            metadata={"prompt_digest": digest, "expected_prompt_digest": checked.prompt_digest},
+        )
 
 
 def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float | None, bounds: Bounds) -> Request:
@@ -166,6 +204,8 @@ def resolve(checked: Checked, key: str, prompt: Sequence[int], deadline: float |
         priority=checked.priority,
         deadline=deadline,
         output=checked.received,
+        model_fingerprint=checked.model_fingerprint,
+        vocabulary=bounds.vocabulary,
     )
 
 
@@ -359,6 +399,23 @@ def _received(
     if not ends.isdisjoint(received[sampling.min_tokens : -1]):
         faults.add("resume.token_ids", "goes on after a token that ends the answer")
     return received
+
+
+def _model_fingerprint(request: pb.GenerateRequest, faults: _Faults) -> str:
+    named = [("model_fingerprint", request.model_fingerprint)] if request.HasField("model_fingerprint") else []
+    if request.HasField("resume"):
+        named.append(("resume.model_fingerprint", request.resume.model_fingerprint))
+        if len(request.resume.prompt_digest) > MAX_FINGERPRINT or not request.resume.prompt_digest.isascii():
+            faults.add("resume.prompt_digest", "must be what Started told")
+        if not 0 <= request.resume.chat_time_us < _MAX_CHAT_TIME_US:
+            faults.add("resume.chat_time_us", "must be what Started told")
+    for path, value in named:
+        if not _FINGERPRINT.fullmatch(value):
+            missing = "is missing: without the one that Started told, another model could go on"
+            faults.add(path, "must be what GetModel and Started tell" if value else missing)
+    if len({value for _, value in named}) > 1:
+        faults.add("model_fingerprint", "is another one than that of resume")
+    return named[-1][1] if named else ""
 
 
 def _stop_strings(strings: Sequence[str], faults: _Faults) -> tuple[str, ...]:

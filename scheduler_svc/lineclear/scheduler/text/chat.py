@@ -39,12 +39,12 @@ class ChatTemplate:
         """Whether a message may have this role. A role is part of the template's words, so it must be one of them."""
         return role in _COMMON_ROLES or role in self._renderer.literals
 
-    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
+    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool, time_us: int = 0) -> str:
         """The conversation as one text whose special tokens are sealed, rendered here and now, without a time limit.
 
         Raises InvalidRequest if the template does not take this conversation.
         """
-        return self._renderer.render(turns, add_generation_prompt=add_generation_prompt)
+        return self._renderer.render(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
 
     def definition(self, *, cpu_seconds: float, max_bytes: int) -> bytes:
         """What a template process needs to render as this does, within these limits for one conversation."""

@@ -26,6 +26,7 @@ import jinja2.sandbox
 
 from lineclear.errors import InvalidRequest, Violation
 
+_EPOCH = datetime.datetime(1970, 1, 1)
 _STAND_INS = range(0x100000, 0x10FFFE)  # a private-use plane: no model writes these
 
 
@@ -75,8 +76,8 @@ class Renderer:
         kept = _harmless(self.literals, self._keys, sealer.special_tokens)
         self._kept = re.compile("(" + "|".join(map(re.escape, kept)) + ")") if kept else None
 
-    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
-        """The conversation as one text whose special tokens are sealed.
+    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+        """The conversation as one text whose special tokens are sealed, as at that time (`wall_clock_us`; 0: now).
 
         Raises InvalidRequest if the template does not take this conversation.
         """
@@ -89,6 +90,7 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
+                strftime_now=(_EPOCH + datetime.timedelta(microseconds=time_us or wall_clock_us())).strftime,
             )
         except _Refused as refusal:
             # Quoted only where it is fixed text of the template; otherwise it may hold what the caller wrote.
@@ -112,6 +114,11 @@ class Renderer:
         parts = self._kept.split(content) if self._kept else [content]
         parts[::2] = [part.translate(table) for part in parts[::2]]  # every other part is a kept literal
         return "".join(parts)
+
+
+def wall_clock_us() -> int:
+    """What a chat template takes for the time: local time, as microseconds since 1970-01-01 in the same time zone."""
+    return (datetime.datetime.now() - _EPOCH) // datetime.timedelta(microseconds=1)
 
 
 def not_taken(description: str) -> InvalidRequest:
@@ -156,15 +163,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
     return environment
 
 

@@ -33,14 +33,19 @@ def pack_definition(source: str, private: Mapping[str, str], variables: Mapping[
     return json.dumps({"source": source, "private": dict(private), "variables": dict(variables), **limits}).encode()
 
 
-def pack_conversation(turns: Sequence[Turn], *, add_generation_prompt: bool) -> bytes:
+def pack_conversation(turns: Sequence[Turn], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
     """Return a frame's content: roles and lengths of the contents as JSON, a newline, the contents as they are."""
     contents = [turn.content.encode() for turn in turns]
-    head = {"roles": [turn.role for turn in turns], "lengths": list(map(len, contents)), "opens": add_generation_prompt}
+    head = {
+        "roles": [turn.role for turn in turns],
+        "lengths": list(map(len, contents)),
+        "opens": add_generation_prompt,
+        "time_us": time_us,
+    }
     return json.dumps(head).encode() + b"\n" + b"".join(contents)
 
 
-def unpack_conversation(frame: bytes) -> tuple[list[Turn], bool]:
+def unpack_conversation(frame: bytes) -> tuple[list[Turn], bool, int]:
     """Return what `pack_conversation` packed."""
     head, _, rest = frame.partition(b"\n")
     said = json.loads(head)
@@ -48,7 +53,7 @@ def unpack_conversation(frame: bytes) -> tuple[list[Turn], bool]:
     for role, length in zip(said["roles"], said["lengths"], strict=True):
         turns.append(Turn(role, rest[start : start + length].decode()))
         start += length
-    return turns, said["opens"]
+    return turns, said["opens"], said["time_us"]
 
 
 def _read(stream: BinaryIO) -> bytes | None:
@@ -58,9 +63,9 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def _answer(renderer: Renderer, frame: bytes, max_bytes: int) -> bytes:
-    turns, opens = unpack_conversation(frame)
+    turns, opens, time_us = unpack_conversation(frame)
     try:
-        text = renderer.render(turns, add_generation_prompt=opens).encode()
+        text = renderer.render(turns, add_generation_prompt=opens, time_us=time_us).encode()
     except InvalidRequest as error:
         return REFUSED + error.violations[0].description.encode()
     except (MemoryError, UnicodeEncodeError):

@@ -1,0 +1,189 @@
+"""The model is replaced in the middle of an answer: an error that has what came, or a new answer from the beginning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from lineclear.client import Client, RetryPolicy
+from lineclear.client.testing import Answer, FakeTransport
+from lineclear.errors import DataLoss, Drained, LineclearError, ModelChanged
+from lineclear.v1 import inference_pb2 as pb
+
+QUICK = RetryPolicy(first_pause_seconds=0.001, max_pause_seconds=0.002)
+OLD, NEW = "0123456789abcdef", "fedcba9876543210"
+OF = {OLD: ("one", " two", " three"), NEW: ("uno", " dos", " tres", " quatro")}
+
+
+class Replaced:
+    """A script: each call is answered by the next of `models`, which refuses to go on with another's answer.
+
+    After `then` tokens the call ends with `error`, but for the last one.
+    """
+
+    def __init__(self, server: Any, models: list[str], *, then: int = 2, error: LineclearError | None = None) -> None:
+        self.server, self.models, self.then = server, models, then
+        self.error = error or Drained("gone", retry_after_seconds=0.0)
+        self.checks = True
+
+    def __call__(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        server = self.server
+        model = self.models.pop(0)
+        resume = request.resume
+        if self.checks and request.HasField("resume") and resume.model_fingerprint != model:
+            server.fail(context, ModelChanged("another model", metadata={"model_fingerprint": model}))
+        fields = {"seed": request.sampling.seed or 77, "prompt_digest": "d", "chat_time_us": 5}
+        yield server.started(model_fingerprint=model, **fields)
+        words = list(enumerate(OF[model]))[len(resume.token_ids) :]
+        for index, word in words[: self.then] if self.models else words:
+            yield server.tokens(index, index + 100, text=word)
+        if self.models:
+            server.fail(context, self.error)
+        yield server.finished(len(OF[model]))
+
+
+def test_a_resume_says_all_that_a_server_needs_to_go_on_exactly(server: Any, client: Any) -> None:
+    server.script = Replaced(server, [OLD, OLD])
+    result = client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+    assert (result.text, result.resumes, result.restarts) == ("one two three", 1, 0)
+    assert result.started.model_fingerprint == OLD
+    resume = server.requests[1].resume
+    assert (resume.model_fingerprint, resume.prompt_digest, resume.chat_time_us) == (OLD, "d", 5)
+
+
+@pytest.mark.parametrize("error", [None, ModelChanged("the worker came back as another model")])
+def test_by_default_the_error_has_what_came(server: Any, client: Any, error: LineclearError | None) -> None:
+    server.script = Replaced(server, [OLD, NEW], error=error)
+    with pytest.raises(ModelChanged) as caught:
+        client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+    assert (caught.value.text, caught.value.token_ids) == ("one two", (100, 101))
+    assert len(server.requests) == (1 if error else 2)
+
+
+@pytest.mark.parametrize("error", [None, ModelChanged("the worker came back as another model")])
+@pytest.mark.parametrize("per_call", [False, True])
+def test_a_restart_says_where_the_new_answer_begins(
+    server: Any, client: Any, error: LineclearError | None, per_call: bool
+) -> None:
+    attempts = [OLD, NEW] if error else [OLD, NEW, NEW]
+    server.script = Replaced(server, attempts, error=error)
+    settings: dict[str, Any] = {"max_attempts": None, "retry": QUICK}
+    wish = {"on_model_change": "restart"}
+    chosen = client.with_settings(**settings) if per_call else client.with_settings(**settings, **wish)
+    deltas, stream = chosen.read("x", **(wish if per_call else {}))
+    assert [delta.restarted for delta in deltas] == [False] * 3 + [True] + [False] * 5
+    again = deltas[3]
+    assert (again.first_index, again.started.model_fingerprint) == (0, NEW)
+    assert "".join(delta.text for delta in deltas[3:]) == stream.text == stream.result.text == "".join(OF[NEW])
+    assert stream.result.token_ids == (100, 101, 102, 103)
+    assert (stream.restarts, stream.result.restarts) == (1, 1)
+    assert stream.resumes == stream.result.resumes == (0 if error else 1)
+    last = server.requests[-1]
+    assert not last.HasField("resume")
+    assert not last.sampling.HasField("seed")
+
+
+def test_it_may_begin_again_more_than_once_but_not_without_end(server: Any, client: Any) -> None:
+    changed = ModelChanged("again")
+    server.script = Replaced(server, [OLD, NEW] * 2, error=changed)
+    patient = client.with_settings(max_attempts=None, retry=QUICK, on_model_change="restart")
+    assert patient.generate("x").restarts == 3
+    server.script = Replaced(server, [OLD, NEW] * 4, error=changed)
+    policy = RetryPolicy(first_pause_seconds=0.001, max_pause_seconds=0.002, max_resumes=2)
+    with pytest.raises(ModelChanged):
+        client.with_settings(max_attempts=None, retry=policy, on_model_change="restart").generate("x")
+
+
+def test_a_request_that_names_its_model_is_not_answered_by_another(server: Any, client: Any) -> None:
+    server.script = Replaced(server, [OLD, NEW])
+    restarting = client.with_settings(max_attempts=None, retry=QUICK, on_model_change="restart")
+    with pytest.raises(ModelChanged):
+        restarting.generate("x", model_fingerprint=OLD, model="mine")
+    assert (server.requests[0].model_fingerprint, server.requests[0].model) == (OLD, "mine")
+
+
+def test_a_server_that_does_not_compare_is_found_out(server: Any, client: Any) -> None:
+    """As one of an earlier release: it goes on with whatever it is sent."""
+    server.script = script = Replaced(server, [OLD, NEW])
+    script.checks = False
+    with pytest.raises(ModelChanged) as caught:
+        client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+    assert caught.value.token_ids == (100, 101)
+
+
+def test_a_request_that_had_not_begun_is_sent_again_where_the_server_says_so(server: Any, client: Any) -> None:
+    server.failures = [ModelChanged("it had not begun", retry_after_seconds=0.0)]
+    server.script = Replaced(server, [NEW])
+    assert client.with_settings(max_attempts=None, retry=QUICK).generate("x").text == "".join(OF[NEW])
+    server.failures = [ModelChanged("you named another one")]
+    with pytest.raises(ModelChanged):
+        client.with_settings(max_attempts=None, retry=QUICK).generate("x")
+
+
+def test_an_attached_answer_under_an_old_name_is_not_mixed_with_the_first(server: Any) -> None:
+    """The server was started again, and the name given to another request."""
+    seeds = [1, 2]
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        seed = seeds.pop(0)
+        yield server.started(model_fingerprint=OLD, seed=seed)
+        yield server.tokens(0, 100, text="a")
+        if seeds:
+            server.fail(context, Drained("gone", retry_after_seconds=0.0))
+        yield server.tokens(1, 101, text="b")
+        yield server.finished(2)
+
+    server.script = script
+    server.submitted["job"] = pb.GenerateRequest()
+    with Client(server.target, retry=QUICK) as client, pytest.raises(DataLoss, match="another seed"):
+        client.submitted("job").result()
+
+
+def test_a_wrong_choice_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match="one of error, restart"):
+        Client(transport=FakeTransport(), on_model_change="again")  # type: ignore[arg-type]
+
+
+def test_the_fake_server_can_play_it() -> None:
+    fake = FakeTransport([Answer(pieces=("old ", "words"), error=ModelChanged("replaced")), "new words"])
+    client = Client(transport=fake, retry=QUICK, on_model_change="restart")
+    with client.stream("x") as stream:
+        pieces = [(delta.text, delta.restarted) for delta in stream]
+    assert pieces == [
+        ("", False),
+        ("old ", False),
+        ("words", False),
+        ("", True),
+        ("new ", False),
+        ("words", False),
+        ("", False),
+    ]
+    assert stream.result.text == "new words"
+
+
+def test_the_command_shows_the_new_answer_alone_and_fails_by_default(server: Any, cli: Any) -> None:
+    def replaced() -> Replaced:
+        return Replaced(server, [OLD, NEW], error=ModelChanged("replaced"))
+
+    server.script = replaced()
+    failed = cli("generate", "x")
+    assert failed.exit_code == 64 + 10
+    assert failed.stdout == "one two\n"
+    server.script = replaced()
+    done = cli("generate", "x", "--on-model-change", "restart")
+    assert (done.exit_code, done.stdout) == (0, "uno dos tres quatro\n")
+    assert "begins again" in done.stderr
+    server.script = replaced()
+    lines = cli("generate", "x", "--json", "--deltas", "--on-model-change", "restart").stdout.splitlines()
+    *deltas, result = map(json.loads, lines)
+    assert [n for n, line in enumerate(deltas) if line["delta"].get("restarted")] == [3]
+    assert result["result"]["restarts"] == 1
+    server.script = replaced()
+    said = cli("chat", "--on-model-change", "restart", input="hi\n")
+    assert re.search(r"^uno dos tres quatro$", said.stdout, re.MULTILINE)
+    assert "one" not in said.stdout
