@@ -189,6 +189,13 @@ class WorkerUnavailable(LineclearError):
     reason = "WORKER_UNAVAILABLE"
 
 
+class ModelReplaced(LineclearError):
+    """Another model took over before the request began, with another vocabulary than the request was checked with."""
+
+    code = "UNAVAILABLE"
+    reason = "MODEL_REPLACED"
+
+
 class Unreachable(LineclearError):
     """No answer from a server. Made by the client library, never sent."""
 

@@ -11,7 +11,7 @@ from support.toy import expected, fingerprint
 from support.toy_worker import ToyOptions
 from support.world import World, request, supervised
 
-from lineclear.errors import ModelChanged
+from lineclear.errors import ModelChanged, ModelReplaced
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.events import Failed, Finished
 from lineclear.scheduler.supervisor import Supervisor
@@ -73,5 +73,5 @@ def test_a_waiting_request_that_was_checked_with_another_vocabulary_may_be_sent_
         world.start_worker()
         world.wait_ended([stream])
         assert isinstance(stream.end, Failed)
-        assert isinstance(stream.end.error, ModelChanged)
+        assert isinstance(stream.end.error, ModelReplaced)
         assert stream.end.error.retry_after_seconds == 0.0

@@ -18,7 +18,6 @@ from lineclear.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     LineclearError,
-    ModelChanged,
     Starting,
     Unreachable,
 )
@@ -83,8 +82,6 @@ def may_retry(error: LineclearError) -> bool:
         return False
     if isinstance(error, Unreachable):
         return True
-    if isinstance(error, ModelChanged):  # before it began, where a pause is named: the new model takes it
-        return error.retry_after_seconds is not None
     return error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and error.retry_after_seconds is not None
 
 

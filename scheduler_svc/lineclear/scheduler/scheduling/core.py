@@ -93,8 +93,8 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> list[Event]:
         """Put a request into the queue.
 
-        Raises QueueFull, PromptTooLong, CannotFit, ModelChanged, DuplicateRequest or Draining, and then nothing has
-        changed.
+        Raises QueueFull, PromptTooLong, CannotFit, ModelChanged, ModelReplaced, DuplicateRequest or Draining, and then
+        nothing has changed.
         """
         try:
             assert len(request.output) < request.max_tokens, "nothing is left to do"

@@ -5,7 +5,7 @@ Decides nothing about who is next, and keeps nothing.
 
 from __future__ import annotations
 
-from lineclear.errors import CannotFit, ModelChanged, PromptTooLong, QueueFull
+from lineclear.errors import CannotFit, ModelChanged, ModelReplaced, PromptTooLong, QueueFull
 from lineclear.scheduler.scheduling.ledger import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.scheduler.scheduling.waiting import WaitingQueue
@@ -32,7 +32,7 @@ def check_room(request: Request, waiting: WaitingQueue, limits: CoreLimits) -> N
 def check_model(request: Request, hello: Hello, began_on: str = "") -> None:
     """Raises ModelChanged for a request that began on another model (fingerprint `began_on`), or names another one.
 
-    One that has not begun, and was validated with other figures than the worker's, may be sent again.
+    Raises ModelReplaced for one that has not begun, and was validated with other figures than the worker's.
     """
     wanted = request.model_fingerprint or began_on
     if wanted and wanted != hello.model_fingerprint:
@@ -42,7 +42,7 @@ def check_model(request: Request, hello: Hello, began_on: str = "") -> None:
             metadata={"model_fingerprint": hello.model_fingerprint, "expected_model_fingerprint": wanted},
         )
     if request.vocabulary not in (None, (hello.vocab_size, hello.eos_token_ids)):
-        raise ModelChanged(
+        raise ModelReplaced(
             "the model changed before the request began, and has other end-of-sequence tokens; send it again",
             retry_after_seconds=0.0,
             metadata={"model_fingerprint": hello.model_fingerprint},
