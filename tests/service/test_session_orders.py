@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service.orders import Caller, cancel, submit
@@ -18,6 +19,7 @@ from service.serving import (
 
 from lineclear.errors import InternalError
 from lineclear.scheduler.access.identity import ANONYMOUS
+from lineclear.scheduler.rpc.admission import Admission
 from lineclear.scheduler.rpc.session import Session
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
@@ -131,5 +133,34 @@ def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_m
                 failed += len(message.pieces)
             assert failed == 1000
             await listening
+
+    run(scenario())
+
+
+def test_others_are_served_between_the_large_orders_of_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty-two of them checked in one go held up every stream for a tenth of a second."""
+    turns, opened = 0, []
+    real = Admission.open
+
+    def counted(self: Admission, *arguments: Any) -> Any:
+        opened.append(turns)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Admission, "open", counted)
+
+    async def scenario() -> None:
+        nonlocal turns
+        async with serving(tmp_path) as s:
+            caller = Caller(s)
+            large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
+            await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(32)]))
+            while len(opened) < 32:
+                await asyncio.sleep(0)
+                turns += 1
+            assert len(set(opened)) == 32
+            caller.call.cancel()
+            await s.idle()
 
     run(scenario())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from lineclear.scheduler.rpc.stats import WINDOW_REQUESTS, Durations, Quantiles, Stats, durations, quantiles
@@ -51,6 +53,20 @@ def test_the_window_forgets() -> None:
     assert found.count == WINDOW_REQUESTS
     assert found.max == WINDOW_REQUESTS + 9
     assert stats.window("queue") == Quantiles()
+
+
+def test_the_window_is_that_of_the_last_requests() -> None:
+    """Kept in order as they come, and equal to sorting them all."""
+    dice = random.Random(1)
+    stats = Stats(0.0)
+    added: list[Durations] = []
+    for _ in range(2 * WINDOW_REQUESTS):
+        queue = dice.choice([None, 0.0, dice.random(), 0.5])
+        added.append(Durations(queue, None, None, round(dice.random(), 1), None))
+        stats.add_finished(added[-1])
+    last = added[-WINDOW_REQUESTS:]
+    assert stats.window("total") == quantiles(spent.total for spent in last)
+    assert stats.window("queue") == quantiles(spent.queue for spent in last if spent.queue is not None)
 
 
 def test_the_rate_is_of_the_last_ten_seconds() -> None:

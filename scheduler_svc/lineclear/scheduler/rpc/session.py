@@ -20,6 +20,7 @@ from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.v1 import inference_pb2 as pb
 
 _MAX_UNSENT_FAILURES = 256
+_SMALL_BYTES = 1024
 
 
 def greeting(max_message_bytes: int) -> list[tuple[str, str]]:
@@ -125,6 +126,8 @@ class Session:
             self._refuse(handle, error)
         except Exception as error:
             self._refuse(handle, self._incident(error))
+        if order.ByteSize() > _SMALL_BYTES:
+            await asyncio.sleep(0)  # a large one takes milliseconds to check: others in between
         await self._room.wait()
 
     def _cancel(self, handle: int) -> None:

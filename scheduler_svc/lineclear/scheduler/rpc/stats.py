@@ -36,7 +36,10 @@ class Quantiles:
 
 def quantiles(values: Iterable[float]) -> Quantiles:
     """The p-quantile is the smallest value that at least that share of the values does not exceed."""
-    ordered = sorted(values)
+    return _of_ordered(sorted(values))
+
+
+def _of_ordered(ordered: Sequence[float]) -> Quantiles:
     if not ordered:
         return Quantiles()
     return Quantiles(
@@ -97,12 +100,21 @@ class Stats:
         self.spreads = {name: Spread() for name in ("queue", "first_token", "inter_token", "total")}
         self.ended: Counter[str] = Counter()
         """How many of those that were let in ended how: by finish reason, or by the reason of their error."""
-        self._window: deque[Durations] = deque(maxlen=WINDOW_REQUESTS)
+        self._window: deque[Durations] = deque()
+        # The window's values in order, by field: GetStats asks more often than requests finish, and sorts nothing.
+        self._ordered: dict[str, list[float]] = {name: [] for name in Durations._fields}
         self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
 
     def add_finished(self, spent: Durations) -> None:
         """A request finished."""
         self._window.append(spent)
+        for name, seconds in spent._asdict().items():
+            if seconds is not None:
+                bisect.insort(self._ordered[name], seconds)
+        if len(self._window) > WINDOW_REQUESTS:
+            for name, seconds in self._window.popleft()._asdict().items():
+                if seconds is not None:
+                    del self._ordered[name][bisect.bisect_left(self._ordered[name], seconds)]
         for name, spread in self.spreads.items():
             if (seconds := getattr(spent, name)) is not None:
                 spread.add(seconds)
@@ -132,8 +144,7 @@ class Stats:
 
     def window(self, name: str) -> Quantiles:
         """Quantiles of one field of Durations over the last requests that finished."""
-        values = (getattr(spent, name) for spent in self._window)
-        return quantiles(value for value in values if value is not None)
+        return _of_ordered(self._ordered[name])
 
     def _forget(self, now: float) -> None:
         while self._output and self._output[0][0] <= now - RATE_SECONDS - 1:
