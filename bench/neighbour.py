@@ -9,7 +9,8 @@ without end. One service of lineclear is measured beside all numbers of neighbou
 a peer is started anew each time.
 
 Contenders take turns. Every turn is appended to `--out`, and the table has the medians of all that the file holds, so a
-long comparison can be made in short pieces. One contender of ours takes about a minute.
+long comparison can be made in short pieces. Turns in which others took more than 4 % of the machine are left out where
+there is another. One contender of ours takes about a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from bench import compare, report
 from bench.contenders import CONTENDERS, Task
 from bench.lineclear_serve import Service, serving
-from bench.measure import commit, machine, median, versions
+from bench.measure import DISTURBED_SHARE, commit, cpu_times, machine, median, versions
 from bench.workloads import Job, Workload, save
 
 PEERS = ("vllm", "llama", "transformers")
@@ -59,6 +60,13 @@ class Rate:
     contender: str
     case: Case
     tokens_per_second: float
+    foreign_share: float
+    """Of the machine's CPU time, taken by the host and by processes that are neither ours nor the neighbours."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took too much for the figure to be believed."""
+        return self.foreign_share > DISTURBED_SHARE
 
     def to_json(self) -> str:
         """One line, with what is needed to believe it."""
@@ -74,7 +82,20 @@ class Rate:
     def from_json(cls, line: str) -> Rate:
         """What `to_json` gave."""
         raw = json.loads(line)
-        return cls(raw["contender"], Case(**raw["case"]), raw["tokens_per_second"])
+        return cls(raw["contender"], Case(**raw["case"]), raw["tokens_per_second"], raw["foreign_share"])
+
+
+class Watch:
+    """Watches what others take of the machine."""
+
+    def __init__(self) -> None:
+        self._before, self._began_at = cpu_times(), time.perf_counter()
+
+    def foreign_share(self) -> float:
+        """Since this was made."""
+        stolen, busy_seconds, own = (b - a for a, b in zip(self._before, cpu_times(), strict=True))
+        seconds = time.perf_counter() - self._began_at
+        return max(0.0, busy_seconds - own + stolen) / (seconds * (os.cpu_count() or 1))
 
 
 @contextlib.contextmanager
@@ -121,8 +142,9 @@ async def of_lineclear(
         for neighbours in options.neighbours:
             with busy(neighbours):
                 for streams in options.streams:
+                    watch, case = Watch(), Case(options.model.resolve().name, streams, neighbours)
                     rate = await tokens_per_second(service, streams, options.seconds, options.settling_seconds)
-                    rates.append(Rate(contender, Case(options.model.resolve().name, streams, neighbours), rate))
+                    rates.append(Rate(contender, case, rate, watch.foreign_share()))
     return rates
 
 
@@ -137,10 +159,11 @@ def of_peer(peer: str, options: argparse.Namespace) -> list[Rate]:
                 work = Path(folder) / "work.json"
                 save(Workload("w1", 0, 0, 0.0, jobs), work)
                 task = Task(options.home, options.model.resolve(), work, "w1", streams, Path(folder) / "result.jsonl")
+                watch = Watch()
                 with busy(neighbours):
                     result = compare.run(contender, task, compare.environment_of(contender, options.home, None))
                 case = Case(options.model.resolve().name, streams, neighbours)
-                rates.append(Rate(peer, case, result.output_tokens_per_second))
+                rates.append(Rate(peer, case, result.output_tokens_per_second, watch.foreign_share()))
     return rates
 
 
@@ -156,20 +179,33 @@ def measure(contender: str, options: argparse.Namespace) -> list[Rate]:
 def table(rates: Sequence[Rate]) -> str:
     """Markdown: medians over the turns, and `auto` as a share of the best fixed number of threads."""
     names = list(dict.fromkeys(rate.contender for rate in rates))
-    found: dict[tuple[Case, str], list[float]] = {}
+    found: dict[tuple[Case, str], list[Rate]] = {}
     for rate in rates:
-        found.setdefault((rate.case, rate.contender), []).append(rate.tokens_per_second)
+        found.setdefault((rate.case, rate.contender), []).append(rate)
     rows = [
         f"| model | streams | neighbours | {' | '.join(names)} | turns | auto / best fixed | auto / before |",
         "|" + "---|" * (len(names) + 6),
     ]
+    starred = False
     for case in dict.fromkeys(rate.case for rate in rates):
-        middle = {name: median(found[case, name]) for name in names if (case, name) in found}
+        middle, shown, turns = dict[str, float](), [], []
+        for name in names:
+            all_turns = found.get((case, name), [])
+            clean = [rate for rate in all_turns if not rate.disturbed]
+            if not all_turns:
+                shown.append("-")
+                continue
+            middle[name] = median([rate.tokens_per_second for rate in clean or all_turns])
+            shown.append(f"{middle[name]:.1f}" + " \\*" * (not clean))
+            turns.append(len(clean or all_turns))
+            starred |= not clean
         best = max((value for name, value in middle.items() if name.isdigit()), default=None)
-        cells = " | ".join(f"{middle[name]:.1f}" if name in middle else "-" for name in names)
-        turns = min(len(found[case, name]) for name in middle)
         ratios = f"{_ratio(middle.get('auto'), best)} | {_ratio(middle.get('auto'), middle.get('before'))}"
-        rows.append(f"| {case.model} | {case.streams} | {case.neighbours} | {cells} | {turns} | {ratios} |")
+        rows.append(
+            f"| {case.model} | {case.streams} | {case.neighbours} | {' | '.join(shown)} | {min(turns)} | {ratios} |"
+        )
+    if starred:
+        rows += ["", "\\* every turn was disturbed by other processes or by the host: not to be quoted."]
     return "\n".join(rows)
 
 
@@ -212,7 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed = True
                 continue
             for rate in rates:
-                print(f"{contender}, {rate.case}: {rate.tokens_per_second:.1f} tok/s", flush=True)
+                print(
+                    f"{contender}, {rate.case}: {rate.tokens_per_second:.1f} tok/s" + " DISTURBED" * rate.disturbed,
+                    flush=True,
+                )
             with out.open("a") as file:
                 file.writelines(rate.to_json() + "\n" for rate in rates)
     if out.exists():

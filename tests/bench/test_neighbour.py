@@ -15,24 +15,31 @@ CASE = Case("model", 8, 1)
 
 
 def test_a_rate_is_read_as_it_was_written() -> None:
-    rate = Rate("auto", CASE, 12.5)
+    rate = Rate("auto", CASE, 12.5, 0.01)
     assert Rate.from_json(rate.to_json()) == rate
     assert "machine" in json.loads(rate.to_json())
 
 
 def test_the_table_has_medians_and_compares_with_the_best_fixed_number() -> None:
-    rates = [Rate("auto", CASE, value) for value in (80.0, 90.0, 10.0)]
-    rates += [Rate("1", CASE, 100.0), Rate("2", CASE, 20.0), Rate("before", CASE, 40.0)]
+    rates = [Rate("auto", CASE, value, 0.01) for value in (80.0, 90.0, 10.0)]
+    rates += [Rate("1", CASE, 100.0, 0.01), Rate("2", CASE, 20.0, 0.01), Rate("before", CASE, 40.0, 0.01)]
     last = table(rates).splitlines()[-1]
     assert last == "| model | 8 | 1 | 80.0 | 100.0 | 20.0 | 40.0 | 1 | 0.80 | 2.00 |"
 
 
 def test_a_contender_that_was_not_measured_in_a_case_has_no_figure() -> None:
-    rates = [Rate("auto", CASE, 80.0), Rate("1", Case("model", 1, 0), 50.0)]
+    rates = [Rate("auto", CASE, 80.0, 0.0), Rate("1", Case("model", 1, 0), 50.0, 0.0)]
     assert table(rates).splitlines()[-2:] == [
         "| model | 8 | 1 | 80.0 | - | 1 | - | - |",
         "| model | 1 | 0 | - | 50.0 | 1 | - | - |",
     ]
+
+
+def test_a_disturbed_turn_counts_only_where_there_is_no_other() -> None:
+    rates = [Rate("auto", CASE, 80.0, 0.0), Rate("auto", CASE, 8.0, 0.5), Rate("1", CASE, 100.0, 0.5)]
+    _, _, row, _, note = table(rates).splitlines()
+    assert row == "| model | 8 | 1 | 80.0 | 100.0 \\* | 1 | 0.80 | - |"
+    assert "not to be quoted" in note
 
 
 def test_neighbours_end_with_their_block() -> None:

@@ -41,6 +41,32 @@ def test_a_quota_of_the_first_version_bounds_them_too(tmp_path: Path, quota: str
 
 
 @pytest.mark.usefixtures("bound_to_eight")
+@pytest.mark.parametrize(
+    ("groups", "name", "quota"),
+    [
+        ("0::/system.slice/lineclear.service\n", "system.slice/lineclear.service/cpu.max", "300000 100000\n"),
+        ("0::/system.slice/lineclear.service\n", "system.slice/cpu.max", "300000 100000\n"),
+        ("5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n", "cpu/pod/one/cpu.cfs_quota_us", "300000\n"),
+        ("5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n", "cpu/pod/cpu.cfs_quota_us", "300000\n"),
+    ],
+)
+def test_a_quota_of_a_group_below_the_mount_counts(tmp_path: Path, groups: str, name: str, quota: str) -> None:
+    put(tmp_path, "proc/self/cgroup", groups)
+    put(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
+    put(tmp_path, f"sys/fs/cgroup/{name}", quota)
+    put(tmp_path, f"sys/fs/cgroup/{Path(name).parent}/cpu.cfs_period_us", "100000\n")
+    assert usable_cores(tmp_path) == 3
+
+
+@pytest.mark.usefixtures("bound_to_eight")
+def test_the_smallest_quota_on_the_way_down_counts(tmp_path: Path) -> None:
+    put(tmp_path, "proc/self/cgroup", "0::/outer/inner\n")
+    for name, quota in (("", 600_000), ("outer/", 200_000), ("outer/inner/", 400_000)):
+        put(tmp_path, f"sys/fs/cgroup/{name}cpu.max", f"{quota} 100000\n")
+    assert usable_cores(tmp_path) == 2
+
+
+@pytest.mark.usefixtures("bound_to_eight")
 def test_where_nothing_is_said_the_binding_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 8
 
