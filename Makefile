@@ -23,7 +23,10 @@ BENCH_HOME ?= build/bench
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak hostile lint format stubs clean
+# What a server and the demonstration import. Importing it compiles it.
+SERVED := import lineclear.scheduler.serving, lineclear.worker.serving, lineclear.worker.start, lineclear.cli.app
+
+.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak hostile images lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -86,6 +89,9 @@ soak: $(STAMP) ## SECONDS (3600) of answers, cancellations and kills; does the m
 hostile: $(STAMP) ## SECONDS (60) of each kind of hostile caller beside a stream: its gaps, its answers, the server's memory
 	@cd tests && ../$(BIN)/python -m campaigns.hostile --seconds $(or $(SECONDS),60) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
+images: $(STAMP) ## Build both images with BUILDER (podman, docker) and try them: 16 streams while both are stopped at once
+	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
+
 lint: $(STAMP) ## ruff and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy
 
@@ -115,5 +121,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "--- set-up: lineclear, its dependencies and the development tools"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@echo "--- set-up: what a server imports, compiled, so that the first start is as quick as the next"
-	@$(BIN)/python -c 'import lineclear.scheduler.serving, lineclear.worker.start'
+	@env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX $(BIN)/python -c '$(SERVED)'
 	@touch $@ && echo "--- set-up: done"

@@ -62,6 +62,7 @@ ROOMS = {
     "schema": Room(("lineclear.v1",), ("grpc", PROTOBUF)),
     "errors": Room(("lineclear.errors",)),
     "limits": Room(("lineclear.limits",)),
+    "extras": Room(("lineclear.extras",)),
     "fingerprint": Room(("lineclear.fingerprint",)),
     "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
     "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
@@ -125,6 +126,7 @@ ROOMS = {
                 "tokenizers",
                 "jinja2",
             ),
+            "lineclear.extras",
             *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", "lineclear.fingerprint", *CONTRACT, *HOUSEKEEPING),
         ),
     ),
@@ -146,6 +148,7 @@ ROOMS = {
         ("lineclear.worker",),
         (
             *("torch", "triton", "transformers", "huggingface_hub", "safetensors", "numpy", "structlog", *SETTINGS),
+            "lineclear.extras",
             *("lineclear.worker", "lineclear.wire", "lineclear.errors", "lineclear.fingerprint", *HOUSEKEEPING),
         ),
     ),
@@ -153,14 +156,17 @@ ROOMS = {
         ("lineclear.client",),
         (
             *("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.limits", "lineclear.status"),
-            "lineclear.client.progress",
+            *("lineclear.client.progress", "lineclear.extras"),
         ),
     ),
     # Uses rich where it is installed.
     "progress bar": Room(("lineclear.client.progress",), ("rich",)),
     "command line": Room(
         ("lineclear.cli",),
-        ("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors", "lineclear.status"),
+        (
+            *("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors"),
+            *("lineclear.extras", "lineclear.status"),
+        ),
     ),
 }
 

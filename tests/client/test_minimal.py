@@ -8,12 +8,14 @@ import textwrap
 
 from support.patience import PATIENCE_SECONDS
 
+from lineclear.extras import install_command
+
 # Refuses every import of a top-level package that is neither the standard library's, nor gRPC's (which needs
 # typing_extensions), nor protobuf's, nor one of the rooms of lineclear that the client may know.
 BLOCKER = """
 import sys
 class Blocker:
-    rooms = {"cli", "client", "errors", "limits", "status", "v1", "wire"}
+    rooms = {"cli", "client", "extras", "errors", "limits", "status", "v1", "wire"}
     def find_spec(self, name, path=None, target=None):
         top, _, rest = name.partition(".")
         if top == "lineclear":
@@ -57,5 +59,5 @@ def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
 def test_the_command_without_its_extra_says_how_to_get_it() -> None:
     done = run("from lineclear.cli import main; main()", "health")
     assert done.returncode == 2
-    assert "pip install 'lineclear[cli]'" in done.stderr
+    assert install_command("cli") in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from support.events import flat
@@ -18,7 +18,7 @@ from lineclear.scheduler.scheduling.suspects import Loss
 from lineclear.wire.types import Sampling, StepPlan, StepResult
 
 VOCABULARY = 97
-_POLICY = ("min_batch_size", "batch_timeout_seconds", "ageing_seconds", "inter_token_target_seconds", "decode_stretch")
+_POLICY = tuple(field.name for field in fields(PolicySettings))
 
 
 def make_request(

@@ -115,6 +115,32 @@ def test_a_fixed_batch_begins_when_the_queue_refuses() -> None:
     assert len(rig.rows(rig.step())) == 2
 
 
+def test_a_fixed_batch_that_does_not_fill_begins_after_its_timeout_where_one_is_set() -> None:
+    rig = Rig(strategy="fixed_size", max_batch_size=3, fixed_size_timeout_seconds=1.0)
+    rig.submit("a", 2)
+    assert rig.plan() is None
+    assert rig.core.next_deadline() == 1.0
+    rig.now = 0.5
+    rig.submit("b", 2)
+    rig.now = 1.0
+    assert len(rig.rows(rig.step())) == 2
+    rig.now = 1.5
+    rig.submit("late", 2)
+    rig.now = 3.0
+    rig.step()
+    assert rig.started() == ["a", "b"], "nobody joins a batch that has begun"
+    rig.run()
+    assert rig.started() == ["a", "b", "late"]
+
+
+def test_a_fixed_batch_that_does_not_fill_waits_for_ever_by_default() -> None:
+    rig = Rig(strategy="fixed_size", max_batch_size=3)
+    rig.submit("a", 2)
+    rig.now = 500.0
+    assert rig.plan() is None
+    assert rig.core.next_deadline() is None
+
+
 def test_dynamic_timeout_admits_groups() -> None:
     rig = Rig(strategy="dynamic_timeout", max_batch_size=4, batch_timeout_seconds=1.0)
     rig.submit("a", 2, max_tokens=50)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+import structlog
 import zmq
 from support.patience import SOON_SECONDS
 from support.sockets import bare_context
@@ -323,3 +324,26 @@ def test_stop_ends_the_thread_and_leaves_the_link_to_the_caller(num_stops: int) 
             world.engine.stop()
         assert world.link.receive() == []
         world.engine.submit(request(1))  # into the void, without harm
+
+
+def test_a_worker_that_is_smaller_than_what_is_asked_for_is_a_warning() -> None:
+    """In containers of their own the two have flags of their own."""
+    limits = CoreLimits(max_batch_size=128, target_batch_tokens=8192)
+    with structlog.testing.capture_logs() as lines, World(core=limits, options=ToyOptions(num_slots=64)) as world:
+        world.start_worker()
+        world.wait_joined()
+        eventually(lambda: len([line for line in lines if line["event"] == "worker_caps_batches"]) == 2)
+    told = [line for line in lines if line["event"] == "worker_caps_batches"]
+    assert [(line["flag"], line["value"], line["worker_flag"], line["worker_value"]) for line in told] == [
+        ("--max-batch-size", 128, "--num-slots", 64),
+        ("--target-batch-tokens", 8192, "--max-step-tokens", 4096),
+    ]
+    assert told[0]["hint"] == "start the worker with --num-slots 128, or lower --max-batch-size"
+
+
+def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:
+    with structlog.testing.capture_logs() as lines, World(core=CoreLimits(max_batch_size=64)) as world:
+        world.start_worker()
+        world.wait_joined()
+        eventually(lambda: "worker_joined" in [line["event"] for line in lines])
+    assert "worker_caps_batches" not in [line["event"] for line in lines]

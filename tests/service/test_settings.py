@@ -10,6 +10,7 @@ import pytest
 from lineclear.scheduler.addresses import is_local, parse_address
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
 from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS
+from lineclear.scheduler.serving import _fixed_size_timeout_seconds
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 
 
@@ -193,3 +194,11 @@ def test_addresses(address: str, parsed: object, local: bool) -> None:
 
 def test_an_open_address_may_be_asked_for() -> None:
     assert load(["--listen", "0.0.0.0:1", "--insecure-allow-remote"])[0].listen == "0.0.0.0:1"
+
+
+def test_only_a_batch_timeout_that_is_set_ends_the_wait_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = ["--model", "m", "--batching-strategy", "fixed_size"]
+    assert _fixed_size_timeout_seconds(load(fixed)[0]) is None
+    assert _fixed_size_timeout_seconds(load([*fixed, "--batch-timeout-ms", "50"])[0]) == 0.05
+    monkeypatch.setenv("LINECLEAR_BATCH_TIMEOUT_MS", "200")
+    assert _fixed_size_timeout_seconds(load(fixed)[0]) == 0.2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lineclear.worker.attention.backends import BACKENDS
-from lineclear.worker.memory import blocks_that_fit
+from lineclear.worker.memory import _cgroup_bytes, blocks_that_fit
 from lineclear.worker.settings import ConfigurationError, WorkerSettings, load
 from lineclear.worker.start import choose_device
 
@@ -80,8 +80,6 @@ def test_blocks_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -> None:
-    from lineclear.worker.memory import _cgroup_bytes
-
     assert _cgroup_bytes(tmp_path) > 2**60
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
@@ -92,8 +90,6 @@ def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -
 
 
 def test_the_limits_of_all_groups_around_us_count(tmp_path: Path) -> None:
-    from lineclear.worker.memory import _cgroup_bytes
-
     own = tmp_path / "cgroup"
     own.write_text("4:memory:/elsewhere\n0::/system.slice/lineclear.service\n")
     for name, limit, used in (("system.slice", "900", "400"), ("system.slice/lineclear.service", "800", "200")):
@@ -105,3 +101,52 @@ def test_the_limits_of_all_groups_around_us_count(tmp_path: Path) -> None:
     assert _cgroup_bytes(tmp_path, own) == 100
     own.write_text("0::/\n")
     assert _cgroup_bytes(tmp_path, own) > 2**60
+
+
+def cgroup(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+NO_LIMIT_V1 = str(2**63 - 4096)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["as on the host", "as in a container"])
+def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, named: bool) -> None:
+    own, inner = tmp_path / "own", "docker/abc"
+    own.write_text(f"9:cpu,cpuacct:/{inner}\n4:memory:/{inner}\n0::/\n")
+    cgroup(tmp_path / "memory", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="5000", stat="total_inactive_file 10")
+    assert _cgroup_bytes(tmp_path, own) > 2**60
+    group = tmp_path / "memory" / (inner if named else "")
+    stat = "inactive_file 1\ntotal_inactive_file 250"
+    cgroup(group, limit_in_bytes="1000", usage_in_bytes="700", stat=stat)
+    assert _cgroup_bytes(tmp_path, own) == 550
+
+
+def test_the_limit_of_a_version_1_group_around_ours_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/kubepods/pod/us\n")
+    cgroup(tmp_path / "memory/kubepods/pod/us", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="100", stat="")
+    cgroup(tmp_path / "memory/kubepods/pod", limit_in_bytes="800", usage_in_bytes="300", stat="")
+    assert _cgroup_bytes(tmp_path, own) == 500
+
+
+def test_where_both_versions_are_mounted_both_count(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/a\n0::/b\n")
+    cgroup(tmp_path / "memory/a", limit_in_bytes="800", usage_in_bytes="300", stat="")
+    assert _cgroup_bytes(tmp_path, own) == 500
+    cgroup(tmp_path / "unified/b", max="400", current="100", stat="")
+    assert _cgroup_bytes(tmp_path, own) == 300
+
+
+def test_the_limit_above_which_a_group_is_slowed_down_counts(tmp_path: Path) -> None:
+    """memory.high: a process above it is not killed, and stands still."""
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    cgroup(tmp_path / "a", max="900", high="600", current="200", stat="")
+    cgroup(tmp_path / "a/b", max="max", high="max", current="100", stat="")
+    assert _cgroup_bytes(tmp_path, own) == 400
+    cgroup(tmp_path / "a/b", high="350")
+    assert _cgroup_bytes(tmp_path, own) == 250

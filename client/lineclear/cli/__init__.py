@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from lineclear.extras import install_command
+
 
 def main() -> None:
     """Run the command line in sys.argv and exit with its code (see `exits`)."""
@@ -14,7 +16,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
-        print(f"the lineclear command needs the package {error.name}: pip install 'lineclear[cli]'", file=sys.stderr)
+        print(f"the lineclear command needs the package {error.name}; run: {install_command('cli')}", file=sys.stderr)
         sys.exit(2)
     try:
         from .app import app

@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from lineclear.client.local import command, missing
+from lineclear.extras import install_command
 
 from . import exits, screen
 
@@ -18,7 +19,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by the scheduler. Exits with a sentence where its packages are not installed."""
     if absent := missing():
         screen.note(f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red")
-        screen.note("pip install 'lineclear[all]' brings scheduler and worker")
+        screen.note(f"this brings scheduler and worker: {install_command('all')}")
         raise typer.Exit(exits.USAGE)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from lineclear.errors import LineclearError
+from lineclear.extras import install_command
 
 from .results import HealthStatus
 from .sync import Client
@@ -58,7 +59,7 @@ class LocalServer:
         if absent := missing():
             raise ServerFailed(
                 f"a server needs more than the client: {', '.join(absent)} is not installed; "
-                "pip install 'lineclear[all]' brings scheduler and worker"
+                f"this brings scheduler and worker: {install_command('all')}"
             )
         self._stop_timeout_seconds = stop_timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="lineclear-local-", ignore_cleanup_errors=True)

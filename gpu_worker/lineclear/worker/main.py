@@ -12,12 +12,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lineclear import lifeline
+from lineclear.extras import install_command
+
+_CONFIGURATION = 78  # see `loop.Exit`, which cannot be imported yet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
     supervised = lifeline.hold()
-    from .serving import serve
+    try:
+        from .serving import serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("lineclear"):
+            raise
+        sentence = f"the package {error.name} is not installed; run: {install_command('worker')}"
+        print(f"lineclear-worker: {sentence}", file=sys.stderr)
+        return _CONFIGURATION
 
     return serve(sys.argv[1:] if argv is None else argv, supervised)
 

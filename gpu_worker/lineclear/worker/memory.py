@@ -1,12 +1,17 @@
-"""How much memory is free for the KV pool, and how many blocks that makes."""
+"""How much memory is free for the KV pool, and how many blocks that makes.
+
+Limits of control groups of version 1 and 2 count, of the process's own group and of every group around it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 _DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.5, "mps": 0.5}
+_UNLIMITED = 1 << 62
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -35,24 +40,55 @@ def _available_bytes() -> int:
 
 
 def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
-    """What the memory limits of our control group and of those around it leave."""
+    """Return what the memory limits of the process's control groups leave, at most `_UNLIMITED`."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    inner = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    return min(_room(group) for group in (inner, *inner.parents) if group.is_relative_to(root))
+    return min((_room(group) for group in _groups(root, lines)), default=_UNLIMITED)
+
+
+def _groups(root: Path, lines: list[str]) -> Iterator[Path]:
+    """Yield the memory groups that /proc/self/cgroup names and those around them.
+
+    Lines are `0::PATH` for version 2, mounted at the root or at `unified`, and `ID:memory:PATH` for version 1. In a
+    container the mounted root may be the group itself, so the root is always looked at.
+    """
+    paths = {"": "", "memory": ""}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            if name in paths:
+                paths[name] = path.lstrip("/")
+    for mount, path in ((root, paths[""]), (root / "unified", paths[""]), (root / "memory", paths["memory"])):
+        inner = mount / path
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
 
 
 def _room(group: Path) -> int:
-    """What one group's limit leaves; cached files that the kernel would drop count as free."""
+    """Return what one group's limits leave. Cached files that the kernel would drop count as free."""
+    limits = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    current = _number(group / "memory.current")
+    used = _number(group / "memory.usage_in_bytes") if current is None else current
+    known = [limit for limit in limits if limit is not None]
+    if not known or used is None:  # no control group, not seen from within the container, or the outermost one
+        return _UNLIMITED
+    return max(0, min(*known, _UNLIMITED) - used + _droppable(group))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none, or "max"."""
     try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        statistics = (group / "memory.stat").read_text(encoding="ascii").split()
-    except OSError:  # no control group of version 2, not seen from within the container, or the outermost one
-        return 1 << 62
-    if limit == "max":
-        return 1 << 62
-    droppable = int(statistics[statistics.index("inactive_file") + 1]) if "inactive_file" in statistics else 0
-    return max(0, int(limit) - used + droppable)
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _droppable(group: Path) -> int:
+    try:
+        words = (group / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return 0
+    # In version 1 only the totals include the groups within.
+    name = "total_inactive_file" if "total_inactive_file" in words else "inactive_file"
+    return int(words[words.index(name) + 1]) if name in words else 0

@@ -366,7 +366,22 @@ class Engine:
             block_size=hello.block_size,
             num_slots=hello.num_slots,
         )
+        self._warn_about_caps(hello)
         self._on_joined(hello)
+
+    def _warn_about_caps(self, hello: Hello) -> None:
+        """Log every limit of ours that the worker's own is below: a step is held to the smaller one."""
+        limits = self._core.limits
+        caps = (
+            ("--max-batch-size", limits.max_batch_size, "--num-slots", hello.num_slots),
+            ("--target-batch-tokens", limits.target_batch_tokens, "--max-step-tokens", hello.max_step_tokens),
+        )
+        for ours, asked, theirs, has in caps:
+            if asked > has:
+                hint = f"start the worker with {theirs} {asked}, or lower {ours}"
+                log.warning(
+                    "worker_caps_batches", flag=ours, value=asked, worker_flag=theirs, worker_value=has, hint=hint
+                )
 
     def _tell_log_level(self) -> None:
         if not self._is_level_told and self._hello is not None and self._log_level is not None:

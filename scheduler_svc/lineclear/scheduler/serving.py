@@ -151,6 +151,13 @@ async def _run(
     """Serve until it is time to leave, then leave."""
     await server.start()
     await service.prepare()
+    if settings.batching_strategy == "fixed_size":
+        log.warning(
+            "fixed_size_waits",
+            for_requests=settings.max_batch_size,
+            at_most_seconds=_fixed_size_timeout_seconds(settings),
+            hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
+        )
     log.info(
         "listening",
         address=server.address,
@@ -237,8 +244,14 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
             ageing_seconds=settings.ageing_seconds,
             inter_token_target_seconds=settings.inter_token_target_ms / 1000,
             decode_stretch=settings.decode_stretch,
+            fixed_size_timeout_seconds=_fixed_size_timeout_seconds(settings),
         ),
     )
+
+
+def _fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
+    """Only a timeout that is set ends the wait of fixed_size: its default would make it another strategy."""
+    return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
 
 
 def _max_inbox(settings: SchedulerSettings) -> int:

@@ -131,9 +131,16 @@ class SchedulerSettings(BaseSettings):
         0, ge=0, le=2**20, description="Most tokens computed in one step. 0: 256 on a CPU, 2048 on a GPU."
     )
     pipeline_depth: int = Field(2, ge=1, le=4, description="Steps in flight between scheduler and worker.")
-    batching_strategy: Strategy = Field("continuous", description="When waiting requests may join the running ones.")
+    batching_strategy: Strategy = Field(
+        "continuous",
+        description="When waiting requests may join the running ones. fixed_size begins when max_batch_size of them"
+        " wait: fewer wait for their deadline, unless batch_timeout_ms is set.",
+    )
     batch_timeout_ms: float = Field(
-        50.0, ge=0, le=60_000, description="Longest wait for a batch to fill, where the strategy waits."
+        50.0,
+        ge=0,
+        le=60_000,
+        description="Longest wait for a batch to fill, where the strategy waits; of fixed_size only if it is set.",
     )
     order: Order = Field("fifo", description="Which waiting request is next; fair: tenants get equally many tokens.")
     ageing_seconds: float = Field(

@@ -24,6 +24,8 @@ class PolicySettings:
     ageing_seconds: float = 30.0
     inter_token_target_seconds: float = 0.2
     decode_stretch: float = 2.0
+    fixed_size_timeout_seconds: float | None = None
+    """How long a batch of `fixed_size` waits to fill; None: until the requests' deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,14 @@ class Continuous:
 class FixedSize:
     """Static batching: exactly as many as there are slots begin together, and nobody joins until all have ended.
 
-    A batch smaller than that begins when the queue has to refuse requests: it would never fill.
+    A smaller batch begins when the queue has to refuse requests, because it would never fill, and after a timeout if
+    one is set.
     """
 
     reads_kv_tokens = False
 
     def __init__(self, settings: PolicySettings) -> None:
+        self._timeout_seconds = settings.fixed_size_timeout_seconds
         self._places = 0  # of the batch being admitted, which may take several steps
         self._begun_at = float("-inf")
 
@@ -114,7 +118,7 @@ class FixedSize:
         # Who was there when the batch began belongs to it, even when its first members have ended already.
         if self._places and view.oldest_arrival is not None and view.oldest_arrival <= self._begun_at:
             return self._places
-        full = view.num_waiting >= view.num_slots or view.refusing or view.draining
+        full = view.num_waiting >= view.num_slots or view.refusing or view.draining or self._is_due(view)
         self._places = view.num_slots if full and view.num_active == 0 else 0
         self._begun_at = view.now
         return self._places
@@ -123,7 +127,12 @@ class FixedSize:
         self._places -= 1
 
     def next_moment(self, view: View) -> float | None:
-        return None
+        if self._timeout_seconds is None or view.oldest_arrival is None or view.num_active or self._is_due(view):
+            return None
+        return view.oldest_arrival + self._timeout_seconds
+
+    def _is_due(self, view: View) -> bool:
+        return self._timeout_seconds is not None and view.has_waited(self._timeout_seconds)
 
 
 class DynamicTimeout(Continuous):

@@ -1,0 +1,33 @@
+"""Setting up leaves everything compiled that a server imports, whatever the environment says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.patience import PATIENCE_SECONDS
+from support.sources import REPOSITORY
+
+
+def recipe(*variables: str) -> list[str]:
+    """The commands with which `make` sets an environment up."""
+    command = ["make", "--dry-run", "--always-make", *variables, f"{sys.prefix}/ready"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    return done.stdout.splitlines()
+
+
+def test_what_is_imported_at_the_end_is_compiled_where_the_environment_forbids_it(tmp_path: Path) -> None:
+    (tmp_path / "fresh.py").write_text("")
+    (line,) = (line for line in recipe(f"VENV={sys.prefix}", "SERVED=import fresh") if "import fresh" in line)
+    forbidding = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "elsewhere")}
+    environment = os.environ | forbidding | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run(line, shell=True, env=environment, check=True, timeout=PATIENCE_SECONDS)
+    assert list((tmp_path / "__pycache__").glob("fresh.*.pyc"))
+
+
+def test_scheduler_and_worker_are_imported_at_the_end() -> None:
+    (line,) = (line for line in recipe(f"VENV={sys.prefix}") if "import lineclear" in line)
+    for module in ("lineclear.scheduler.serving", "lineclear.worker.serving", "lineclear.worker.start"):
+        assert module in line

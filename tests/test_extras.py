@@ -1,0 +1,80 @@
+"""A bare installation says in one sentence that works what is missing and how to get it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.patience import PATIENCE_SECONDS
+from support.sources import REPOSITORY
+
+from lineclear import extras
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'lineclear[all]'"),
+        ({"url": "file:///a%20b/x.whl", "archive_info": {}}, "pip install 'lineclear[all] @ file:///a%20b/x.whl'"),
+        ({"url": "file:///a%20b", "dir_info": {}}, "pip install 'lineclear[all] @ file:///a%20b'"),
+        ({"url": "file:///a%20b", "dir_info": {"editable": True}}, "pip install --editable '/a b[all]'"),
+        (
+            {"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "pip install 'lineclear[all] @ git+https://host/x.git@abc'",
+        ),
+    ],
+)
+def test_the_command_names_the_place_of_this_installation(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, command: str
+) -> None:
+    text = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    assert extras.install_command("all") == command
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with lineclear's wheel and nothing else, made without a network."""
+    folder = tmp_path_factory.mktemp("bare")
+    environment = os.environ | {"LINECLEAR_NATIVE": "0", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def run(*command: str | Path) -> None:
+        subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=REPOSITORY,
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=PATIENCE_SECONDS,
+        )
+
+    run("hatchling", "build", "-t", "wheel", "-d", folder)
+    (wheel,) = folder.glob("*.whl")
+    run("venv", "--without-pip", folder / "venv")
+    run("pip", "--python", folder / "venv/bin/python", "install", "-q", "--no-deps", "--no-compile", wheel)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("lineclear-scheduler", "structlog", "scheduler"),
+        ("lineclear-worker", "structlog", "worker"),
+        ("lineclear", "rich", "cli"),
+    ],
+)
+def test_a_command_without_its_packages_says_what_to_run(bare: Path, command: str, package: str, extra: str) -> None:
+    (wheel,) = bare.glob("*.whl")
+    done = subprocess.run(
+        [bare / "venv/bin" / command, "--demo"], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == (2 if command == "lineclear" else 78)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert package in done.stderr
+    assert f"pip install 'lineclear[{extra}] @ {wheel.as_uri()}'" in done.stderr
