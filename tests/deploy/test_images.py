@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -77,9 +79,8 @@ def test_it_is_not_root_and_says_so_in_a_number(dockerfile: Path) -> None:
 
 
 def test_the_socket_folder_is_private_from_the_start(dockerfile: Path) -> None:
-    assert ("RUN", "install --directory --owner=10001 --group=10001 --mode=0700 /run/lineclear") in final_stage(
-        dockerfile
-    )
+    (run,) = (rest for word, rest in final_stage(dockerfile) if word == "RUN")
+    assert run.startswith("install --directory --owner=10001 --group=10001 --mode=0700 /run/lineclear && rm")
 
 
 def test_everything_installed_is_pinned(dockerfile: Path) -> None:
@@ -90,9 +91,9 @@ def test_everything_installed_is_pinned(dockerfile: Path) -> None:
 
 def test_only_the_worker_has_torch() -> None:
     scheduler, worker = (p.read_text().split("\n", 1)[1] for p in DOCKERFILES)
-    assert "'.[scheduler]'" in scheduler
+    assert "requirements.py scheduler >" in scheduler
     assert "torch" not in scheduler
-    assert "'.[worker]'" in worker
+    assert "requirements.py worker >" in worker
     pin = re.search(r"^torch==\S+$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     assert pin is not None
     assert f"ARG TORCH={pin[0]}\n" in worker
@@ -107,17 +108,60 @@ def test_whatever_is_copied_is_in_the_context(dockerfile: Path) -> None:
         if word == "COPY" and "--from" not in rest
         for source in rest.split()[:-1]
     }
-    assert copied == let_through
+    assert copied | {"deploy/health_check.py"} == let_through, "which is the scheduler's alone"
     assert [name for name in copied if not (REPOSITORY / name).exists()] == []
 
 
-def health_check(target: str) -> subprocess.CompletedProcess[str]:
-    """What the image runs, asking `target`."""
+def health_check(port: int) -> subprocess.CompletedProcess[str]:
+    """What the image runs, asking a port of this machine."""
     (check,) = (rest for word, rest in final_stage(DOCKERFILES[0]) if word == "HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
-    assert command[:2] == ["python", "-c"]
-    code = command[2].replace("127.0.0.1:50052", target)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert command[:4] == ["python3", "-I", "-S", "/opt/health_check.py"]
+    assert command[5:] == ["50052"]
+    script = REPOSITORY / "deploy/health_check.py"
+    arguments = [sys.executable, "-I", "-S", script, command[4], str(port)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def packages(lines: str) -> set[str]:
+    return {re.split(r"[\[>=<;]", line)[0] for line in lines.splitlines()}
+
+
+@pytest.mark.parametrize("extra", ["scheduler", "worker"])
+def test_the_layer_of_dependencies_has_what_the_product_needs(extra: str) -> None:
+    """The product is installed on top of it without any."""
+    script = REPOSITORY / "deploy/requirements.py"
+    done = subprocess.run([sys.executable, script, extra], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    wanted = {line for line in importlib.metadata.requires("lineclear") or () if f'extra == "{extra}"' in line}
+    wanted |= {line for line in importlib.metadata.requires("lineclear") or () if "extra ==" not in line}
+    names = packages("\n".join(wanted)) - {"lineclear"}
+    assert names <= packages(done.stdout)
+    assert ("torch" in packages(done.stdout)) == (extra == "worker")
+    assert "lineclear" not in packages(done.stdout)
+
+
+def test_the_product_is_a_layer_of_its_own_above_the_dependencies(dockerfile: Path) -> None:
+    copies = [rest for word, rest in final_stage(dockerfile) if word == "COPY" and "--from" in rest]
+    assert copies == ["--from=dependencies /opt/lineclear /opt/lineclear", "--from=product /opt/product /opt/product"]
+    found = instructions(dockerfile)
+    stages = [i for i, (word, _) in enumerate(found) if word == "FROM"]
+    before = [rest for word, rest in found[: stages[1]] if word == "COPY"]
+    assert before == ["constraints.txt pyproject.toml deploy/requirements.py ./"], "else they change with the source"
+
+
+def test_no_pip_is_left_and_what_is_installed_is_compiled(dockerfile: Path) -> None:
+    runs = [rest for word, rest in instructions(dockerfile) if word == "RUN"]
+    assert all("--without-pip" in run for run in runs if " venv " in run)
+    assert all("--compile" in run for run in runs if "pip" in run and " install " in run)
+    assert any("rm -rf /usr/local/bin/pip*" in rest for _, rest in final_stage(dockerfile))
+
+
+def test_labels_name_the_image_and_its_version(dockerfile: Path) -> None:
+    (labels,) = (rest for word, rest in final_stage(dockerfile) if word == "LABEL")
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert f'org.opencontainers.image.title="lineclear-{dockerfile.stem}"' in labels
+    assert f'org.opencontainers.image.version="{version}"' in labels
+    assert 'org.opencontainers.image.licenses="Apache-2.0"' in labels
 
 
 def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
@@ -142,23 +186,34 @@ def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path
     assert list((context / "dist").glob("*.whl"))
 
 
-def test_the_health_check_fails_where_nobody_answers(tmp_path: Path) -> None:
-    done = health_check(f"unix:{tmp_path}/none.sock")
+def test_the_health_check_fails_where_nobody_answers() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = health_check(unused.getsockname()[1])
     assert done.returncode == 1
-    assert "StatusCode.UNAVAILABLE" in done.stderr
+    assert done.stderr.startswith("no answer: ")
 
 
 @pytest.mark.parametrize(
-    ("status", "expected"), [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 1)]
+    ("status", "expected"), [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 1), (None, 1)]
 )
-def test_the_health_check_believes_the_service_liveness(tmp_path: Path, status: int, expected: int) -> None:
+def test_the_health_check_believes_the_service_liveness(status: int | None, expected: int) -> None:
     servicer = health.HealthServicer()
-    servicer.set("liveness", status)
+    if status is not None:
+        servicer.set("liveness", status)
     server = grpc.server(futures.ThreadPoolExecutor(1))
     add_HealthServicer_to_server(servicer, server)
-    assert server.add_insecure_port(f"unix:{tmp_path}/health.sock")
+    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        assert health_check(f"unix:{tmp_path}/health.sock").returncode == expected
+        assert health_check(port).returncode == expected
     finally:
         server.stop(None).wait(PATIENCE_SECONDS)
+
+
+def test_the_health_check_imports_next_to_nothing() -> None:
+    """It runs every ten seconds."""
+    code = "import sys; sys.argv = ['', '127.0.0.1', '1']; before = set(sys.modules); import health_check; "
+    code += "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY / "deploy", capture_output=True, text=True)
+    assert done.stdout == "['health_check']\n", done.stderr

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from support.kustomize import build
+from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
 
 from lineclear.scheduler.access.tokens import read_tokens
@@ -20,6 +25,7 @@ from lineclear.scheduler.settings import load
 from lineclear.worker import settings as worker_settings
 
 DEPLOY = REPOSITORY / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 OURS = ("lineclear-worker", "lineclear-scheduler")
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -27,10 +33,10 @@ SERVICES = COMPOSE["services"]
 
 
 class Manifest:
-    """A file of ours for Kubernetes, and the pod in it."""
+    """What `kubectl apply -k` makes of a folder, and the pod in it."""
 
     def __init__(self, name: str) -> None:
-        self.documents = list(yaml.safe_load_all((DEPLOY / f"kubernetes/{name}.yaml").read_text()))
+        self.documents = build(KUBERNETES / name)
         self.template = self.documents[0]["spec"]["template"]
         self.pod = self.template["spec"]
         self.containers = {c["name"]: c for c in (*self.pod["initContainers"], *self.pod["containers"])}
@@ -40,8 +46,8 @@ class Manifest:
         return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
 
 
-MANIFESTS = {name: Manifest(name) for name in ("sidecar", "service")}
-SIDECAR, SERVICE = MANIFESTS.values()
+MANIFESTS = {name: Manifest(name) for name in ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu")}
+SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
 
 
 @pytest.fixture(params=MANIFESTS.values(), ids=MANIFESTS)
@@ -50,13 +56,18 @@ def manifest(request: pytest.FixtureRequest) -> Manifest:
     return found
 
 
+def unfolded(words: list[str]) -> list[str]:
+    """Flags with the defaults of compose's variables."""
+    return [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in words]
+
+
 def flags(container: dict[str, Any]) -> dict[str, str]:
     pairs = (flag.removeprefix("--").partition("=") for flag in container.get("args") or container["command"])
     return {name: value for name, _, value in pairs}
 
 
 def drain_seconds(container: dict[str, Any]) -> float:
-    settings, _ = load(container.get("args") or container["command"])
+    settings, _ = load(unfolded(container.get("args") or container["command"]))
     return settings.drain_timeout_seconds
 
 
@@ -69,8 +80,26 @@ def seconds(text: str) -> float:
 # --- kubernetes ----------------------------------------------------------------------------------------------------
 
 
-def test_every_file_is_looked_at() -> None:
-    assert {path.stem for path in (DEPLOY / "kubernetes").iterdir()} == set(MANIFESTS)
+def test_every_variant_is_looked_at() -> None:
+    assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kustomize_makes_the_same_of_it(name: str) -> None:
+    command = ["kubectl", "kustomize", KUBERNETES / name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+
+    def by_kind(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        return {document["kind"]: document for document in documents}
+
+    assert by_kind(yaml.safe_load_all(done.stdout)) == by_kind(MANIFESTS[name].documents)
+
+
+def test_a_cpu_variant_asks_for_no_gpu(manifest: Manifest) -> None:
+    is_gpu = manifest in (SIDECAR, SERVICE)
+    assert ("nvidia.com/gpu" in manifest.worker["resources"]["limits"]) == is_gpu
+    assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
 
 
 # The oldest with the sleep hook and native sidecars switched on, and the newest that is known.
@@ -147,7 +176,7 @@ def test_every_volume_is_used_and_bounded(manifest: Manifest) -> None:
 
 def test_the_worker_alone_has_the_gpu(manifest: Manifest) -> None:
     limits = {name: c["resources"]["limits"] for name, c in manifest.containers.items()}
-    assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} == {"lineclear-worker"}
+    assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} <= {"lineclear-worker"}
     assert all("memory" in limit for limit in limits.values())
 
 
@@ -324,9 +353,22 @@ def test_compose_stops_the_scheduler_first_and_waits_for_its_drain() -> None:
     assert SERVICES["scheduler"]["depends_on"] == ["worker"]
     assert "depends_on" not in SERVICES["worker"]
     assert seconds(SERVICES["scheduler"]["stop_grace_period"]) >= drain_seconds(SERVICES["scheduler"]) + 5
-    worker_drain = worker_settings.load(SERVICES["worker"]["command"]).drain_timeout_seconds
+    worker_drain = worker_settings.load(unfolded(SERVICES["worker"]["command"])).drain_timeout_seconds
     assert worker_drain > drain_seconds(SERVICES["scheduler"])
     assert seconds(SERVICES["worker"]["stop_grace_period"]) >= worker_drain + 5
+
+
+def test_no_process_can_take_all_memory_or_restart_for_ever() -> None:
+    """Exit codes 78 and 79 say that starting again does not help."""
+    for service in SERVICES.values():
+        assert service["mem_limit"]
+        assert re.fullmatch(r"on-failure:\d+", service["restart"])
+
+
+def test_compose_gives_both_processes_one_batch_size() -> None:
+    overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["worker"]
+    size = flags(SERVICES["scheduler"])["max-batch-size"]
+    assert flags(SERVICES["worker"])["num-slots"] == flags(overlay)["num-slots"] == size == "${MAX_BATCH_SIZE:-64}"
 
 
 def test_the_gpu_is_added_to_the_same_worker() -> None:

@@ -26,7 +26,8 @@ def arguments() -> list[tuple[str, list[str]]]:
             for name, container in _containers(document):
                 flags = container.get("args") or container.get("command") or []
                 if flags:
-                    found.append((name.removeprefix("lineclear-"), flags))
+                    defaults = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", flag) for flag in flags]
+                    found.append((name.removeprefix("lineclear-"), defaults))
     return [(name, flags) for name, flags in found if name in ("scheduler", "worker")]
 
 
@@ -76,7 +77,9 @@ def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
         for name in model.model_fields
     }
     others = {
-        *("--build", "--build-arg", "--from", "--no-cache-dir"),  # docker, pip
+        *("--build", "--build-arg", "--from"),  # docker
+        *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
+        "--link",  # requirements.py
         *("--directory", "--owner", "--group", "--mode"),  # install
         "--from-literal",  # kubectl
         "--time",  # docker stop

@@ -1,0 +1,141 @@
+"""Build both images and try them: 16 streams complete although both containers are stopped at once.
+
+    python deploy/try_images.py [--builder podman|docker] [-- FLAGS OF THE BUILD]
+
+Prints one line and exits with 0 where there is neither podman nor docker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lineclear.client import Client, Generation, HealthStatus
+from lineclear.errors import LineclearError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NUM_STREAMS, NUM_TOKENS = 16, 400
+READY_SECONDS = 180.0
+HARDENED = [
+    *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
+    *("--security-opt", "no-new-privileges", "--user", "10001:10001"),
+]
+
+
+def find_builder() -> str | None:
+    """Return podman or docker, if it works here."""
+    for name in ("podman", "docker"):
+        if shutil.which(name) and not subprocess.run([name, "info"], capture_output=True).returncode:
+            return name
+    return None
+
+
+def run(*command: str) -> str:
+    """Run a command and return what it prints. Raises CalledProcessError."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def build(builder: str, flags: list[str]) -> dict[str, str]:
+    """Build both images and return their names. Prints size and layers."""
+    images = {}
+    for process in ("scheduler", "worker"):
+        images[process] = image = f"lineclear-{process}:try"
+        begin = time.monotonic()
+        file = str(REPOSITORY / f"deploy/{process}.Dockerfile")
+        run(builder, "build", *flags, "-t", image, "-f", file, str(REPOSITORY))
+        size = int(run(builder, "image", "inspect", "--format", "{{.Size}}", image))
+        print(f"{image}: {size / 1e6:.0f} MB, built in {time.monotonic() - begin:.0f} s")
+        print(run(builder, "history", "--format", "  {{.Size}}  {{.CreatedBy}}", image))
+    return images
+
+
+def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
+    """Start both containers, stop them at once under streams, and check that every stream completes."""
+    sockets, api, model = folder / "sockets", folder / "api", REPOSITORY / "demo/model"
+    for directory in (sockets, api):
+        directory.mkdir()
+        directory.chmod(0o777)
+    shared = [*HARDENED, "--network", "none", "-v", f"{sockets}:/run/lineclear", "-v", f"{model}:/models/model:ro"]
+    common = ["--model=/models/model", "--log-format=json"]
+    containers = {name: f"lineclear-try-{name}" for name in images}
+    listen = ["--listen=unix:/api/api.sock", "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=60"]
+    begin = time.monotonic()
+    scheduler = ["-v", f"{api}:/api", images["scheduler"], *common, *listen]
+    worker = [images["worker"], *common, "--directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
+    try:
+        run(builder, "run", "-d", "--name", containers["scheduler"], *shared, *scheduler)
+        run(builder, "run", "-d", "--name", containers["worker"], *shared, *worker)
+        with Client(f"unix:{api}/api.sock", max_attempts=1) as client:
+            wait_until_ready(client)
+            print(f"ready after {time.monotonic() - begin:.1f} s")
+            answers = stream_while_stopping(client, [builder, "stop", "--time", "90", *containers.values()])
+        complete = sum(len(answer.token_ids) == NUM_TOKENS and not answer.resumes for answer in answers)
+        codes = [run(builder, "inspect", "--format", "{{.State.ExitCode}}", name) for name in containers.values()]
+        print(f"{complete} of {NUM_STREAMS} streams complete, exit codes {codes}")
+        if complete < NUM_STREAMS or set(codes) != {"0"}:
+            sys.exit("the images do not hold what they promise")
+    finally:
+        for name in containers.values():
+            subprocess.run([builder, "rm", "--force", name], capture_output=True)
+
+
+def wait_until_ready(client: Client) -> None:
+    """Return when requests are welcome."""
+    give_up = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            if client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
+                return
+        except LineclearError:
+            pass
+        if time.monotonic() > give_up:
+            sys.exit(f"not ready after {READY_SECONDS:g} s")
+        time.sleep(0.2)
+
+
+def stream_while_stopping(client: Client, stop: list[str]) -> list[Generation]:
+    """Stop both containers when every stream has begun, and return what the streams gave."""
+    begun = threading.Barrier(NUM_STREAMS + 1, timeout=READY_SECONDS)
+
+    def read(seed: int) -> Generation:
+        with client.stream("Once upon a time", seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) as stream:
+            next(stream)
+            begun.wait()
+            for _ in stream:
+                pass
+        return stream.result
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        answers = [pool.submit(read, seed) for seed in range(NUM_STREAMS)]
+        begun.wait()
+        stopping = [subprocess.Popen([*stop[:4], name], stdout=subprocess.DEVNULL) for name in stop[4:]]
+        results = [answer.result() for answer in answers]
+    for process in stopping:
+        process.wait()
+    return results
+
+
+def main() -> None:
+    """Build, try, and say how it went."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--builder", help="podman or docker; default: the first that works")
+    parser.add_argument("flags", nargs="*", help="further flags of the build")
+    arguments = parser.parse_args()
+    builder = arguments.builder or find_builder()
+    if builder is None:
+        print("images: skipped, there is neither podman nor docker that works here")
+        return
+    images = build(builder, arguments.flags)
+    with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
+        try_out(builder, images, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
