@@ -74,10 +74,11 @@ fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link, as
 	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
-chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch worker, 50 of the scheduler: what callers noticed
+chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch worker, 50 of the scheduler; 100 updates to another model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),50) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 privacy: $(STAMP) ## Does the time to the first token tell a tenant what another has asked? TRIALS (800) of each worker
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --seed $(or $(SEED),1)

@@ -113,7 +113,7 @@ def resume_flood(where: Where) -> int:
         token_ids=pb.TokenIds(ids=[5]),
         sampling={"max_tokens": 7001, "seed": 1, "ignore_eos": True},
         stop={"strings": ["zyxwvut" * 9] * 8},
-        resume=pb.Resume(token_ids=received),
+        resume=pb.Resume(token_ids=received, model_fingerprint="toy"),
     )
     return _in_threads(where, lambda stub: list(stub.Generate(request)))
 
