@@ -29,7 +29,7 @@ OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).
 PROTOBUF = "google.protobuf"
 SETTINGS = ("pydantic", "pydantic_settings")
 CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.status", "lineclear.v1")
-HOUSEKEEPING = ("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags")
+HOUSEKEEPING = ("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags", "lineclear.core_dumps")
 
 
 def within(module: str, prefix: str) -> bool:
@@ -96,7 +96,7 @@ ROOMS = {
             PROTOBUF,
             "structlog",
             *SETTINGS,
-            *("lineclear.scheduler.addresses", "lineclear.scheduler.settings"),
+            *("lineclear.limits", "lineclear.scheduler.addresses", "lineclear.scheduler.settings"),
             *CONTRACT,
             *HOUSEKEEPING,
         ),

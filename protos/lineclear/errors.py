@@ -78,6 +78,20 @@ class Malformed(InvalidRequest):
     reason = "MALFORMED"
 
 
+class RequestTooLarge(LineclearError):
+    """The request has more bytes than the server takes; send less, or raise max_message_bytes."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "REQUEST_TOO_LARGE"
+
+
+class ResponseTooLarge(LineclearError):
+    """The answer to a unary call has more bytes than one message may have."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "RESPONSE_TOO_LARGE"
+
+
 class Unauthenticated(LineclearError):
     """The call shows no token that is valid here."""
 

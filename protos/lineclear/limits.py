@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""Largest gRPC message, either way, unless an operator sets another (then clients set it too: `options`). A prompt of
-half a megabyte of text, or of a million token ids, has room; so have the answers to thousands of unread tokens."""
+"""Largest gRPC message that a server sends, and that a client sends or takes, unless `options` say otherwise."""
+MAX_REQUEST_BYTES = 1024 * 1024
+"""Largest request that a server takes unless its operator sets another limit (`max_message_bytes`). Half a megabyte of
+text fits, and so do 250,000 token ids."""
+REQUEST_BYTES_KEY = "lineclear-max-request-bytes"
+"""Initial metadata of a session: the largest request in bytes that this server takes. A larger one fails alone up to
+twice the limit; beyond that gRPC ends the whole session."""
+MAX_PIECE_BYTES = 1024 * 1024
+"""Streamed answers are cut into messages of about this size."""
 
 MAX_SESSION_ORDERS = 32
 """Most orders in one message of a session. A server obeys them in one go: more would hold up what it sends."""

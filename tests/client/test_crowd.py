@@ -15,6 +15,7 @@ REQUEST = pb.GenerateRequest(text="a")
 
 class FakeSession:
     is_over = False
+    is_closing = False
     is_missing = False
 
     def begin(self, request: pb.GenerateRequest, seconds: float | None, alone: Callable[[float | None], Any]) -> str:
@@ -75,6 +76,15 @@ def test_one_that_is_over_is_followed_by_another_if_the_server_has_them(
     assert len(sessions.opened) == 2
     sessions.opened[-1].is_over = sessions.opened[-1].is_missing = True
     assert begin(crowd) == "alone, 3.0 s"
+    assert len(sessions.opened) == 2
+
+
+def test_a_session_that_takes_no_more_requests_is_followed_by_another(
+    crowd: Crowd[FakeSession], sessions: Sessions
+) -> None:
+    begin(crowd), begin(crowd)
+    sessions.opened[-1].is_closing = True
+    assert begin(crowd) == "shared, 3.0 s"
     assert len(sessions.opened) == 2
 
 

@@ -261,3 +261,34 @@ def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
             await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
     run(scenario())
+
+
+def test_clients_ask_on_while_connections_and_sessions_reach_their_greatest_age(tmp_path: Path, connect: Open) -> None:
+    """One answer lasts longer than its connection may take new calls. Nobody notices, and new Sessions are opened."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
+            opened: set[Any] = set()
+            first = await occupied(s, client)
+
+            async def ask_on(number: int) -> None:
+                count = 0
+                while len(opened) < 4:
+                    answer = await client.generate("more", request_id=f"r{number}-{count}")
+                    assert answer.text == SMILE
+                    opened.update(s.service._sessions)
+                    count += 1
+                    await asyncio.sleep(0.005)
+
+            # This one keeps the first Session busy to the end.
+            long = asyncio.ensure_future(client.generate("long", request_id="long"))
+            key = await s.engine.next_request(2)
+            s.engine.start(key)
+            s.engine.answer = lambda request: SMILE_IDS
+            await asyncio.gather(*(ask_on(number) for number in range(4)))
+            s.engine.tokens(key, SMILE_IDS)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            assert (await long).text == SMILE
+            await finish(s, first)
+
+    run(scenario())

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import struct
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from support.patience import PATIENCE_SECONDS
+from service.orders import Caller, submit
+from service.processes import Running
+from service.serving import BOUND_SECONDS, error_of, run, serving, text_request
+from service.test_security import bearer
+from service.test_tokens import ALICE, token_file
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
+from lineclear.scheduler import scrapes as scrapes_module
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Durations, Stats
-from lineclear.scheduler.scrapes import Scrapes
+from lineclear.scheduler.scrapes import MAX_CONNECTIONS, Scrapes
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 
@@ -83,40 +96,143 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     }
 
 
+def test_the_expiry_of_the_certificate_is_a_figure_where_there_is_one() -> None:
+    name = "lineclear_certificate_expiry_timestamp_seconds"
+    registry = CollectorRegistry()
+    registry.register(_Given(list(families(pb.GetStatsResponse(), Stats(0.0), certificate_expires_at=1.8e9))))
+    assert registry.get_sample_value(name) == 1.8e9
+    assert name not in read(pb.GetStatsResponse(), Stats(0.0))
+
+
 # -- the listener
 
 
-def fetch(scrapes: Scrapes) -> str:
-    with urllib.request.urlopen(f"http://{scrapes.address}/metrics", timeout=PATIENCE_SECONDS) as response:
-        assert response.headers["Content-Type"].startswith("text/plain")
+def fetch(scrapes: Scrapes, accept: str = "*/*", query: str = "") -> str:
+    request = urllib.request.Request(f"http://{scrapes.address}/metrics{query}", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return str(response.read().decode())
+
+
+def visits(value: int = 1) -> list[Metric]:
+    return [GaugeMetricFamily("visits", "So many.", value)]
+
+
+@contextlib.contextmanager
+def scraped(collect: Callable[[], Iterable[Metric]] = visits) -> Iterator[Scrapes]:
+    scrapes = Scrapes("127.0.0.1:0", collect)
+    try:
+        yield scrapes
+    finally:
+        scrapes.close()
+
+
+def connect(scrapes: Scrapes) -> socket.socket:
+    host, _, port = scrapes.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
+
+
+PROMETHEUS = {
+    "2.30": "application/openmetrics-text; version=0.0.1,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "2.38": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "2.53, native histograms": "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;"
+    "encoding=delimited,application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "3.0": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "3.0, names with underscores": "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=underscores;q=0.3,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+}
+"""What each release asks for in `Accept`."""
+
+
+@pytest.mark.parametrize("accept", [*PROMETHEUS.values(), "*/*"], ids=[*PROMETHEUS, "curl"])
+def test_names_are_the_same_for_every_release_of_prometheus(accept: str) -> None:
+    stats = pb.GetStatsResponse(gauges=pb.Gauges(requests_waiting=3))
+    with scraped(lambda: families(stats, Stats(0.0))) as scrapes:
+        found = {s.name: s.value for f in text_string_to_metric_families(fetch(scrapes, accept)) for s in f.samples}
+    assert found["vllm:num_requests_waiting"] == found["lineclear_requests_waiting"] == 3
+
+
+def test_some_figures_can_be_asked_for_by_name() -> None:
+    with scraped(lambda: [*visits(), GaugeMetricFamily("others", "So many.", 1)]) as scrapes:
+        assert {"visits 1.0", "others 1.0"} < set(fetch(scrapes).splitlines())
+        assert "others 1.0" not in fetch(scrapes, query="?name[]=visits")
+
+
+@pytest.mark.parametrize("asked", [b"POST /metrics HTTP/1.1\r\n\r\n", b"hello\r\n\r\n"])
+def test_what_is_no_scrape_is_refused(asked: bytes) -> None:
+    with scraped() as scrapes, connect(scrapes) as caller:
+        caller.sendall(asked)
+        assert caller.recv(1 << 16).startswith(b"HTTP/1.1 40")
+
+
+def test_callers_that_never_finish_their_request_keep_nobody_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are places; a scrape is answered, and the last of them is closed when its time is up."""
+    monkeypatch.setattr(scrapes_module, "REQUEST_SECONDS", 0.5)
+    with scraped() as scrapes, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(scrapes)) for _ in range(MAX_CONNECTIONS + 4)]
+        for caller in slow:
+            caller.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        assert "visits 1.0" in fetch(scrapes)
+        for caller in slow:
+            with contextlib.suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+
+
+def test_a_caller_that_does_not_read_its_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrapes_module, "REQUEST_SECONDS", 0.5)
+    large = [GaugeMetricFamily(f"visits_{n}", "x" * 10_000, n) for n in range(2000)]
+    with scraped(lambda: large) as scrapes, connect(scrapes) as caller:
+        caller.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert caller.recv(1, socket.MSG_PEEK)  # the answer has begun
+        end = monotonic() + PATIENCE_SECONDS
+        while scrapes._connections:
+            assert monotonic() < end
+            sleep(0.01)
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while data := caller.recv(1 << 20):
+                received += len(data)
+        assert received < 20_000_000
 
 
 def test_each_visit_finds_the_figures_of_its_moment() -> None:
     values = iter([1, 2])
-    scrapes = Scrapes("127.0.0.1:0", lambda: [GaugeMetricFamily("visits", "So many.", next(values))])
-    try:
+    with scraped(lambda: visits(next(values))) as scrapes:
         assert "visits 1.0" in fetch(scrapes)
         assert "visits 2.0" in fetch(scrapes)
         with pytest.raises(urllib.error.HTTPError, match="503"):  # no figures any more
             fetch(scrapes)
-    finally:
-        scrapes.close()
-    with pytest.raises(urllib.error.URLError):
-        fetch(scrapes)
 
 
 def test_a_caller_that_leaves_without_a_word_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
-    scrapes = Scrapes("127.0.0.1:0", lambda: [GaugeMetricFamily("visits", "So many.", 1)])
-    host, _, port = scrapes.address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port))) as caller:
+    with scraped() as scrapes:
+        with connect(scrapes) as caller:
             caller.sendall(b"GET")
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
         assert "visits 1.0" in fetch(scrapes)
-    finally:
-        scrapes.close()
     assert capfd.readouterr().err == ""
+
+
+def test_a_slow_scrape_does_not_keep_the_process(start: Callable[..., Running]) -> None:
+    """It sends a byte now and then, so no timeout between bytes would end it."""
+    server = start("--metrics-listen", "127.0.0.1:0")
+    host, _, port = server.wait_for("metrics")["address"].rpartition(":")
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        assert "lineclear_requests_running" in server.metrics_page()
+        server.popen.send_signal(signal.SIGTERM)
+        end = monotonic() + SOON_SECONDS
+        while server.popen.poll() is None and monotonic() < end:
+            with contextlib.suppress(OSError):
+                slow.sendall(b"x")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.popen.wait(0.05)
+        assert server.popen.poll() == 0
 
 
 def test_an_address_in_use_is_refused() -> None:
@@ -125,3 +241,55 @@ def test_an_address_in_use_is_refused() -> None:
         taken.listen()
         with pytest.raises(ConfigurationError, match="in use"):
             Scrapes(f"127.0.0.1:{taken.getsockname()[1]}", list)
+
+
+# -- what is refused
+
+
+def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: Path) -> None:
+    """Of all methods, and of orders of a Session. A request that was let in counts among those that ended."""
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}")
+        async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
+
+            async def call(method: Callable[..., Any], message: Any, **options: Any) -> None:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = method(message, metadata=bearer(ALICE), timeout=BOUND_SECONDS, **options)
+                    await (answer.read() if hasattr(answer, "read") else answer)
+
+            wrong = text_request(sampling={"top_p": 7.0})
+            await call(s.stub.Generate, wrong)
+            await call(s.stub.Submit, pb.SubmitRequest(request=wrong))
+            await call(s.stub.Tokenize, pb.TokenizeRequest())
+            await call(s.stub.Detokenize, pb.DetokenizeRequest(token_ids=[10**6]))
+            await call(s.stub.Attach, pb.AttachRequest(request_id="nobody"))
+            await call(s.stub.GetResult, pb.GetResultRequest(request_id="nobody"))
+            await call(s.channel.unary_unary("/lineclear.v1.InferenceService/GetModel"), b"\xff")
+            await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
+            await error_of(s.stub.Generate(wrong))  # without a token
+            caller = Caller(s, metadata=bearer(ALICE))
+            await caller.order(submit(1), submit(2, wrong), submit(3))  # no room for the last one
+            await caller.until(lambda: len(caller.failed) == 2)
+            await caller.order(submit(1))  # ends the Session
+            await error_of(caller.call)
+            await s.idle()
+            # Let in, and found to be too long once it was tokenized.
+            await call(s.stub.Generate, text_request("a b " * 200))
+            await s.idle()
+            rejected, ended = s.service._stats.rejected, s.service._stats.ended
+            assert dict(rejected) == {
+                "invalid_request": 5,  # Generate, Submit, Tokenize, an order, the Session
+                "token_out_of_vocabulary": 1,
+                "unknown_request": 2,
+                "malformed": 1,
+                "unsupported": 1,
+                "unauthenticated": 1,
+                "queue_full": 1,
+            }
+            assert dict(ended) == {"cancelled": 1, "prompt_too_long": 1}
+
+    run(scenario())
+    figures = Stats(0.0)
+    figures.add_rejected("invalid_request")
+    assert read(pb.GetStatsResponse(), figures)["lineclear_requests_rejected_total reason=invalid_request"] == 1

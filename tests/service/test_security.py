@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,23 @@ import pytest
 import trustme
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.serving import BOUND_SECONDS, Serving, error_of, read_all, run, serving, text_request
+from service.orders import Caller, submit
+from service.processes import Running
+from service.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, run, serving, text_request
 from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
+from support.patience import PATIENCE_SECONDS
 
 from lineclear import v1
 from lineclear.scheduler.access import identity
+from lineclear.scheduler.access.authentication import _Token
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.access.tokens import read_tokens
+from lineclear.scheduler.access.watched import LOOK_SECONDS, Watched
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.rpc.server import BOTH, OPERATORS
 from lineclear.scheduler.rpc.server import CHANNELZ as CHANNELZ_NAME
+from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import SchedulerSettings
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
@@ -156,6 +166,43 @@ def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
             assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
 
     run(scenario())
+
+
+def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_path: Path) -> None:
+    """What was let in before is completed, then the Session ends. Other callers' Sessions go on."""
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+        async with serving(tmp_path, token_file=str(file)) as s:
+            alice, bob = (Caller(s, metadata=bearer(token)) for token in (ALICE, BOB))
+            await alice.order(submit(1))
+            key = await s.engine.next_request()
+            token_file(tmp_path, f"bob {BOB}")
+            await ask_until(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
+            await alice.order(submit(2))
+            await alice.until(lambda: alice.failed)
+            assert {handle: failure.reason for handle, failure in alice.failed.items()} == {2: "UNAUTHENTICATED"}
+            s.engine.start(key)
+            s.engine.tokens(key, HELLO_IDS)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            await alice.until(lambda: alice.finished)
+            assert alice.tokens[1] == HELLO_IDS
+            assert (await error_of(alice.call)).reason == "UNAUTHENTICATED"
+            await bob.order(submit(1))
+            s.engine.start(await s.engine.next_request(2))
+            await bob.until(lambda: bob.started)
+
+    run(scenario())
+
+
+def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_path: Path) -> None:
+    now = 0.0
+    watched = Watched([file := token_file(tmp_path, f"alice {ALICE}")], lambda: read_tokens(file), lambda: now)
+    shown = _Token(watched, watched.current(), ALICE, "alice")
+    for lines, expected in (([f"bob {BOB}", f"alice {ALICE}"], True), ([f"carol {ALICE}"], False)):
+        token_file(tmp_path, *lines)
+        now += LOOK_SECONDS
+        assert shown.is_valid() is expected
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------
@@ -364,3 +411,35 @@ def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None
                     assert await ask(probe, method) == "UNIMPLEMENTED", method
 
     run(scenario())
+
+
+# --- core files ------------------------------------------------------------------------------------------------------
+
+
+def core_limit(pid: int) -> list[str]:
+    """The soft and the hard limit of a process for core files."""
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    return next(line for line in lines if line.startswith("Max core file size")).split()[4:6]
+
+
+def test_neither_process_leaves_a_core_file(start: Callable[..., Running]) -> None:
+    server = start()
+    worker = server.wait_for("worker_started")["pid"]
+    assert core_limit(server.popen.pid) == core_limit(worker) == ["0", "0"]
+
+
+def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
+    """In a container of its own, where it inherits nothing."""
+    code = (
+        "import sys, types\n"
+        "serving = types.ModuleType('lineclear.worker.serving')\n"
+        "serving.serve = lambda argv, supervised: print(open('/proc/self/limits').read()) or 0\n"
+        "sys.modules[serving.__name__] = serving\n"
+        "from lineclear.worker.main import main\n"
+        "main([])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
+    line = next(line for line in done.stdout.splitlines() if line.startswith("Max core file size"))
+    assert line.split()[4:6] == ["0", "0"]

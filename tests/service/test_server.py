@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.rpc.server import LIVE, READY, WORKER
+from lineclear.scheduler.rpc import health
+from lineclear.scheduler.rpc.server import CHANNELZ, LIVE, NAMES, READY, WORKER
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
@@ -147,6 +149,40 @@ def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_watchers_of_one_connection_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of one address for another, where all the places of the first are taken."""
+    monkeypatch.setattr(health, "MAX_WATCHERS_PER_CONNECTION", 2)
+    monkeypatch.setattr(health, "MAX_WATCHERS", 3)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, listen="127.0.0.1:0", health_listen="127.0.0.1:0") as s:
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            channels = [grpc.aio.insecure_channel(s.server.address, options=own) for _ in range(2)]
+            probe = grpc.aio.insecure_channel(s.server.health_address)
+
+            async def watch(channel: Any) -> Any:
+                call = health_of(channel).Watch(health_pb2.HealthCheckRequest())
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert (await call.read()).status == SERVING
+                    return call
+                return (await call.code()).name
+
+            calls = [await watch(channels[0]) for _ in range(2)]
+            assert await watch(channels[0]) == "RESOURCE_EXHAUSTED", "of one connection"
+            calls.append(await watch(channels[1]))
+            assert await watch(channels[1]) == "RESOURCE_EXHAUSTED", "of the address"
+            calls.append(await watch(probe))
+            assert not any(isinstance(call, str) for call in calls)
+            calls[0].cancel()
+            async with asyncio.timeout(BOUND_SECONDS):
+                while isinstance(await watch(channels[1]), str):
+                    pass
+            for channel in (*channels, probe):
+                await channel.close()
+
+    run(scenario())
+
+
 def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
@@ -185,8 +221,7 @@ def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )()
             await raw.write(b"\x1a\x02\xff\xfe")
-            assert (await raw.read()).error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-            await raw.done_writing()
+            assert (await error_of(raw)).reason == "MALFORMED"
 
     run(scenario())
 
@@ -251,6 +286,53 @@ def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
 
     run(scenario())
     assert (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_every_service_that_reflection_lists_is_described_with_all_it_needs(tmp_path: Path, version: str) -> None:
+    """What k6 and buf do: list, ask for the file of each service, and then for each file that one depends on."""
+
+    async def scenario() -> None:
+        async with (
+            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as admins,
+            grpc.aio.insecure_channel(admins.server.admin_address) as admin,
+        ):
+            await describe_all(admin, version, {*NAMES, CHANNELZ, "grpc.health.v1.Health"})
+        (tmp_path / "data").mkdir()
+        async with serving(tmp_path / "data") as s:
+            await describe_all(s.channel, version, {SERVICE, "grpc.health.v1.Health"})
+
+    async def describe_all(channel: Any, version: str, expected: set[str]) -> None:
+        call = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+
+        async def ask(**what: str) -> Any:
+            await call.write(reflection_pb2.ServerReflectionRequest(**what))
+            answer = await call.read()
+            assert not answer.HasField("error_response"), (what, answer.error_response)
+            return answer
+
+        listed = {entry.name for entry in (await ask(list_services="*")).list_services_response.service}
+        assert listed == expected | {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
+        for service in listed:
+            found = (await ask(file_containing_symbol=service)).file_descriptor_response.file_descriptor_proto
+            files = {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, found)}
+            for name in [name for file in files.values() for name in file.dependency]:
+                named = (await ask(file_by_filename=name)).file_descriptor_response.file_descriptor_proto
+                files |= {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, named)}
+            pool = descriptor_pool.DescriptorPool()  # as strict as a client's: every type must be there
+            while files:
+                ready = [f for f in files.values() if not set(f.dependency) & files.keys()]
+                assert ready, files.keys()
+                for file in ready:
+                    pool.Add(files.pop(file.name))
+            assert pool.FindServiceByName(service).methods
+        await call.done_writing()
+
+    run(scenario())
 
 
 def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:

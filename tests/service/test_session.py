@@ -158,7 +158,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
 
 def test_a_session_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_streams_per_connection=3) as s:
+        async with serving(tmp_path, max_session_requests=3) as s:
             caller = Caller(s)
             await caller.order(*(submit(n) for n in range(4)))
             await caller.until(lambda: caller.failed)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
-from lineclear.scheduler.access.certificates import read_certificates
-from lineclear.scheduler.access.tokens import read_tokens
+from lineclear.scheduler.access import certificates
+from lineclear.scheduler.access.certificates import ServerCertificates, read_certificates
+from lineclear.scheduler.access.tokens import Tokens, read_tokens
 from lineclear.scheduler.access.watched import LOOK_SECONDS, Watched
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 
@@ -195,6 +199,27 @@ def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path
     assert len(reads) <= 11
 
 
+def test_a_problem_that_passes_is_no_reason_to_keep_old_values(tmp_path: Path) -> None:
+    """Too many open files, say: the change is read with the next look, though the file does not change again."""
+    clock, broken = Clock(), [True, True, False]
+    file = token_file(tmp_path, f"alice {ALICE}")
+
+    def read() -> Tokens:
+        if reads and broken.pop(0):
+            raise ConfigurationError("too many open files")
+        reads.append(clock.now)
+        return read_tokens(file)
+
+    reads: list[float] = []
+    watched = Watched([file], read, clock)
+    token_file(tmp_path, f"bob {BOB}")
+    with capture_logs() as lines:
+        for expected in (None, None, "bob", "bob"):
+            clock.now += LOOK_SECONDS
+            assert watched.current().name_of(BOB) == expected
+    assert [line["event"] for line in lines] == ["files_not_reloaded", "files_reloaded"]
+
+
 # --- certificates ----------------------------------------------------------------------------------------------------
 
 AUTHORITY = trustme.CA()
@@ -223,8 +248,6 @@ def test_one_of_an_intermediate_authority_is_taken(tmp_path: Path) -> None:
 def test_what_cannot_serve_is_refused_with_file_and_reason(tmp_path: Path) -> None:
     good = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     other = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"), "other")
-    import datetime
-
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     expired = pem_files(tmp_path, AUTHORITY.issue_cert("localhost", not_after=yesterday), "expired")
     (tmp_path / "rubbish").write_text("rubbish")
@@ -255,3 +278,38 @@ def test_a_locked_key_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
     key.write_bytes(locked.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
     with pytest.raises(ConfigurationError, match="password"):
         read(**files)
+
+
+def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is read, then both files are exchanged, then the key is read."""
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    real = certificates._read
+
+    def read_and_exchange(setting: str, path: Any) -> bytes:
+        data = real(setting, path)
+        if setting == "tls_cert_file":
+            pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        return data
+
+    monkeypatch.setattr(certificates, "_read", read_and_exchange)
+    with pytest.raises(ConfigurationError, match="key values mismatch"):
+        read(**files)
+    monkeypatch.undo()
+    read(**files)
+
+
+def test_the_expiry_of_a_certificate_is_announced_once_a_day(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost", not_after=now + 20 * day))
+    found = ServerCertificates(SchedulerSettings(listen="127.0.0.1:0", **files))
+    with capture_logs() as lines:
+        for hours in range(0, 24 * 22, 2):
+            found.announce_expiry(now + hours * day / 24)
+    events = [(line["event"], line.get("days_left")) for line in lines]
+    assert events[:14] == [("certificate_expires_soon", days) for days in range(13, -1, -1)]
+    assert set(events[14:]) == {("certificate_expired", None)}
+    assert len(events[14:]) <= 3
+    assert abs(found.expires_at - now - 20 * day) < datetime.timedelta(minutes=1)

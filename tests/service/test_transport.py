@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import grpc
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.serving import BOUND_SECONDS, error_of, read_all, run, serving, text_request
+from service.orders import Caller, submit
+from service.serving import BOUND_SECONDS, error_of, read_all, run, serving, text_request, until
+from service.test_slow_readers import gate
+from support.http2 import Connection, message
 
 from lineclear.client.channels import channel_options
-from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from lineclear.scheduler.access import listening
+from lineclear.scheduler.access.listening import Options, data_options, probe_options
 from lineclear.scheduler.settings import SchedulerSettings
+
+DEAD_SECONDS = 30.0
+"""Far more than keepalive takes here, and half of what gRPC would wait where it did not know our timeout."""
 
 
 async def answered(channel: grpc.aio.Channel) -> None:
@@ -22,10 +33,34 @@ async def answered(channel: grpc.aio.Channel) -> None:
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=BOUND_SECONDS)
 
 
-def test_both_ends_have_the_same_limit_for_a_message() -> None:
-    client = dict(channel_options())
-    assert client["grpc.max_receive_message_length"] == client["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
-    assert SchedulerSettings().max_message_bytes == MAX_MESSAGE_BYTES
+def test_a_client_takes_whatever_a_server_sends() -> None:
+    client, server = dict(channel_options()), dict(data_options(SchedulerSettings()))
+    assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
+    assert SchedulerSettings().max_message_bytes == MAX_REQUEST_BYTES
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+LIBRARY = Path(cygrpc.__file__).read_bytes()
+"""gRPC as it is installed. A name that it does not know is ignored without a word."""
+
+
+def is_known(option: str) -> bool:
+    return option.encode() + b"\0" in LIBRARY
+
+
+@pytest.mark.parametrize("options", [data_options, probe_options])
+def test_the_installed_grpc_knows_every_option_of_a_server(options: Callable[[SchedulerSettings], Options]) -> None:
+    assert [name for name, _ in options(SchedulerSettings()) if not is_known(name)] == []
+    assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms")
+    assert not is_known("grpc.http2.ping_timeout")
+
+
+def test_the_installed_grpc_knows_every_option_of_a_client() -> None:
+    assert [name for name, _ in channel_options() if not is_known(name)] == []
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
 
 
 def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> None:
@@ -56,31 +91,140 @@ def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) ->
     run(scenario())
 
 
-def _frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
-
-
-def test_who_only_pings_is_told_to_leave(tmp_path: Path) -> None:
-    """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
-
-    def flood(path: Path) -> bytes:
-        with socket.socket(socket.AF_UNIX) as raw:
-            raw.settimeout(BOUND_SECONDS)
-            raw.connect(str(path))
-            raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4) + _frame(6, bytes(8)) * 1000)
-            heard = b""
-            try:
-                while data := raw.recv(65536):
-                    heard += data
-            except ConnectionResetError:
+def pings(path: Path, count: int, seconds_between: float) -> Connection:
+    """A connection that has sent so many pings, or as many as were welcome."""
+    with Connection(path) as connection:
+        connection.receive()
+        for _ in range(count):
+            connection.ping()
+            while not connection.is_closed and connection.receive(seconds_between):
                 pass
-            return heard
+            if connection.is_closed:
+                break
+        return connection
+
+
+def test_a_client_that_only_pings_is_told_to_leave(tmp_path: Path) -> None:
+    """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
 
     async def scenario() -> None:
         async with serving(tmp_path) as s:
-            heard = await asyncio.to_thread(flood, tmp_path / "s")
-            assert b"too_many_pings" in heard
+            connection = await asyncio.to_thread(pings, tmp_path / "s", 1000, 0.0001)
+            assert b"too_many_pings" in connection.goaway
             await answered(s.channel)
+
+    run(scenario())
+
+
+def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many pings as there are strikes, in a thousandth of the time. The default would be one in 300 s."""
+    monkeypatch.setattr(listening, "MIN_PING_INTERVAL_MS", 5)
+
+    async def scenario() -> None:
+        async with serving(tmp_path):
+            connection = await asyncio.to_thread(pings, tmp_path / "s", 60, 0.01)
+            assert connection.goaway == b""
+            assert not connection.is_closed
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["waiting", "streaming"])
+def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path, phase: str) -> None:
+    """No byte travels any more, and nothing is closed, as when a machine loses its power."""
+
+    async def scenario() -> None:
+        async with (
+            serving(tmp_path, keepalive_time_seconds=1, keepalive_timeout_seconds=0.5, stall_timeout_seconds=3600) as s,
+            gate(tmp_path) as (address, is_open),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            s.stub_of(channel).Generate(text_request())
+            session = s.stub_of(channel).Session()
+            await session.write(submit(1))
+            await s.engine.next_request(2)
+            keys = [r.request_id for r in s.engine.submitted]
+            for key in keys:
+                s.engine.start(key)
+            is_open.clear()
+            before = monotonic()
+            while len(s.service.streams):
+                if phase == "streaming":
+                    s.engine.step({key: [40] for key in keys if key in s.engine.requests})
+                await asyncio.sleep(0.01)
+                assert monotonic() < before + DEAD_SECONDS
+            assert sorted(s.engine.cancelled) == sorted(keys)
+            is_open.set()
+
+    run(scenario())
+
+
+# --- requests that are never complete --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
+def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, request_timeout_seconds=0.2) as s:
+            s.engine.answer = lambda request: [5]
+
+            def speak() -> Connection:
+                with Connection(tmp_path / "s") as connection:
+                    connection.call(f"/{method}", message(b"x" * 100, declared=200))
+                    while not connection.ended:
+                        assert connection.receive()
+                    return connection
+
+            connection = await asyncio.to_thread(speak)
+            assert b"request was not complete after 0.2 s" in connection.ended[1]
+            await read_all(s.generate())
+
+    run(scenario())
+
+
+def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path) -> None:
+    """Each stream may send as much as the server takes of it: almost nothing, where others are read before."""
+    size, unfinished, streams = 256 * 1024, 4, 48
+
+    async def scenario() -> None:
+        async with serving(
+            tmp_path, max_message_bytes=size, max_unfinished_per_connection=unfinished, max_streams_per_connection=64
+        ) as s:
+            s.engine.answer = lambda request: [5]
+
+            def speak(method: str, count: int) -> tuple[int, Connection]:
+                connection = Connection(tmp_path / "s")
+                connection.receive()
+                for _ in range(count):
+                    connection.call(f"/lineclear.v1.InferenceService/{method}", message(bytes(size), declared=size + 1))
+                while connection.receive(0.2):
+                    pass
+                return connection.num_sent, connection
+
+            sent, connection = await asyncio.to_thread(speak, "Generate", streams)
+            assert sent < unfinished * size + streams * 80 * 1024
+            assert sent > unfinished * size / 2, "nothing was sent, so nothing was bounded"
+            connection.__exit__()
+            async with grpc.aio.insecure_channel(
+                s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as other:
+                await read_all(s.stub_of(other).Generate(text_request()))
+
+    run(scenario())
+
+
+def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_sessions_per_connection=2) as s:
+            callers = [Caller(s) for _ in range(3)]
+            error = await error_of(callers[2].call)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+            assert error.metadata == {"limit": "2"}
+            callers[0].call.cancel()
+            await until(lambda: len(s.service._sessions) == 1)
+            await Caller(s).call.initial_metadata()
 
     run(scenario())
 

@@ -16,8 +16,8 @@ S = TypeVar("S", bound=Any)
 class Crowd(Generic[S]):
     """The open calls of one transport and the session they share; from any thread.
 
-    `S` is a session: `is_over` says that it takes no more requests, `is_missing` that the server has none, and `begin`
-    begins one. `wanted` says whether there is to be one at all.
+    `S` is a session: `is_over` and `is_closing` say that it takes no more requests, `is_missing` that the server has
+    none, and `begin` begins one. `wanted` says whether there is to be one at all.
     """
 
     def __init__(self, wanted: bool, open_session: Callable[[Pairs], S]) -> None:
@@ -68,7 +68,7 @@ class Crowd(Generic[S]):
             self._metadata = metadata
         if metadata != self._metadata:
             return None
-        if self._session is None or self._session.is_over:
+        if self._session is None or self._session.is_over or self._session.is_closing:
             self._is_welcome = self._session is None or not self._session.is_missing
             self._session = self._open_session(metadata) if self._is_welcome else None
         return self._session

@@ -69,6 +69,7 @@ class AioSession:
 
     def __init__(self, target: str, call: Any, failure: Callable[[BaseException], errors.LineclearError]) -> None:
         self.is_over = False
+        self.is_closing = False  # the server takes no new requests on it, and completes those in progress
         self.is_missing = False
         self._target = target
         self._call = call
@@ -119,6 +120,7 @@ class AioSession:
         try:
             async for message in self._call:
                 for handle, item in items(message):
+                    self.is_closing = self.is_closing or isinstance(item, errors.Draining)
                     call = self._calls.get(handle)
                     if call is not None:
                         call.put(item)
@@ -214,6 +216,7 @@ class Session:
         failure: Callable[[BaseException], errors.LineclearError],
     ) -> None:
         self.is_over = False
+        self.is_closing = False  # the server takes no new requests on it, and completes those in progress
         self.is_missing = False
         self._target = target
         self._failure = failure
@@ -266,6 +269,7 @@ class Session:
             self._outbox.most_orders = most_orders(self._call.initial_metadata())
             for message in self._call:
                 for handle, item in items(message):
+                    self.is_closing = self.is_closing or isinstance(item, errors.Draining)
                     with self._lock:
                         call = self._calls.get(handle)
                     if call is not None:

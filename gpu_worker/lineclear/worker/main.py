@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lineclear import lifeline
+from lineclear import core_dumps, lifeline
 from lineclear.extras import install_command
 
 _CONFIGURATION = 78  # see `loop.Exit`, which cannot be imported yet
@@ -20,6 +20,7 @@ _CONFIGURATION = 78  # see `loop.Exit`, which cannot be imported yet
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
     supervised = lifeline.hold()
+    core_dumps.disable()
     try:
         from .serving import serve
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lineclear import logs
+from lineclear import core_dumps, logs
 from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.leaving import (
     CLEAN,
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lineclear.scheduler.recording import replay
 
         return replay.main(arguments[1:])
+    core_dumps.disable()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:

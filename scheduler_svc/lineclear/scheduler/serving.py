@@ -142,7 +142,7 @@ async def _scraped(settings: SchedulerSettings, service: InferenceService) -> As
     try:
         yield
     finally:
-        await asyncio.to_thread(scrapes.close)
+        scrapes.close()
 
 
 async def _run(

@@ -21,7 +21,7 @@ from pydantic_settings import (
 )
 
 from lineclear import flags
-from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.limits import MAX_REQUEST_BYTES
 from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
 from lineclear.scheduler.flags import NAMES_ELSEWHERE
 
@@ -107,13 +107,40 @@ class SchedulerSettings(BaseSettings):
     )
     admin_token_file: str = Field("", description="The same for admin_listen.")
     max_message_bytes: int = Field(
-        MAX_MESSAGE_BYTES,
+        MAX_REQUEST_BYTES,
         ge=4096,
-        le=2**30,
-        description="Largest gRPC message taken or sent, in bytes. Clients allow as much as the default.",
+        le=2**29,
+        description="Largest request taken, in bytes. A larger one fails alone, up to twice the limit; beyond that gRPC"
+        " ends the call, or the whole Session, that brought it.",
     )
     max_streams_per_connection: int = Field(
-        1024, ge=1, le=2**20, description="Most calls open at once on one connection."
+        128, ge=1, le=2**20, description="Most calls open at once on one connection. Clients let further ones wait."
+    )
+    max_session_requests: int = Field(
+        1024, ge=1, le=2**20, description="Most requests in progress in one Session; further ones are refused."
+    )
+    max_sessions_per_connection: int = Field(
+        64, ge=1, le=2**20, description="Most Sessions on one connection; further ones are refused."
+    )
+    request_timeout_seconds: float = Field(
+        20.0, gt=0, le=3600, description="A request that is not complete after this long is refused."
+    )
+    max_unfinished_per_connection: int = Field(
+        16,
+        ge=1,
+        le=2**20,
+        description="Most requests of one connection that are read at once; further ones wait for those to be complete."
+        " They bound, with max_message_bytes, the memory that a connection can take.",
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=2**20, description="Most connections open at once on each address; further ones are closed."
+    )
+    max_connection_age_seconds: float = Field(
+        3600.0,
+        ge=0,
+        le=7 * 86_400,
+        description="A connection takes no new calls after about this long, and a Session no new requests: clients"
+        " connect again and prove anew who they are. What is in progress goes on. 0: no limit.",
     )
     keepalive_time_seconds: float = Field(
         20.0, ge=1, le=7200, description="Ping a silent connection after this many seconds."

@@ -29,12 +29,33 @@ _SCHEME = "bearer "
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+class _Token:
+    """A token that a call has shown. Compared again only when the file has changed."""
+
+    def __init__(self, tokens: Watched[Tokens], seen: Tokens, token: str, name: str) -> None:
+        self._tokens = tokens
+        self._seen = seen
+        self._token = token
+        self._name = name
+
+    def is_valid(self) -> bool:
+        """Whether the token still has the name that it had."""
+        current = self._tokens.current()
+        if current is not self._seen and current.name_of(self._token) == self._name:
+            self._seen = current
+        return current is self._seen
+
+
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to every call that shows no valid token; the others carry their identity."""
 
-    def __init__(self, tokens: Watched[Tokens]) -> None:
+    def __init__(self, tokens: Watched[Tokens], on_error: Callable[[str], None]) -> None:
         self.num_refused = 0
         self._tokens = tokens
+        self._no_token = _refusing(
+            "this server asks for a token; send metadata `authorization: Bearer TOKEN`", on_error
+        )
+        self._bad_token = _refusing("the token is not valid here, or not any more", on_error)
 
     async def intercept_service(
         self,
@@ -45,11 +66,12 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         if str(handler_call_details.method) in OPEN_METHODS:
             return await continuation(handler_call_details)
         token = _token(handler_call_details)
-        name = None if token is None else self._tokens.current().name_of(token)
-        if name is None:
+        tokens = self._tokens.current()
+        name = None if token is None else tokens.name_of(token)
+        if token is None or name is None:
             self._count_refused(token is None)
-            return _NO_TOKEN if token is None else _BAD_TOKEN
-        identity.remember(name)
+            return self._no_token if token is None else self._bad_token
+        identity.remember(name, _Token(self._tokens, tokens, token, name).is_valid)
         return await continuation(handler_call_details)
 
     def _count_refused(self, is_missing: bool) -> None:
@@ -67,14 +89,11 @@ def _token(details: grpc.HandlerCallDetails) -> str | None:
     return values[0][len(_SCHEME) :].strip()
 
 
-def _refusing(sentence: str) -> Handler:
+def _refusing(sentence: str, on_error: Callable[[str], None]) -> Handler:
     async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        on_error(Unauthenticated.reason)
         await abort(context, Unauthenticated(sentence))
 
     # Of this kind nothing is read before it is called, and a caller of any other kind understands the status.
     handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
     return handler
-
-
-_NO_TOKEN = _refusing("this server asks for a token; send metadata `authorization: Bearer TOKEN`")
-_BAD_TOKEN = _refusing("the token is not valid here, or not any more")

@@ -6,7 +6,10 @@ the certificate, and the certificate is valid today. Whether its names fit is fo
 
 from __future__ import annotations
 
+import contextlib
+import os
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,78 +39,107 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_authority)
 
 
-def server_credentials(settings: SchedulerSettings) -> grpc.ServerCredentials | None:
-    """What the TCP listeners encrypt with; None where no certificate is set.
+class ServerCertificates:
+    """The certificates of the TCP listeners, read again when their files change. Raises ConfigurationError at first."""
 
-    New files are in force for connections made after about a second. Raises ConfigurationError.
-    """
-    if not settings.tls_cert_file:
-        return None
-    names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
-    watched = Watched([Path(name) for name in names if name], lambda: read_certificates(settings))
-    given = watched.version
+    def __init__(self, settings: SchedulerSettings) -> None:
+        names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
+        self._watched = Watched([Path(name) for name in names if name], lambda: read_certificates(settings))
+        self._given = self._watched.version
+        self._announced: tuple[datetime, int] | None = None
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._watched.current().configuration(),
+            self._fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
+            require_client_authentication=bool(settings.tls_client_ca_file),
+        )
+        """New files are in force for connections made after about a second."""
 
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
+    @property
+    def expires_at(self) -> datetime:
+        """When the certificate that is in force expires."""
+        return self._watched.current().expires_at
+
+    def announce_expiry(self, now: datetime) -> None:
+        """Log once a day that the certificate expires within 14 days, or has expired. To be called now and then."""
+        expires_at = self.expires_at
+        days_left = (expires_at - now).days
+        if expires_at - now > _SOON or self._announced == (expires_at, days_left):
+            return
+        self._announced = expires_at, days_left
+        if expires_at <= now:
+            log.error("certificate_expired", expired_at=expires_at.isoformat(), hint="new callers cannot connect")
+        else:
+            log.warning("certificate_expires_soon", days_left=days_left, expires_at=expires_at.isoformat())
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """What a new connection is to see, None if that is what it was. Called by gRPC on a thread of its own."""
-        nonlocal given
-        certificates = watched.current()
-        if watched.version == given:
+        certificates = self._watched.current()
+        if self._watched.version == self._given:
             return None
-        given = watched.version
+        self._given = self._watched.version
         return certificates.configuration()
-
-    return grpc.dynamic_ssl_server_credentials(
-        watched.current().configuration(),
-        fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
-        require_client_authentication=bool(settings.tls_client_ca_file),
-    )
 
 
 def read_certificates(settings: SchedulerSettings) -> Certificates:
-    """What is in the files now. Raises ConfigurationError with the file and what is wrong with it."""
-    chain_file, key_file = Path(settings.tls_cert_file), Path(settings.tls_key_file)
-    chain, key = _read("tls_cert_file", chain_file), _read("tls_key_file", key_file)
+    """What is in the files now. Raises ConfigurationError with the file and what is wrong with it.
+
+    Each file is read once, and what was read is proven: files that are exchanged meanwhile make no pair that was not.
+    """
+    chain_file = settings.tls_cert_file
+    chain, key = _read("tls_cert_file", chain_file), _read("tls_key_file", settings.tls_key_file)
     authority = None
     if settings.tls_client_ca_file:
-        authority = _read("tls_client_ca_file", Path(settings.tls_client_ca_file))
-        _check_authority(Path(settings.tls_client_ca_file))
-    expires_at = _prove(chain_file, key_file)
+        authority = _read("tls_client_ca_file", settings.tls_client_ca_file)
+        _check_authority(settings.tls_client_ca_file, authority)
+    expires_at = _prove(chain_file, chain, settings.tls_key_file, key)
     left = expires_at - datetime.now(UTC)
     say = log.warning if left < _SOON else log.info
-    say("certificate_read", file=str(chain_file), days_left=left.days, asks_for_client=authority is not None)
+    say("certificate_read", file=chain_file, days_left=left.days, asks_for_client=authority is not None)
     return Certificates(chain, key, authority, expires_at)
 
 
-def _read(setting: str, path: Path) -> bytes:
+def _read(setting: str, path: str) -> bytes:
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{setting} {path}: {error.strerror}") from None
 
 
-def _check_authority(path: Path) -> None:
+def _check_authority(path: str, authority: bytes) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        context.load_verify_locations(path)
-    except ssl.SSLError:
+        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError):
         raise ConfigurationError(f"tls_client_ca_file {path} holds no certificate in PEM form") from None
 
 
-def _prove(chain_file: Path, key_file: Path) -> datetime:
+@contextlib.contextmanager
+def _file_of(data: bytes) -> Iterator[str]:
+    """The path of a file in memory: OpenSSL takes keys from files alone."""
+    descriptor = os.memfd_create("lineclear", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, data)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
     """Shake hands with ourselves; when the certificate expires. Raises ConfigurationError."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself: who signed it is not the point
     try:
-        server.load_cert_chain(chain_file, key_file, password=_no_password)
+        with _file_of(chain) as chain_copy, _file_of(key) as key_copy:
+            server.load_cert_chain(chain_copy, key_copy, password=_no_password)
+            client.load_verify_locations(chain_copy)
     except ssl.SSLError as error:
         what = error.reason or "not a certificate and its key in PEM form"
         problem = what.replace("_", " ").lower()
         raise ConfigurationError(f"tls_cert_file {chain_file} and tls_key_file {key_file}: {problem}") from None
     except ValueError:
         raise ConfigurationError(f"tls_key_file {key_file} is locked by a password; give the key without one") from None
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself: who signed it is not the point
-    client.load_verify_locations(chain_file)
     try:
         found = _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:

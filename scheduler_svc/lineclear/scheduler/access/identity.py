@@ -5,6 +5,7 @@ Decides nothing about whether a call is let in; that is `authentication`'s. A ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -30,11 +31,21 @@ _MAX_TENANT = 64
 # Set by the interceptor in the task of the call, so it is seen by that call's handler and by no other.
 _by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
 _flow: ContextVar[str] = ContextVar("flow", default="")
+_is_valid: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
 
 
-def remember(tenant: str) -> None:
-    """The call of this task showed the token of `tenant`."""
+def remember(tenant: str, is_valid: Callable[[], bool]) -> None:
+    """The call of this task showed the token of `tenant`. `is_valid` says whether that token is still accepted."""
     _by_token.set(Identity(tenant, "token"))
+    _is_valid.set(is_valid)
+
+
+def validity() -> Callable[[], bool]:
+    """Return what says, at any later time, whether the token of this task's call is still accepted.
+
+    For calls that go on taking orders. Always true where no token is asked for.
+    """
+    return _is_valid.get()
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:

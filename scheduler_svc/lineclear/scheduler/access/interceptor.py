@@ -16,16 +16,18 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from lineclear.errors import InternalError, LineclearError, Malformed
+from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
+from lineclear.limits import MAX_MESSAGE_BYTES
+from lineclear.scheduler.access.reading import MALFORMED, Reading, checked
 from lineclear.status import TRAILER, to_trailer
 
 log = structlog.get_logger()
 
 _ABORT_TIMEOUT_SECONDS = 1.0
-_MALFORMED = object()
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -34,9 +36,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Guards the methods of `services` on one listener; those of others pass untouched.
 
     The methods are coroutine functions of (request, context); one that takes a stream of requests answers with one.
+    `reading` bounds what their requests take. `on_error` is called with the reason of each error that a call ends with.
     """
 
-    def __init__(self, *services: str) -> None:
+    def __init__(self, *services: str, reading: Reading, on_error: Callable[[str], None] = lambda reason: None) -> None:
+        self._reading = reading
+        self._on_error = on_error
         self.is_stopping = False
         """The listeners are being closed: calls end because we cut them, and that is no incident."""
         self.num_came = 0
@@ -72,35 +77,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded[method]
 
     def _guard(self, method: str, handler: Handler) -> Handler:
-        if handler.request_streaming:
-            assert handler.response_streaming, "no method of ours takes many and answers once"
-            return grpc.stream_stream_rpc_method_handler(
-                self._ending_well(method, _of_wellformed(handler.stream_stream)),
-                request_deserializer=_total(handler.request_deserializer),
-                response_serializer=handler.response_serializer,
-            )
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._ending_well(method, handler.unary_stream),
-                request_deserializer=_total(handler.request_deserializer),
-                response_serializer=handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._ending_well(method, handler.unary_unary),
+        """The handler of `method` as one that gRPC reads nothing for: its requests are read here, within bounds."""
+        return grpc.stream_stream_rpc_method_handler(
+            self._ending_well(method, self._reader(handler)),
             request_deserializer=_total(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
+    def _reader(self, handler: Any) -> Behavior:
+        async def many(requests: AsyncIterator[Any], context: Context) -> None:
+            with self._reading.stream(context):
+                await handler.stream_stream(_each(requests), context)
+
+        async def stream(requests: AsyncIterator[Any], context: Context) -> None:
+            await handler.unary_stream(await self._reading.first(requests, context), context)
+
+        async def unary(requests: AsyncIterator[Any], context: Context) -> None:
+            response = await handler.unary_unary(await self._reading.first(requests, context), context)
+            _check_size(response)
+            await context.write(response)
+
+        if handler.request_streaming:
+            assert handler.response_streaming, "no method of ours takes many and answers once"
+            return many
+        return stream if handler.response_streaming else unary
+
     def _ending_well(self, method: str, behavior: Any) -> Behavior:
-        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def guarded(request: Any, context: Context) -> Any:
             try:
                 if not self._goes_on.is_set():
                     await self._goes_on.wait()
-                if request is _MALFORMED:
-                    raise _malformed()
                 return await behavior(request, context)
             except LineclearError as error:
-                return await abort(context, error)
+                return await self._abort(context, error)
             except grpc.aio.AbortError:
                 raise
             except asyncio.CancelledError as error:
@@ -110,11 +119,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 task = asyncio.current_task()
                 if self.is_stopping or (task is not None and task.cancelling()):
                     raise
-                return await abort(context, incident(method, error))
+                return await self._abort(context, incident(method, error))
             except Exception as error:
-                return await abort(context, incident(method, error))
+                return await self._abort(context, incident(method, error))
 
         return guarded
+
+    async def _abort(self, context: Context, error: LineclearError) -> None:
+        self._on_error(error.reason)
+        await abort(context, error)
 
 
 def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -124,28 +137,25 @@ def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]
         try:
             return deserialize(data)
         except DecodeError:
-            return _MALFORMED
+            return MALFORMED
 
     return total
 
 
-def _of_wellformed(behavior: Any) -> Behavior:
-    """The same on a stream that raises Malformed at the first request that is none."""
-
-    async def wellformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            if request is _MALFORMED:
-                raise _malformed()
-            yield request
-
-    async def guarded(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        return await behavior(wellformed(requests), context)
-
-    return guarded
+async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield checked(request)
 
 
-def _malformed() -> Malformed:
-    return Malformed("the bytes are no message of this method; a string in it may be no UTF-8")
+def _check_size(response: Message | bytes) -> None:
+    """Raises ResponseTooLarge where gRPC would not send the response, and end the call with a sentence of its own."""
+    size = len(response) if isinstance(response, bytes) else response.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise ResponseTooLarge(
+            f"the answer has {size} bytes, a message has at most {MAX_MESSAGE_BYTES}; ask for less at once (what Submit"
+            " began can be read with Attach, in pieces)",
+            metadata={"response_bytes": str(size), "limit": str(MAX_MESSAGE_BYTES)},
+        )
 
 
 def incident(where: str, error: BaseException) -> InternalError:
@@ -163,7 +173,7 @@ def anatomy(error: BaseException) -> dict[str, Any]:
     return {"exception": type(error).__name__, "frames": places}
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: LineclearError) -> None:
+async def abort(context: Context, error: LineclearError) -> None:
     """End the call with the error's status. Raises AbortError, as gRPC wants it, once that is on its way.
 
     Returns where the caller does not take the status either: it is queued behind what was not read, and the call is

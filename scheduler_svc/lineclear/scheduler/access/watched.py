@@ -41,6 +41,7 @@ class Watched(Generic[T]):
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
+        self._problem = ""  # what was wrong with the files at the last look
         # Before reading: what changes meanwhile is seen the next time.
         self._seen = self._fingerprint()
         self._value = read()
@@ -59,15 +60,19 @@ class Watched(Generic[T]):
 
     def _look(self) -> None:
         found = self._fingerprint()
-        if found == self._seen:
+        if found == self._seen and not self._problem:
             return
-        self._seen = found
         names = [str(path) for path in self._paths]
         try:
             self._value = self._read()
         except ConfigurationError as error:
-            log.error("files_not_reloaded", files=names, problem=str(error), hint="what was read before stays in force")
+            # Tried again with every look: the reason may be one that passes, as too many open files. Logged once.
+            if (found, str(error)) != (self._seen, self._problem):
+                hint = "what was read before stays in force"
+                log.error("files_not_reloaded", files=names, problem=str(error), hint=hint)
+            self._seen, self._problem = found, str(error)
             return
+        self._seen, self._problem = found, ""
         self.version += 1
         log.info("files_reloaded", files=names, version=self.version)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
-from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, RequestTooLarge
 from lineclear.fingerprint import prompt_digest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import Identity
@@ -37,6 +38,14 @@ log = structlog.get_logger()
 
 # Of a request of at most so many bytes everything but the tokens is checked in less time than refusing it takes.
 _SMALL_BYTES = 1024
+
+
+_was_let_in: ContextVar[bool] = ContextVar("was_let_in", default=False)
+
+
+def was_let_in() -> bool:
+    """Whether the call of this task has opened a ticket."""
+    return _was_let_in.get()
 
 
 class Submitter(Protocol):
@@ -111,10 +120,13 @@ class Admission:
         Whoever has the ticket calls `submit` once, and `close` whatever happens.
         """
         now = self._clock()
+        num_bytes = message.ByteSize()
+        if num_bytes > self._settings.max_message_bytes:
+            raise _too_large(num_bytes, self._settings.max_message_bytes)
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         seconds = min(seconds, self._settings.max_deadline_seconds)
         # Who sends what will never be taken learns it at once, and does not wait for room to hear it.
-        known = validation.check(message, bounds) if message.ByteSize() <= _SMALL_BYTES else None
+        known = validation.check(message, bounds) if num_bytes <= _SMALL_BYTES else None
         self._room.enter(tenant, seconds)
         try:
             checked = known or validation.check(message, bounds)
@@ -132,6 +144,7 @@ class Admission:
             self._room.leave(tenant, 0, began=False)
             raise
         ticket = Ticket(checked, mailbox, text, bounds, caller, tenant, now, now + seconds)
+        _was_let_in.set(True)
         mailbox.on_left = partial(self._left, ticket)
         self._tickets[caller, mailbox.label] = ticket
         return ticket
@@ -176,6 +189,13 @@ class Admission:
         events: list[Event] = [started, Finished(mailbox.key, reason, matched_token_id, record)]
         self._streams.dispatch(events, now)
 
+    def count_rejected(self, reason: str) -> None:
+        """Count an error that a call or an order ended with before any request of it was let in.
+
+        What was let in is counted by `close`.
+        """
+        self._stats.add_rejected(reason.lower())
+
     def retry_after_seconds(self) -> float:
         """When it may be worth asking again."""
         return self._room.retry_after_seconds()
@@ -219,6 +239,13 @@ class Admission:
             silent_ids=checked.stop_ids,
             keep_special=checked.keep_special,
         )
+
+
+def _too_large(num_bytes: int, limit: int) -> RequestTooLarge:
+    return RequestTooLarge(
+        f"the request has {num_bytes} bytes, the limit is {limit}; send less, or raise max_message_bytes",
+        metadata={"request_bytes": str(num_bytes), "limit": str(limit)},
+    )
 
 
 def _end_of(request: Request, text: AnswerText | None) -> tuple[FinishReason, int | None] | None:

@@ -7,15 +7,21 @@ hold up a change of status; hence this one. It also has no List. Decides nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from lineclear.errors import QueueFull
+
 SERVICE = health.SERVICE_NAME
-_MAX_WATCHERS = 1024
+MAX_WATCHERS = 1024
+"""At each address. Watching needs no token, so callers at one address must not use up the places of another."""
+MAX_WATCHERS_PER_CONNECTION = 64
 
 Status = health_pb2.HealthCheckResponse
 
@@ -26,7 +32,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, names: Iterable[str]) -> None:
         self._serving = dict.fromkeys(names, False)
         self._changed = asyncio.Event()  # replaced at every change: whoever waits holds the old one
-        self._num_watchers = 0
         self._closed: set[str] = set()
         self._is_closed = False
 
@@ -65,7 +70,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Offer Check, Watch and List."""
         listing = grpc.unary_unary_rpc_method_handler(self._list, request_deserializer=bytes, response_serializer=bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"List": listing}),))
-        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(_AtListener(self), server)
 
     async def _list(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         """Return the status of every name, as a serialized HealthListResponse."""
@@ -82,25 +87,54 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The status now and after every change, until the caller or the server leaves."""
-        if self._num_watchers >= _MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers")
-        self._num_watchers += 1
+        last = None
+        while True:
+            # Taken together, before the write: whatever changes while that takes is another turn's.
+            changed = self._changed
+            is_last = self._is_closed or request.service in self._closed
+            status = self._status(request.service)
+            if status != last:
+                await context.write(Status(status=status))
+                last = status
+            if is_last:
+                return  # with OK: the last word is the status above, not an error on top of it
+            if changed is self._changed:
+                await changed.wait()
+
+
+class _AtListener(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Health as one listener offers it: the same for all, with a bounded number of watchers of its own."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._by_connection: Counter[str] = Counter()
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """As Health.Check."""
+        return await self._health.Check(request, context)
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """As Health.Watch. Raises QueueFull where there are too many."""
+        with self._counted(context.peer()):
+            await self._health.Watch(request, context)
+
+    @contextmanager
+    def _counted(self, connection: str) -> Iterator[None]:
+        total, here = self._by_connection.total(), self._by_connection[connection]
+        # gRPC gives all connections of a unix socket one name, so only their total can be bounded.
+        is_full = here >= MAX_WATCHERS_PER_CONNECTION and not connection.startswith("unix:")
+        if is_full or total >= MAX_WATCHERS:
+            raise QueueFull(
+                f"there are {total} watchers of health at this address and {here} on this connection; the limits are "
+                f"{MAX_WATCHERS} and {MAX_WATCHERS_PER_CONNECTION}"
+            )
+        self._by_connection[connection] += 1
         try:
-            last = None
-            while True:
-                # Taken together, before the write: whatever changes while that takes is another turn's.
-                changed = self._changed
-                is_last = self._is_closed or request.service in self._closed
-                status = self._status(request.service)
-                if status != last:
-                    await context.write(Status(status=status))
-                    last = status
-                if is_last:
-                    return  # with OK: the last word is the status above, not an error on top of it
-                if changed is self._changed:
-                    await changed.wait()
+            yield
         finally:
-            self._num_watchers -= 1
+            self._by_connection[connection] -= 1
+            if not self._by_connection[connection]:
+                del self._by_connection[connection]
 
 
 def _field(number: int, value: bytes) -> bytes:

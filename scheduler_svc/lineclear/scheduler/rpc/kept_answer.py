@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from lineclear.errors import InvalidRequest, LineclearError
+from lineclear.limits import MAX_PIECE_BYTES
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc.admission import Ticket
 from lineclear.scheduler.rpc.validation import Checked
@@ -182,6 +183,9 @@ class Listener:
     def _next(self, greeting: pb.Started | None) -> pb.GenerateResponse:
         end = min(self._answer.next_index, self._index + _TOKENS_OF_A_MESSAGE)
         message = self._answer.message(self._index, end)
+        while message.ByteSize() > MAX_PIECE_BYTES and end - self._index > 1:
+            end = (self._index + end) // 2
+            message = self._answer.message(self._index, end)
         self._index = end
         if greeting is not None:
             self._is_greeted = True

@@ -23,8 +23,13 @@ from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Spread, Stats
 from lineclear.v1 import inference_pb2 as pb
 
 
-def families(stats: pb.GetStatsResponse, figures: Stats) -> Iterator[Metric]:
-    """All there is. Of `figures` what is counted since the start."""
+def families(
+    stats: pb.GetStatsResponse, figures: Stats, *, certificate_expires_at: float | None = None
+) -> Iterator[Metric]:
+    """All there is. Of `figures` what is counted since the start. The time is in seconds of the Unix epoch."""
+    if certificate_expires_at is not None:
+        text = "When the certificate of the listeners expires, as a Unix timestamp."
+        yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
     for name, value in _numbers(stats.totals):
         if isinstance(value, int):  # a share can be had from the counters, over any time
             yield CounterMetricFamily(f"lineclear_{name}", f"Totals.{name} of GetStats.", value=value)
@@ -34,6 +39,11 @@ def families(stats: pb.GetStatsResponse, figures: Stats) -> Iterator[Metric]:
     for outcome, count in figures.ended.items():
         ended.add_metric([outcome], count)
     yield ended
+    text = "Calls of any method, and orders of Sessions, answered with an error before a request was let in; by reason."
+    rejected = CounterMetricFamily("lineclear_requests_rejected", text, labels=["reason"])
+    for reason, count in figures.rejected.items():
+        rejected.add_metric([reason], count)
+    yield rejected
     for name, spread in figures.spreads.items():
         yield _histogram(name, spread)
     yield GaugeMetricFamily("lineclear_step_seconds_p99", "Quantiles.p99 of step_seconds.", stats.step_seconds.p99)

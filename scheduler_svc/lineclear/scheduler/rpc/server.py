@@ -9,27 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz_pb2
 from grpc_channelz.v1.channelz import add_channelz_servicer
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from lineclear.errors import Unsupported
 from lineclear.scheduler.access.authentication import AuthenticationInterceptor
-from lineclear.scheduler.access.certificates import server_credentials
+from lineclear.scheduler.access.certificates import ServerCertificates
 from lineclear.scheduler.access.interceptor import ErrorInterceptor, abort
 from lineclear.scheduler.access.listening import bind, data_options, probe_options
+from lineclear.scheduler.access.reading import reading_of
 from lineclear.scheduler.access.tokens import read_tokens
 from lineclear.scheduler.access.watched import Watched
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.rpc import admin as admin_module
 from lineclear.scheduler.rpc import health as health_module
+from lineclear.scheduler.rpc import reflection as reflection_module
 from lineclear.scheduler.rpc import service as service_module
 from lineclear.scheduler.rpc.admin import AdminService
 from lineclear.scheduler.rpc.health import Health
@@ -51,7 +52,6 @@ WORKER = "worker"
 a worker in a container of its own, in which nobody could tell."""
 
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
-_REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 NAMES = (service_module.NAME, admin_module.NAME)
 """Our services."""
 OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
@@ -59,6 +59,7 @@ OPERATORS = frozenset({f"/{service_module.NAME}/GetStats"})
 BOTH = frozenset({f"/{service_module.NAME}/GetModel"})
 """Answered on both."""
 
+_ANNOUNCE_SECONDS = 3600.0
 _HOLD_SECONDS, _MAX_HOLD_SECONDS = 0.05, 0.5
 
 
@@ -76,7 +77,11 @@ class Server:
         # divided.
         withheld = admin_module.METHODS | OPERATORS if settings.admin_listen else admin_module.METHODS
         offered = admin_module.METHODS | OPERATORS | BOTH
-        credentials = server_credentials(settings)
+        self._certificates = ServerCertificates(settings) if settings.tls_cert_file else None
+        credentials = self._certificates.credentials if self._certificates else None
+        if self._certificates is not None:
+            service.certificate = self._certificates
+        self._announcing: asyncio.Task[None] | None = None
         data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
         self.address = bind(data, settings.listen, credentials)
         self.admin_address = self.health_address = ""
@@ -87,11 +92,12 @@ class Server:
                 add_channelz_servicer(door)
             self.admin_address = bind(door, settings.admin_listen, credentials)
         if settings.reflection and settings.admin_listen:
-            _add_reflection(door, *NAMES, *(CHANNELZ,) * settings.channelz)
+            reflection_module.add(door, *NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
         elif settings.reflection:
-            _add_reflection(data, service_module.NAME)
+            reflection_module.add(data, service_module.NAME, health_module.SERVICE)
         if settings.health_listen:
-            probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options())
+            guard = self._guard(settings, service.count_rejected)
+            probes = grpc.aio.server(interceptors=(guard,), options=probe_options(settings))
             self.health.add_to(probes)
             self.health_address = bind(probes, settings.health_listen)
             self._servers.append(probes)
@@ -100,20 +106,24 @@ class Server:
         self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
     ) -> grpc.aio.Server:
         """A server with health and those methods of the service that it `has`, behind tokens where there is a file."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has), self._guard()]
+        count = service.count_rejected
+        interceptors: list[grpc.aio.ServerInterceptor] = [_Division(has, count), self._guard(settings, count)]
         if token_file:
             path = Path(token_file)
             # First of all: what a caller without a token may not do, it may not ask about.
-            interceptors.insert(0, AuthenticationInterceptor(Watched([path], lambda: read_tokens(path))))
+            interceptors.insert(
+                0, AuthenticationInterceptor(Watched([path], lambda: read_tokens(path)), service.count_rejected)
+            )
         server = grpc.aio.server(interceptors=interceptors, options=data_options(settings))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         self.health.add_to(server)
         self._servers.append(server)
         return server
 
-    def _guard(self) -> ErrorInterceptor:
+    def _guard(self, settings: SchedulerSettings, on_error: Callable[[str], None]) -> ErrorInterceptor:
         """One for each listener: it remembers handlers, and those of one listener are not offered at another."""
-        guard = ErrorInterceptor(*NAMES, health_module.SERVICE, CHANNELZ)
+        services = (*NAMES, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
+        guard = ErrorInterceptor(*services, reading=reading_of(settings), on_error=on_error)
         self._errors.append(guard)
         return guard
 
@@ -121,6 +131,8 @@ class Server:
         """Take calls."""
         for server in self._servers:
             await server.start()
+        if self._certificates is not None:
+            self._announcing = asyncio.ensure_future(_announce(self._certificates))
         self.set_live(True)
         self.set_worker_hung(False)
 
@@ -148,6 +160,8 @@ class Server:
         Streams of Generate are the service's to end before; all they may need is to send their status. Watchers of
         health are let go here.
         """
+        if self._announcing is not None:
+            self._announcing.cancel()
         self.health.close()
         for guard in self._errors:
             guard.is_stopping = True
@@ -175,6 +189,12 @@ class Server:
                     await asyncio.sleep(_HOLD_SECONDS)
 
 
+async def _announce(certificates: ServerCertificates) -> None:
+    while True:
+        certificates.announce_expiry(datetime.now(UTC))
+        await asyncio.sleep(_ANNOUNCE_SECONDS)
+
+
 # --- what is offered where -------------------------------------------------------------------------------------------
 
 
@@ -184,8 +204,9 @@ _OURS = tuple(f"/{name}/" for name in NAMES)
 class _Division(grpc.aio.ServerInterceptor):
     """Answers UNIMPLEMENTED to methods of our services that this listener does not have."""
 
-    def __init__(self, has: Callable[[str], bool]) -> None:
+    def __init__(self, has: Callable[[str], bool], on_error: Callable[[str], None]) -> None:
         self._has = has
+        self._elsewhere = _elsewhere(on_error)
 
     async def intercept_service(
         self,
@@ -195,34 +216,16 @@ class _Division(grpc.aio.ServerInterceptor):
         """The handler of the call's method, or the one that says it is elsewhere."""
         method = str(handler_call_details.method)
         if method.startswith(_OURS) and not self._has(method):
-            return _ELSEWHERE
+            return self._elsewhere
         return await continuation(handler_call_details)
 
 
-async def _elsewhere(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    await abort(
-        context, Unsupported("not at this address: operators' methods are at admin_listen, the others at listen")
-    )
+def _elsewhere(on_error: Callable[[str], None]) -> Any:
+    """A handler that refuses whatever is asked."""
 
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        on_error(Unsupported.reason)
+        sentence = "not at this address: operators' methods are at admin_listen, the others at listen"
+        await abort(context, Unsupported(sentence))
 
-_ELSEWHERE: Any = grpc.stream_stream_rpc_method_handler(_elsewhere)
-
-
-def _add_reflection(server: grpc.aio.Server, *services: str) -> None:
-    servicer = reflection.aio.ReflectionServicer((*services, health_module.SERVICE, *_REFLECTION))
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=_reflection_request,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    # The library mounts v1alpha only; v1 is the same on the wire, and the one newer clients ask for first.
-    handlers = (grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in _REFLECTION)
-    server.add_generic_rpc_handlers(tuple(handlers))
-
-
-def _reflection_request(data: bytes) -> reflection_pb2.ServerReflectionRequest:
-    """A request, or an empty one (answered with an error) where gRPC would send the text of an exception."""
-    try:
-        return reflection_pb2.ServerReflectionRequest.FromString(data)
-    except DecodeError:
-        return reflection_pb2.ServerReflectionRequest()
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import structlog
 from prometheus_client.core import Metric
 
-from lineclear.errors import Drained, Draining, LineclearError, Starting, UnknownRequest
+from lineclear.errors import Drained, Draining, LineclearError, Starting, Unauthenticated, UnknownRequest
 from lineclear.scheduler.access import identity
+from lineclear.scheduler.access.certificates import ServerCertificates
 from lineclear.scheduler.access.interceptor import incident
 from lineclear.scheduler.rpc import overview, responses, validation
-from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outcome_of
+from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outcome_of, was_let_in
 from lineclear.scheduler.rpc.detached import DetachedAnswers, KeptLimits
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
@@ -47,6 +48,8 @@ log = structlog.get_logger()
 NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
 _BYTES_PER_TOKEN = 8  # of Detokenize, so that it is bounded as Tokenize is, also without a worker
+
+_NEVER_SECONDS = 10 * 365 * 86_400.0
 
 
 class EngineApi(Submitter, Canceller, Protocol):
@@ -83,6 +86,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self.on_worker: Callable[[bool], None] = lambda joined: None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
+        self.certificate: ServerCertificates | None = None
+        """What the listeners present, for the metrics."""
         self._settings = settings
         self._prompts = Prompts(tokenizer, chat, _text_limits(settings))
         self._defaults = model_defaults(generation_config or {})
@@ -239,15 +244,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
         identity.divide_work(tenant, context)  # also for the tasks that the session begins
+        is_valid = identity.validity()
+
+        def require() -> Bounds:
+            if not is_valid():
+                error = Unauthenticated("the token that this Session began with is not valid any more")
+                session.leave(error)
+                raise error
+            return self._require_worker()
+
         session = Session(
             self._admission,
             caller,
             tenant,
-            self._require_worker,
+            require,
             partial(incident, f"/{NAME}/Session"),
             self._clock,
             deadline=None if remaining is None else self._clock() + remaining,
-            max_requests=self._settings.max_streams_per_connection,
+            max_requests=self._settings.max_session_requests,
         )
         outlet = self._outlet(context)
         # Callers wait for this sign that there is a Session here.
@@ -256,13 +270,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             session.leave(self._refusal())
         self._sessions.add(session)
         listening = asyncio.ensure_future(session.listen(orders))
+        ageing = self._age(session.leave)
         try:
             while (message := await session.news()) is not None:
                 await outlet.write(message)
         finally:
             self._sessions.discard(session)
             listening.cancel()
+            ageing.cancel()
             session.close()
+
+    def _age(self, leave: Callable[[LineclearError], None]) -> asyncio.Handle:
+        """Have a session leave when it is as old as a connection may become."""
+        seconds = self._settings.max_connection_age_seconds
+        error = Draining(
+            "the Session has reached its greatest age (max_connection_age_seconds); open another one",
+            retry_after_seconds=0.0,
+        )
+        return self._loop.call_later(seconds or _NEVER_SECONDS, leave, error)
 
     # --- answers left alone ------------------------------------------------------------------------------------------
 
@@ -349,9 +374,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         sees_all = self._settings.admin_listen or self._settings.share_stats
         return stats if sees_all or identity.caller(context) == identity.ANONYMOUS else overview.for_tenant(stats)
 
+    def count_rejected(self, reason: str) -> None:
+        """Count the error that the call of this task ends with, unless it is the end of a request that was let in."""
+        if not was_let_in():
+            self._admission.count_rejected(reason)
+
     async def metrics(self) -> list[Metric]:
         """The same for Prometheus."""
-        return list(families(self._overview(), self._stats))
+        expires_at = self.certificate.expires_at.timestamp() if self.certificate is not None else None
+        return list(families(self._overview(), self._stats, certificate_expires_at=expires_at))
 
     def _overview(self) -> pb.GetStatsResponse:
         return overview.stats(

@@ -8,14 +8,21 @@ gRPC; how a request is let in is `admission`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull
-from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
+from lineclear.limits import (
+    MAX_GATHERED_BYTES,
+    MAX_PIECE_BYTES,
+    MAX_SESSION_ORDERS,
+    REQUEST_BYTES_KEY,
+    SESSION_ORDERS_KEY,
+)
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import responses, validation
 from lineclear.scheduler.rpc.admission import Admission, Ticket, outcome_of
+from lineclear.scheduler.rpc.streams import CHARACTER_BYTES, TOKEN_BYTES
 from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.v1 import inference_pb2 as pb
 
@@ -23,10 +30,12 @@ _MAX_UNSENT_FAILURES = 256
 _SMALL_BYTES = 1024
 
 
-def greeting(max_message_bytes: int) -> list[tuple[str, str]]:
-    """What a session says before anything else: how many orders it takes in a message, if that could be so large."""
-    fits = max_message_bytes >= 2 * MAX_GATHERED_BYTES  # with all that is around the orders
-    return [(SESSION_ORDERS_KEY, str(MAX_SESSION_ORDERS))] if fits else []
+def greeting(max_request_bytes: int) -> list[tuple[str, str]]:
+    """Initial metadata of a session: the largest request it takes, and how many orders go into one message."""
+    said = [(REQUEST_BYTES_KEY, str(max_request_bytes))]
+    if max_request_bytes >= 2 * MAX_GATHERED_BYTES:  # with all that is around the orders
+        said.append((SESSION_ORDERS_KEY, str(MAX_SESSION_ORDERS)))
+    return said
 
 
 class Session:
@@ -164,6 +173,7 @@ class Session:
             ticket.mailbox.fail(self._incident(error))
 
     def _refuse(self, handle: int, error: LineclearError) -> None:
+        self._admission.count_rejected(error.reason)
         self._failures.append((handle, error))
         if len(self._failures) >= _MAX_UNSENT_FAILURES:  # one who does not read his refusals is not listened to
             self._room.clear()
@@ -192,30 +202,40 @@ class Session:
         self._bell.set()
 
     def _collect(self) -> pb.SessionResponse:
+        """Gather about MAX_PIECE_BYTES of what is new. What does not fit stays in `_news`, the oldest first."""
         news, self._news = self._news, []
         handles: list[int] = []
         indexes: list[int] = []
         token_ids: list[int] = []
         texts: list[str] = []
         pieces: list[pb.SessionPiece] = []
-        for handle, ticket in news:
-            plain = ticket.mailbox.take_plain()
+        room = MAX_PIECE_BYTES
+        for place, (handle, ticket) in enumerate(news):
+            plain = ticket.mailbox.take_plain(room)
             if plain is None:
-                pieces += self._pieces(handle, ticket)
-                continue
-            first_index, tokens, parts = plain
-            wants_text = ticket.checked.wants_text
-            if len(tokens) == 1:
-                handles.append(handle)
-                indexes.append(first_index)
-                token_ids.append(tokens[0])
-                texts.append(parts[0] if wants_text else "")
+                for piece in self._pieces(handle, ticket, room):
+                    pieces.append(piece)
+                    room -= piece.ByteSize()
             else:
-                count = len(tokens)
-                handles += [handle] * count
-                indexes += range(first_index, first_index + count)
-                token_ids += tokens
-                texts += parts if wants_text else [""] * count
+                first_index, tokens, parts = plain
+                wants_text = ticket.checked.wants_text
+                if len(tokens) == 1:
+                    handles.append(handle)
+                    indexes.append(first_index)
+                    token_ids.append(tokens[0])
+                    texts.append(parts[0] if wants_text else "")
+                    room -= TOKEN_BYTES + CHARACTER_BYTES * len(texts[-1])
+                else:
+                    count = len(tokens)
+                    handles += [handle] * count
+                    indexes += range(first_index, first_index + count)
+                    token_ids += tokens
+                    texts += parts if wants_text else [""] * count
+                    room -= TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, parts))
+            is_cut = ticket.mailbox.is_announced and handle in self._live
+            if is_cut or room <= 0:
+                self._news = news[place if is_cut else place + 1 :]
+                break
         for handle, error in self._failures:
             pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
         self._failures.clear()
@@ -228,23 +248,22 @@ class Session:
             pieces=pieces,
         )
 
-    def _pieces(self, handle: int, ticket: Ticket) -> list[pb.SessionPiece]:
-        """What has no place in the columns: mostly a beginning or an end."""
-        pieces: list[pb.SessionPiece] = []
-        while ticket.mailbox.has_news:
+    def _pieces(self, handle: int, ticket: Ticket, room: int) -> Iterator[pb.SessionPiece]:
+        """Yield what has no place in the columns, up to about `room` bytes: mostly a beginning or an end."""
+        while ticket.mailbox.has_news and room > 0:
             try:
-                delivery = ticket.mailbox.take_now()
+                delivery = ticket.mailbox.take_now(room)
             except LineclearError as error:
                 self._let_go(handle, outcome_of(error))
-                pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
-                break
+                yield pb.SessionPiece(handle=handle, failure=responses.failure(error))
+                return
             spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
-            response = responses.response(delivery, ticket, spent)
-            pieces.append(pb.SessionPiece(handle=handle, response=response))
+            piece = pb.SessionPiece(handle=handle, response=responses.response(delivery, ticket, spent))
+            room -= piece.ByteSize()
+            yield piece
             if delivery.end is not None:
                 self._let_go(handle, delivery.end.reason.name.lower())
-                break
-        return pieces
+                return
 
     def _let_go(self, handle: int, outcome: str) -> None:
         self._admission.close(self._live.pop(handle), outcome)

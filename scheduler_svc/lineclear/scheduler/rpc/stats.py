@@ -100,6 +100,8 @@ class Stats:
         self.spreads = {name: Spread() for name in ("queue", "first_token", "inter_token", "total")}
         self.ended: Counter[str] = Counter()
         """How many of those that were let in ended how: by finish reason, or by the reason of their error."""
+        self.rejected: Counter[str] = Counter()
+        """How many calls and orders of a Session were answered with an error instead of being let in, by reason."""
         self._window: deque[Durations] = deque()
         # The window's values in order, by field: GetStats asks more often than requests finish, and sorts nothing.
         self._ordered: dict[str, list[float]] = {name: [] for name in Durations._fields}
@@ -122,6 +124,10 @@ class Stats:
     def add_ended(self, outcome: str) -> None:
         """A request that was let in is over, one way or another."""
         self.ended[outcome] += 1
+
+    def add_rejected(self, reason: str) -> None:
+        """A call or an order was answered with an error, and no request of it was let in."""
+        self.rejected[reason] += 1
 
     def add_tokens(self, count: int, now: float) -> None:
         """So many output tokens came from the worker."""

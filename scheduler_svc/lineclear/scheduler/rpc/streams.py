@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from lineclear.errors import DuplicateRequest, LineclearError, SlowConsumer
+from lineclear.limits import MAX_PIECE_BYTES
 from lineclear.scheduler.scheduling.events import (
     Admitted,
     Event,
@@ -29,6 +30,11 @@ from lineclear.scheduler.scheduling.events import (
 )
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.types import Logprobs
+
+# The most that one takes up in a message, on either side's encoding of it.
+TOKEN_BYTES = 24  # id, index, handle, time
+CHARACTER_BYTES = 4
+_TOP_BYTES = 16  # one of `top`, and the token's own
 
 
 class Canceller(Protocol):
@@ -87,7 +93,6 @@ class Mailbox:
         "_engine",
         "_error",
         "_first_unread",
-        "_is_announced",
         "_listener",
         "_logprobs",
         "_max_unread_tokens",
@@ -98,6 +103,7 @@ class Mailbox:
         "_unsent_start",
         "_waiter",
         "_wants_times",
+        "is_announced",
         "is_over",
         "key",
         "label",
@@ -133,6 +139,8 @@ class Mailbox:
         self.seed = seed
         self.is_over = False
         """The engine has said its last word."""
+        self.is_announced = False
+        """The listener knows that there is something to take, and is not called again before it has taken all."""
         self._text = text
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
@@ -147,7 +155,6 @@ class Mailbox:
         self._error: LineclearError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
-        self._is_announced = False  # the listener knows
 
     # --- the reader --------------------------------------------------------------------------------------------------
 
@@ -163,7 +170,7 @@ class Mailbox:
         return bool(self._tokens or self._unsent_start or self._end or self._error)
 
     async def take(self) -> Delivery:
-        """All that is unread, as soon as there is something. The one with an `end` is the last.
+        """What is unread, at most MAX_PIECE_BYTES, as soon as there is something. The one with an `end` is the last.
 
         Raises the error the request failed with, once everything before it is delivered.
         """
@@ -172,26 +179,33 @@ class Mailbox:
             await self._waiter
         return self.take_now()
 
-    def take_now(self) -> Delivery:
-        """The same where there are news already."""
-        self._is_announced = False
+    def take_now(self, max_bytes: int = MAX_PIECE_BYTES) -> Delivery:
+        """Take what fits into about `max_bytes`, one token at least. The rest stays for the next call.
+
+        Only where `has_news`.
+        """
         if self._error is not None and not self._tokens:
             raise self._error
+        tokens, count = self._tokens, self._num_fitting(max_bytes)
+        is_all = count == len(tokens)
         delivery = Delivery(
             self._first_unread,
-            self._tokens,
-            self._pieces,
-            self._logprobs,
-            self._times,
+            tokens if is_all else tokens[:count],
+            self._pieces if is_all else self._pieces[:count],
+            self._logprobs[:count],
+            self._times[:count],
             self._unsent_start,
-            self._end,
+            self._end if is_all else None,
         )
-        self._first_unread += len(self._tokens)
-        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self._first_unread += count
+        self._tokens = [] if is_all else tokens[count:]
+        self._pieces = [] if is_all else self._pieces[count:]  # those after the last token belong to the end
+        self._logprobs, self._times = self._logprobs[count:], self._times[count:]
         self._unsent_start = None
+        self.is_announced = not is_all or self._error is not None
         return delivery
 
-    def take_plain(self) -> tuple[int, list[int], list[str]] | None:
+    def take_plain(self, max_bytes: int = MAX_PIECE_BYTES) -> tuple[int, list[int], list[str]] | None:
         """First index, tokens and the text of each, where that is all there is to take: the usual case, made cheap.
 
         None where `take_now` is needed.
@@ -199,11 +213,29 @@ class Mailbox:
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
             return None
-        self._is_announced = False
-        first_index, pieces = self._first_unread, self._pieces
-        self._first_unread = first_index + len(tokens)
-        self._tokens, self._pieces = [], []
-        return first_index, tokens, pieces
+        first_index, pieces, count = self._first_unread, self._pieces, self._num_fitting(max_bytes)
+        self._first_unread = first_index + count
+        if count == len(tokens):
+            self._tokens, self._pieces, self.is_announced = [], [], False
+            return first_index, tokens, pieces
+        self._tokens, self._pieces, self.is_announced = tokens[count:], pieces[count:], True
+        return first_index, tokens[:count], pieces[:count]
+
+    def _num_fitting(self, max_bytes: int) -> int:
+        """How many of the unread tokens fit into a message of `max_bytes`: at least one, where there is one."""
+        count = len(self._tokens)
+        if count <= 1:
+            return count
+        room = max_bytes
+        for place in range(count):
+            room -= TOKEN_BYTES
+            if self._pieces:
+                room -= CHARACTER_BYTES * len(self._pieces[place])
+            if self._logprobs:
+                room -= _TOP_BYTES * (1 + len(self._logprobs[place].top))
+            if room < 0:
+                return max(1, place)
+        return count
 
     def fail(self, error: LineclearError) -> None:
         """End the stream with `error` unless it ended already."""
@@ -234,7 +266,7 @@ class Mailbox:
             self._logprobs.append(logprobs)
         if len(self._tokens) > self._max_unread_tokens:
             self._give_up()
-        if not self._is_announced:
+        if not self.is_announced:
             self._wake()
 
     def on_finished(self, event: Finished) -> None:
@@ -277,8 +309,8 @@ class Mailbox:
 
     def _wake(self) -> None:
         if self._listener is not None:
-            if not self._is_announced:
-                self._is_announced = True
+            if not self.is_announced:
+                self.is_announced = True
                 self._listener()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
