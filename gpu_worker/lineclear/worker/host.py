@@ -14,8 +14,8 @@ _UNIFIED = Path("sys/fs/cgroup")
 _CPU_CONTROLLER = Path("sys/fs/cgroup/cpu")
 _MAPS = Path("proc/self/maps")
 _HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage/enabled")
-_SPIN_COUNT = "30000"
-_BLOCK_TIME_MILLISECONDS = "1"
+_SPIN_COUNT = "100000"
+_BLOCK_TIME_MILLISECONDS = "3"
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
@@ -31,10 +31,11 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def bound_spinning() -> None:
-    """Let a compute thread that waits sleep after about a millisecond of spinning. Call it before OpenMP is loaded.
+    """Let a compute thread that waits sleep after some 3 ms of spinning. Call it before OpenMP is loaded.
 
-    By default it spins ten times as long, on a core that another process, or the thread that it waits for, may need.
-    Much shorter, it would sleep within steps of one row. Environment variables about waiting that are set are kept.
+    By default it spins three times as long, on a core that another process, or the thread that it waits for, may need.
+    Much less, and it would sleep between the steps of a busy server and within them; to wake it costs more than that.
+    Environment variables about waiting that are set are kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # libgomp; 28 ns each where this was measured

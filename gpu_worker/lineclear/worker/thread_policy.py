@@ -20,6 +20,7 @@ _WINDOW_SECONDS = 0.1  # many time slices of the kernel, and a period of a CPU q
 _WINDOW_STEPS = 4
 _GAIN = 0.95  # a trial wins below this share of the current mean
 _SURGE = 1.5  # a window slower by this factor than the one before: something else runs now
+_COLLAPSE = 3.0  # slower by this factor: even a single step as long as a window is enough to see it
 _MOST_EXCESS_SECONDS = 0.03  # a trial ends early when it has cost this much, or a whole step
 _LEAST_CHARGE_SECONDS = 0.01  # trials without a winner are at least a second apart
 _MOST_DEBT_SECONDS = 0.3
@@ -123,8 +124,10 @@ class _Climber:
         self.budget_seconds = max(self.budget_seconds, -_LEAST_CHARGE_SECONDS / 2)
 
     def _measure(self, num_rungs: int) -> int:
-        if self.window.full:
-            mean, before = self.window.mean, self.level_seconds
+        before = self.level_seconds
+        collapsed = before and self.window.seconds >= _WINDOW_SECONDS and self.window.mean > _COLLAPSE * before
+        if self.window.full or collapsed:
+            mean = self.window.mean
             self.level_seconds, self.window = mean, _Window()
             if before and mean > before * _SURGE and self.rung > 0:
                 self.direction, self.num_tried, self.budget_seconds = -1, 0, 0.0
