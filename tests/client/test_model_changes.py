@@ -141,6 +141,17 @@ def test_an_attached_answer_under_an_old_name_is_not_mixed_with_the_first(server
         client.submitted("job").result()
 
 
+def test_a_server_that_goes_on_after_the_end_is_found_out(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.started()
+        yield server.finished(0)
+        yield server.tokens(0, 100, text="a")
+
+    server.script = script
+    with pytest.raises(DataLoss, match="after the end"):
+        client.generate("x")
+
+
 def test_a_wrong_choice_is_said_at_once() -> None:
     with pytest.raises(ValueError, match="one of error, restart"):
         Client(transport=FakeTransport(), on_model_change="again")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from lineclear.errors import Cancelled, LineclearError, ModelChanged
+from lineclear.errors import Cancelled, DataLoss, LineclearError, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
 from . import interrupts, methods
@@ -232,7 +232,7 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
                 try:
                     delta = self._take(next(call, None))
                 except LineclearError as error:
-                    if self._is_complete():
+                    if self._is_complete() and not isinstance(error, DataLoss):
                         break
                     self._stop.wait(self._pause_after(error))
                     call = self._go_on()
@@ -285,7 +285,7 @@ class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
                 try:
                     delta = self._take(await anext(call, None))
                 except LineclearError as error:
-                    if self._is_complete():
+                    if self._is_complete() and not isinstance(error, DataLoss):
                         break
                     pause_seconds = self._pause_after(error)
                     with contextlib.suppress(TimeoutError):
