@@ -153,14 +153,17 @@ def test_others_are_served_between_the_large_orders_of_one_message(
     async def scenario() -> None:
         nonlocal turns
         async with serving(tmp_path) as s:
-            caller = Caller(s)
+            callers = [Caller(s), Caller(s)]
             large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
-            await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(32)]))
+            for caller in callers:
+                await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(14)]))
+            calls = [s.generate(large) for _ in range(4)]
             while len(opened) < 32:
                 await asyncio.sleep(0)
                 turns += 1
             assert len(set(opened)) == 32
-            caller.call.cancel()
+            for call in (*calls, *(caller.call for caller in callers)):
+                call.cancel()
             await s.idle()
 
     run(scenario())

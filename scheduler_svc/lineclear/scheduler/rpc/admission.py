@@ -110,6 +110,7 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._room = room
+        self._pacing = asyncio.Lock()
         self._tickets: dict[tuple[Identity, str], Ticket] = {}  # by the caller and its name for the request
 
     def open(
@@ -148,6 +149,15 @@ class Admission:
         mailbox.on_left = partial(self._left, ticket)
         self._tickets[caller, mailbox.label] = ticket
         return ticket
+
+    async def pace(self, message: pb.GenerateRequest) -> None:
+        """Return in a turn of the loop in which no other large request is checked. To be awaited before `open`.
+
+        Checking one takes milliseconds: many at once would hold up every stream.
+        """
+        if message.ByteSize() > _SMALL_BYTES:
+            async with self._pacing:
+                await asyncio.sleep(0)
 
     def _left(self, ticket: Ticket, began: bool) -> None:
         self._room.leave(ticket.tenant, ticket.prompt_tokens, began=began)

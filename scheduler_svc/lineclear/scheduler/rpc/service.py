@@ -216,6 +216,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
         identity.divide_work(tenant, context)
+        await self._admission.pace(request)
         ticket = self._admission.open(request, self._require_worker(), caller, tenant, remaining)
         outcome = "cancelled"
         async with self._outlet(context) as outlet:
@@ -298,6 +299,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         tenant = identity.tenant(caller, context)
         identity.divide_work(tenant, context)
+        await self._admission.pace(request.request)
         ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
         try:
             await self._admission.submit(ticket, request.request)

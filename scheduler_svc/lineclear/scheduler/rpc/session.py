@@ -27,7 +27,6 @@ from lineclear.scheduler.rpc.validation import Bounds
 from lineclear.v1 import inference_pb2 as pb
 
 _MAX_UNSENT_FAILURES = 256
-_SMALL_BYTES = 1024
 
 
 def greeting(max_request_bytes: int) -> list[tuple[str, str]]:
@@ -126,6 +125,7 @@ class Session:
 
     async def _admit(self, field: str, order: pb.SessionSubmit) -> None:
         handle = order.handle
+        await self._admission.pace(order.request)
         if handle in self._live:
             # Not a Failure of the handle: that would end the request that has it.
             raise InvalidRequest.at(field, "is that of another live request")
@@ -135,8 +135,6 @@ class Session:
             self._refuse(handle, error)
         except Exception as error:
             self._refuse(handle, self._incident(error))
-        if order.ByteSize() > _SMALL_BYTES:
-            await asyncio.sleep(0)  # a large one takes milliseconds to check: others in between
         await self._room.wait()
 
     def _cancel(self, handle: int) -> None:
