@@ -58,7 +58,10 @@ _AFTER_SECONDS = 1.0  # in which the server lets go of what it held
 
 
 def canary(target: str) -> None:
-    """Read one answer after the other until standard input ends; print each as a line of JSON: gaps and tokens."""
+    """Read one answer after the other until standard input ends, one at least; print each as a line of JSON.
+
+    Before that, a line when the first one has begun.
+    """
     stopped = [False]
 
     def wait() -> None:
@@ -71,19 +74,24 @@ def canary(target: str) -> None:
     )
     with grpc.insecure_channel(target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        while not stopped[0]:
+        is_first = True
+        while is_first or not stopped[0]:
             tokens: list[int] = []
             gaps: list[float] = []
             before, error = None, ""
             try:
                 for response in stub.Generate(request):
                     now = time.monotonic()
+                    if is_first:
+                        is_first = False
+                        print("reading", flush=True)
                     if response.token_ids:
                         gaps += [] if before is None else [now - before]
                         before = now
                         tokens += response.token_ids
             except grpc.RpcError as failure:
                 error = failure.code().name
+            is_first = False
             print(json.dumps({"tokens": tokens, "gaps": gaps, "error": error}), flush=True)
 
 
@@ -93,6 +101,8 @@ class Canary:
     def __init__(self, target: str) -> None:
         command = [sys.executable, "-m", "campaigns.hostile", "--canary", target]
         self._process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"reading\n", "the canary ended"
 
     def end(self) -> list[dict[str, Any]]:
         """Let it finish the answer in progress. Returns all answers."""
