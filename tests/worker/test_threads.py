@@ -96,21 +96,26 @@ def test_a_number_is_set_when_it_changes() -> None:
         tuner.begin(1)
         clock.now += 0.01 * found[-1]
         tuner.end(1)
-    assert found[0] == 2
-    assert found[-1] == 1
+    assert found[:3] == [1, 2, 1]
     assert all(a != b for a, b in pairwise(found))
 
 
 def test_cores_that_are_taken_away_are_noticed_within_a_second() -> None:
     clock, found, cores = Clock(), list[int](), [4]
     tuner = ThreadTuner(found.append, cores=lambda: cores[0], clock=clock)
-    tuner.begin(1)
-    tuner.end(1)
-    assert found == [4]
+    for _ in range(200):
+        tuner.begin(1)
+        clock.now += 0.04 / found[-1]
+        tuner.end(1)
+    assert max(found) == 4
+    found.clear()
     cores[0] = 2
     clock.now += 1.1
-    tuner.begin(1)
-    assert found == [4, 2]
+    for _ in range(200):
+        tuner.begin(1)
+        clock.now += 0.01
+        tuner.end(1)
+    assert max(found) == 2
 
 
 def test_a_step_costs_the_gap_before_it_but_not_the_time_without_requests() -> None:

@@ -18,6 +18,7 @@ EXPLORED_SHARE = 0.01
 
 _WINDOW_SECONDS = 0.1  # many time slices of the kernel, and a period of a CPU quota
 _WINDOW_STEPS = 4
+_LONG_WINDOW_SECONDS = 1.0  # enough with fewer steps
 _GAIN = 0.95  # a trial wins below this share of the current mean
 _SURGE = 1.5  # a window slower by this factor than the one before: something else runs now
 _COLLAPSE = 3.0  # slower by this factor: even a single step as long as a window is enough to see it
@@ -56,7 +57,7 @@ class ThreadPolicy:
         size = num_tokens.bit_length()
         if size not in self._climbers:
             nearest = min(self._climbers, key=lambda known: abs(known - size), default=None)
-            rung = len(self._rungs) - 1 if nearest is None else self._climbers[nearest].rung
+            rung = 0 if nearest is None else self._climbers[nearest].rung
             self._climbers[size] = _Climber(rung)
         return self._climbers[size]
 
@@ -81,7 +82,7 @@ class _Window:
 
     @property
     def full(self) -> bool:
-        return self.steps >= _WINDOW_STEPS and self.seconds >= _WINDOW_SECONDS
+        return self.seconds >= (_WINDOW_SECONDS if self.steps >= _WINDOW_STEPS else _LONG_WINDOW_SECONDS)
 
     @property
     def mean(self) -> float:
@@ -102,6 +103,8 @@ class _Climber:
     budget_seconds: float = 0.0
     level_seconds: float = 0.0
     """Mean step time of the last whole window on the current rung; 0: not measured yet."""
+    begins: bool = True
+    """Nothing has been tried yet."""
     window: _Window = field(default_factory=_Window)
     settling: bool = True
     """The next step is the first one on its rung. It may create threads and primitives, and is not judged."""
@@ -138,8 +141,12 @@ class _Climber:
     def _try(self, num_rungs: int) -> None:
         others = [rung for rung in range(num_rungs) if rung != self.rung]
         if others:
+            if (
+                self.begins
+            ):  # with one thread, which is never the slowest choice by far; on a quiet machine all are best
+                others = [others[-1]]
             others.sort(key=lambda rung: (abs(rung - self.rung), (self.rung - rung) * self.direction))
-            self.trial, self.settling = others[self.num_tried % len(others)], True
+            self.trial, self.settling, self.begins = others[self.num_tried % len(others)], True, False
             self.num_tried += 1
 
     def _judge(self, trial: int, num_rungs: int) -> int:
