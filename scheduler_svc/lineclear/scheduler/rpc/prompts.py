@@ -26,7 +26,8 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
 _INLINE_BYTES = 1024  # a smaller text is tokenized sooner than a thread would begin
-_INLINE_TOKENS = 256  # become text in some 50 microseconds; also a slice of more
+_INLINE_TOKENS = 512  # become text in some 100 microseconds; also a slice of more
+_PAUSE_SECONDS = 0.001  # between two slices: without it the engine's thread would wait for the interpreter all the time
 _MESSAGE_BYTES = 64  # what a message costs a template besides its content
 _EXPANSION = 8  # a template makes at most so many times max_prompt_bytes of a conversation
 
@@ -145,7 +146,7 @@ class Prompts:
         async with self._texts.turn(identity.flow(), len(ids)):
             for start in range(0, len(ids), _INLINE_TOKENS):
                 work(ids[start : start + _INLINE_TOKENS])
-                await asyncio.sleep(0)  # others first
+                await asyncio.sleep(_PAUSE_SECONDS)  # others first
 
     async def _in_turn(self, gate: FairGate, cost: float, begin: Callable[[], asyncio.Future[T]]) -> T:
         """The result of what `begin` begins when it is this caller's turn."""
