@@ -1,24 +1,27 @@
-"""Answers that never stop being asked for, each compared token by token with the only right one."""
+"""Answers that never stop being asked for, each compared field by field with the only right one."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lineclear.client import Client, Sampling
-from lineclear.errors import LineclearError
+from campaigns.questions import Answer, Ask, Question
+
+from lineclear.client import Client, Delta, Generation
+from lineclear.errors import LineclearError, UnknownRequest
 
 
 @dataclass(frozen=True)
-class Question:
-    """A request and its answer."""
+class Tolerance:
+    """How far an answer may be from the right one. The toy and fp32 leave no room for tokens."""
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    right: tuple[int, ...]
+    logprob: float = 0.0
+    """Of log probabilities."""
+    tie: float = 0.0
+    """Of the two most likely tokens either may be chosen when their log probabilities are nearer than this."""
 
 
 @dataclass
@@ -32,19 +35,43 @@ class Tally:
     duplicated: int = 0
     altered: int = 0
     resumes: int = 0
+    forgotten: int = 0
+    """Submitted requests that a killed server knew, and that were submitted again."""
+    routes: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    """Answers by what else of them was not right: their text, their end, their log probabilities."""
     failed: Counter[str] = field(default_factory=Counter)
+    tied: list[tuple[Question, Answer, int]] = field(default_factory=list)
+    """Answers that took the other of two nearly equal tokens, and where: what follows has to be compared anew."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was lost, repeated, changed or refused."""
+        return not (self.lost or self.duplicated or self.altered or self.wrong or self.failed)
 
 
 class Reader(threading.Thread):
-    """Asks one question after another until told to stop, each to its end."""
+    """Asks one question after another until told to stop, each to its end, on the route the question names."""
 
-    def __init__(self, client: Client, ask: Callable[[], Question], tally: Tally) -> None:
+    def __init__(
+        self,
+        clients: Mapping[str, Client],
+        ask: Ask,
+        tally: Tally,
+        *,
+        tolerance: Tolerance | None = None,
+        may_forget: bool = False,
+    ) -> None:
+        """`clients` are by route; `may_forget`: a server that is killed takes submitted requests with it."""
         super().__init__(daemon=True)
         self.num_tokens = 0
         """So far, over all answers."""
         self.last_at = 0.0
         """When the last token came."""
-        self._client, self._ask, self._tally = client, ask, tally
+        self.busy_with: Question | None = None
+        self._clients, self._ask, self._tally = clients, ask, tally
+        self._tolerance, self._may_forget = tolerance or Tolerance(), may_forget
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -54,35 +81,135 @@ class Reader(threading.Thread):
     def run(self) -> None:
         """Read."""
         while not self._stopped.is_set():
-            question = self._ask()
-            tokens: list[int] = []
-            duplicated = lost = 0
-            error = ""
+            self.busy_with = question = self._ask()
+            reading = _Reading()
             try:
-                with self._client.stream(list(question.prompt), question.sampling, omit_text=True) as stream:
-                    for delta in stream:
-                        duplicated += max(0, len(tokens) - delta.first_index)
-                        lost += max(0, delta.first_index - len(tokens))
-                        tokens += delta.token_ids
-                        self.num_tokens += len(delta.token_ids)
-                        if delta.token_ids:
-                            self.last_at = time.monotonic()
-                resumes = stream.resumes
+                got = (
+                    self._submitted(question, reading) if question.route == "submit" else self._read(question, reading)
+                )
+                self._count(question, reading, got, "")
             except LineclearError as failure:
-                error, resumes = failure.reason, 0
-            self._count(question, tokens, error, lost, duplicated, resumes)
+                self._count(question, reading, None, failure.reason)
+            except Exception as error:  # a reader that died must not look like one that is patient
+                self._count(question, reading, None, f"{type(error).__name__}: {error}")
+        self.busy_with = None
 
-    def _count(
-        self, question: Question, tokens: Sequence[int], error: str, lost: int, duplicated: int, resumes: int
-    ) -> None:
-        tally = self._tally
+    def _read(self, question: Question, reading: _Reading) -> Generation:
+        client = self._clients[question.route]
+        with client.stream(list(question.prompt), question.sampling, **question.params) as stream:
+            self._follow(stream, reading)
+        return stream.result
+
+    def _submitted(self, question: Question, reading: _Reading) -> Generation:
+        """Submit, listen to the beginning, hang up, listen from there on, and compare with what is kept."""
+        client = self._clients[question.route]
+        while True:
+            try:
+                kept = client.submit(list(question.prompt), question.sampling, **question.params)
+                with kept.attach() as stream:
+                    self._follow(stream, reading, most=len(question.right.token_ids) // 2)
+                # What came may end anywhere: `result` has the text from the first token on.
+                with kept.attach(len(reading.tokens)) as stream:
+                    self._follow(stream, reading)
+                got = kept.result()
+                known = kept.poll()
+                if (known.token_ids, known.text) != (got.token_ids, got.text):
+                    reading.problems.append("poll")
+                kept.cancel()
+                return got
+            except UnknownRequest:
+                if not self._may_forget:
+                    raise
+                with self._tally.lock:
+                    self._tally.forgotten += 1
+                reading.begin_again()
+
+    def _follow(self, deltas: Iterable[Delta], reading: _Reading, most: int | None = None) -> None:
+        for delta in deltas:
+            reading.take(delta)
+            if delta.token_ids:
+                self.num_tokens += len(delta.token_ids)
+                self.last_at = time.monotonic()
+            if most is not None and len(reading.tokens) >= most:
+                return
+
+    def _count(self, question: Question, reading: _Reading, got: Generation | None, error: str) -> None:
+        right, tally, tokens = question.right, self._tally, reading.tokens
+        answer = None if got is None else Answer.of(got)
+        tie = self._tie(right, tokens)
         with tally.lock:
             tally.answers += 1
             tally.tokens += len(tokens)
-            tally.resumes += resumes
-            tally.duplicated += duplicated + max(0, len(tokens) - len(question.right))
-            tally.altered += sum(a != b for a, b in zip(tokens, question.right, strict=False))
-            if error:
+            tally.routes[question.route] += 1
+            tally.resumes += 0 if got is None else got.resumes
+            tally.lost += reading.lost
+            tally.duplicated += reading.duplicated
+            if answer is None:
                 tally.failed[error] += 1
-            else:
-                tally.lost += lost + max(0, len(question.right) - len(tokens))
+            if answer is not None and tie is not None:
+                tally.tied.append((question, answer, tie))
+                return
+            tally.duplicated += max(0, len(tokens) - len(right.token_ids))
+            tally.altered += sum(a != b for a, b in zip(tokens, right.token_ids, strict=False))
+            if answer is not None:
+                tally.ends[answer.finish_reason.value] += 1
+                tally.lost += max(0, len(right.token_ids) - len(tokens))
+                tally.wrong.update({*reading.problems, *differences(right, answer, self._tolerance)})
+                if question.route != "submit" and reading.text != answer.text:
+                    tally.wrong["pieces of text"] += 1
+
+    def _tie(self, right: Answer, tokens: Sequence[int]) -> int | None:
+        """Where the answer took the other of two nearly equal tokens; None where it did not."""
+        at = next((i for i, (a, b) in enumerate(zip(tokens, right.token_ids, strict=False)) if a != b), None)
+        return at if at is not None and is_tie(right, at, tokens[at], self._tolerance) else None
+
+
+def is_tie(right: Answer, at: int, token: int, tolerance: Tolerance) -> bool:
+    """Whether `token` may stand at `at` for the token of the right answer, which asked for the two most likely."""
+    if tolerance.tie <= 0 or len(right.logprobs) <= at:
+        return False
+    (best, first), (second, other) = right.logprobs[at][1][:2]
+    return {token, right.token_ids[at]} == {best, second} and first - other < tolerance.tie
+
+
+def differences(right: Answer, got: Answer, tolerance: Tolerance) -> list[str]:
+    """Which fields of an answer are not right, but for its tokens."""
+    found = [name for name in ("text", "finish_reason", "matched_stop") if getattr(right, name) != getattr(got, name)]
+    if len(right.logprobs) != len(got.logprobs) or not all(
+        abs(a[0] - b[0]) <= tolerance.logprob and _same_top(a[1], b[1], tolerance)
+        for a, b in zip(right.logprobs, got.logprobs, strict=True)
+    ):
+        found.append("logprobs")
+    return found
+
+
+def _same_top(right: Sequence[tuple[int, float]], got: Sequence[tuple[int, float]], tolerance: Tolerance) -> bool:
+    """Whether candidates are the same. With a tolerance, two that are nearly equal may change places."""
+    if tolerance.logprob == 0:
+        return tuple(right) == tuple(got)
+    return len(right) == len(got) and all(
+        abs(a - b) <= tolerance.logprob for (_, a), (_, b) in zip(right, got, strict=True)
+    )
+
+
+class _Reading:
+    """The pieces of one answer as they come."""
+
+    def __init__(self) -> None:
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget all."""
+        self.tokens: list[int] = []
+        self.text = ""
+        self.lost = self.duplicated = 0
+        self.problems: list[str] = []
+
+    def take(self, delta: Delta) -> None:
+        """Note a piece."""
+        self.duplicated += max(0, len(self.tokens) - delta.first_index)
+        self.lost += max(0, delta.first_index - len(self.tokens))
+        self.tokens += delta.token_ids
+        self.text += delta.text
+        if delta.logprobs and len(delta.logprobs) != len(delta.token_ids):
+            self.problems.append("logprobs of a piece")

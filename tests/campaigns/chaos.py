@@ -1,12 +1,15 @@
 """Kill, again and again, under load, and count what the callers noticed: `python -m campaigns.chaos --help`.
 
-    python -m campaigns.chaos --of worker --kills 500                     the torch-free worker over the real wire
-    python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker on a model
-    python -m campaigns.chaos --of scheduler --kills 50                   seen through the client library
+    python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the torch-free worker over the real wire
+    python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker on a model, in fp32
+    python -m campaigns.chaos --of worker --kills 30 --model ../demo/model --dtype bfloat16
+    python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     seen through the client library
 
-The moments are random in progress, not in time: a kill comes after so many more tokens, so that it falls into
-prefills, decodes and recoveries alike. Prints a line of JSON; exits 1 unless every index of every answer was there once
-and right, no answer failed, and no process stayed behind.
+Answers come by Generate, Session and Submit with Attach, from three tenants, with every sampling parameter, stop
+strings and log probabilities, and are compared in all of these (`questions`). Most deaths are SIGKILL; some workers get
+SIGTERM and some SIGSTOP. The moments are random in progress, not in time: a kill comes after so many more tokens, so
+that it falls into prefills, decodes and recoveries alike. Prints a line of JSON; exits 1 unless every index of every
+answer was there once and right, no answer failed, and no process stayed behind.
 """
 
 from __future__ import annotations
@@ -16,28 +19,45 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Question, Reader, Tally
+from campaigns.answers import Reader, Tally, Tolerance, is_tie
+from campaigns.questions import ROUTES, Answer, Ask, Question, toy_questions
 from campaigns.server import BOUND_SECONDS, Server, is_running
 from service.small_tokenizers import byte_level, save
-from support.toy import expected
+from support.toy_service import VOCABULARY
 
 from lineclear.client import Client, Sampling
-from lineclear.wire.types import Sampling as WireSampling
 
-_VOCABULARY = 512
-_TOY = {"vocab_size": _VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
+_TOY = {"vocab_size": VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 400
+_TOKENS_BETWEEN_SIGNALS = 64
 _ORPHAN_SECONDS = 2.0
+TENANTS = ("one", "two", "three")
+_DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
+"""How a worker dies, and how often. One that is stopped is noticed after heartbeat_timeout_seconds only."""
+FP32 = Tolerance(logprob=1e-3)
+BF16 = Tolerance(logprob=0.25, tie=0.125)
+"""bf16 has 8 bits of mantissa: logits near 16 are 0.0625 apart, and two roundings may differ by one step each."""
+
+
+def write_tokens(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Write a token file for three tenants; its path, and the token of each."""
+    tokens = {name: f"chaos-token-of-{name}-0123456789" for name in TENANTS}
+    path = folder / "tokens"
+    path.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
+    path.chmod(0o400)
+    return path, tokens
 
 
 @dataclass
@@ -46,58 +66,99 @@ class Campaign:
 
     target: str
     make_server: Callable[[], Server]
-    ask: Callable[[], Question]
+    ask: Ask
     num_streams: int
     dice: random.Random
+    tokens: dict[str, str]
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    deaths: dict[str, float] = field(default_factory=lambda: dict(_DEATHS))
     tally: Tally = field(default_factory=Tally)
     detected: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
+    how: Counter[str] = field(default_factory=Counter)
     orphans: int = 0
 
     def run(self, of: str, kills: int) -> None:
         """Kill so often, then let every answer end."""
         server = self.make_server()
         server.wait_for("worker_joined")
-        with Client(self.target) as client:
-            readers = [Reader(client, self.ask, self.tally) for _ in range(self.num_streams)]
+        with ExitStack() as stack:
+            readers = [self._reader(stack, number, of) for number in range(self.num_streams)]
             for reader in readers:
                 reader.start()
             for _ in range(kills):
-                self._wait_for_tokens(readers, self.dice.randrange(_MAX_TOKENS_BETWEEN))
+                self._wait_for_tokens(server, readers, self.dice.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
             for reader in readers:
                 reader.stop()
             for reader in readers:
                 reader.join(BOUND_SECONDS)
-                assert not reader.is_alive(), "an answer did not end"
+                assert not reader.is_alive(), f"an answer did not end: {reader.busy_with}"
+            self._settle_ties(self._client(stack, 0, "generate"))
         pids = server.worker_pids()
         code = server.end(signal.SIGTERM)
         assert code == 0, f"the server left with {code}"
         self._count_orphans(pids)
 
+    def _reader(self, stack: ExitStack, number: int, of: str) -> Reader:
+        clients = {route: self._client(stack, number, route) for route in ROUTES}
+        return Reader(clients, self.ask, self.tally, tolerance=self.tolerance, may_forget=of == "scheduler")
+
+    def _client(self, stack: ExitStack, number: int, route: str) -> Client:
+        """Readers of one tenant share a client for each route, so that a session has several requests."""
+        known: dict[tuple[int, str], Client] = self.__dict__.setdefault("_clients", {})
+        key = number % len(TENANTS), route
+        if key not in known:
+            token = self.tokens[TENANTS[key[0]]]
+            known[key] = stack.enter_context(Client(self.target, token=token, sessions=route == "session"))
+        return known[key]
+
+    # --- deaths -----------------------------------------------------------------------------------------------------
+
     def _kill_worker(self, server: Server, readers: Sequence[Reader]) -> Server:
-        began = time.monotonic()
-        os.kill(server.worker_pids()[-1], signal.SIGKILL)
-        self.detected.append(server.wait_for("worker_lost", began)[0] - began)
-        self._wait_until_all_go_on(readers, server.wait_for("worker_joined", began)[0], began)
+        (how,) = self.dice.choices(list(self.deaths), list(self.deaths.values()))
+        self.how[how] += 1
+        began, pid = time.monotonic(), server.worker_pids()[-1]
+        if how == "term":
+            self._terminate(server, readers, pid, began)
+        else:
+            os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        lost = server.wait_for("worker_lost", began)[0]
+        if how == "kill":
+            self.detected.append(lost - began)
+        self._wait_until_all_go_on(server, readers, server.wait_for("worker_joined", began)[0], began)
         return server
+
+    def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, began: float) -> None:
+        """A worker told to end may go on while there is work. A further signal ends it."""
+        while not server.has_said("worker_lost", began):
+            os.kill(pid, signal.SIGTERM)
+            goal = sum(reader.num_tokens for reader in readers) + _TOKENS_BETWEEN_SIGNALS
+            _wait(
+                server,
+                lambda goal=goal: (  # type: ignore[misc]
+                    server.has_said("worker_lost", began) or sum(reader.num_tokens for reader in readers) >= goal
+                ),
+                "progress or the end of the worker",
+            )
 
     def _kill_server(self, server: Server, readers: Sequence[Reader]) -> Server:
         pids = server.worker_pids()
         began = time.monotonic()
+        self.how["kill"] += 1
         server.end(signal.SIGKILL)
         self._count_orphans(pids)
         replacement = self.make_server()
-        self._wait_until_all_go_on(readers, replacement.wait_for("worker_joined")[0], began)
+        self._wait_until_all_go_on(replacement, readers, replacement.wait_for("worker_joined")[0], began)
         return replacement
 
-    def _wait_for_tokens(self, readers: Sequence[Reader], number: int) -> None:
+    def _wait_for_tokens(self, server: Server, readers: Sequence[Reader], number: int) -> None:
         goal = sum(reader.num_tokens for reader in readers) + number
-        _wait(lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
+        _wait(server, lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
 
-    def _wait_until_all_go_on(self, readers: Sequence[Reader], joined_at: float, began: float) -> None:
+    def _wait_until_all_go_on(self, server: Server, readers: Sequence[Reader], joined_at: float, began: float) -> None:
         """Recovered is when every reader has got a token from the new worker."""
-        _wait(lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
+        _wait(server, lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
         self.recovered.append(max(reader.last_at for reader in readers) - began)
 
     def _count_orphans(self, pids: Sequence[int]) -> None:
@@ -106,33 +167,63 @@ class Campaign:
             time.sleep(0.01)
         self.orphans += sum(map(is_running, pids))
 
+    # --- the verdict ------------------------------------------------------------------------------------------------
+
+    def _settle_ties(self, client: Client) -> None:
+        """Answers that took the other of two nearly equal tokens: what follows is right if a calm server, asked from
+        there, says the same, or differs by a tie again."""
+        for question, got, at in self.tally.tied:
+            index = at
+            while index < len(got.token_ids):
+                begun = (*question.prompt, *got.token_ids[: index + 1])
+                left = len(got.token_ids) - index - 1
+                if not left:
+                    break
+                sampling = question.sampling.replace(max_tokens=left)
+                right = Answer.of(client.generate(list(begun), sampling, **question.params))
+                rest = got.token_ids[index + 1 :]
+                pairs = enumerate(zip(rest, right.token_ids, strict=False))
+                other = next((i for i, (a, b) in pairs if a != b), None)
+                if other is None:
+                    self.tally.lost += max(0, len(right.token_ids) - len(rest))
+                    break
+                if not is_tie(right, other, rest[other], self.tolerance):
+                    self.tally.altered += 1
+                    break
+                index += 1 + other
+
     def figures(self) -> dict[str, Any]:
         """All that was counted."""
         tally = self.tally
-        names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes")
+        names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes", "forgotten")
+        counters = ("wrong", "failed", "routes", "ends")
         return {
             **{name: getattr(tally, name) for name in names},
-            "failed": dict(tally.failed),
+            **{name: dict(getattr(tally, name)) for name in counters},
+            "tied": len(tally.tied),
+            "deaths": dict(self.how),
             "orphans": self.orphans,
-            "detection_seconds": _quantiles(self.detected),
-            "recovery_seconds": _quantiles(self.recovered),
+            "detection_seconds": quantiles(self.detected),
+            "recovery_seconds": quantiles(self.recovered),
         }
 
     @property
     def is_clean(self) -> bool:
         """Nobody noticed anything but a pause."""
-        tally = self.tally
-        return not (tally.lost or tally.duplicated or tally.altered or tally.failed or self.orphans)
+        return self.tally.is_clean and not self.orphans
 
 
-def _wait(condition: Callable[[], bool], what: str) -> None:
+def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + BOUND_SECONDS
     while not condition():
+        code = server.process.poll()
+        assert code is None, f"the server ended with {code} instead of {what}"
         assert time.monotonic() < end, f"{what} did not come in {BOUND_SECONDS:g} s"
         time.sleep(0.002)
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p99 and the largest; nothing for no values."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -140,44 +231,39 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": pick(0.5), "p99": pick(0.99), "max": round(ordered[-1], 4)}
 
 
-# --- questions -------------------------------------------------------------------------------------------------------
+def model_questions(target: str, make_server: Callable[[], Server], num: int, seed: int, *, greedy: bool) -> Ask:
+    """`num` of them, answered beforehand by the same server, one at a time and undisturbed.
 
-
-def toy_questions(seed: int) -> Callable[[], Question]:
-    """Endlessly many, seeded, of many lengths; some begin alike. Safe to call from many threads."""
-    numbers, lock = count(), threading.Lock()
-
-    def ask() -> Question:
-        with lock:
-            number = next(numbers)
-        dice = random.Random(seed << 32 | number)
-        shared = [7 * (number % 3) + i for i in range(32)]
-        prompt = (*shared, *(dice.randrange(_VOCABULARY) for _ in range(dice.randrange(1, 60))))
-        max_tokens = dice.randrange(20, 160)
-        right = expected(prompt, WireSampling(seed=number), max_tokens, _VOCABULARY)
-        return Question(prompt, Sampling(seed=number, max_tokens=max_tokens, ignore_eos=True), tuple(right))
-
-    return ask
-
-
-def model_questions(target: str, make_server: Callable[[], Server], num: int, seed: int) -> Callable[[], Question]:
-    """`num` of them, answered beforehand by the same server, one at a time and undisturbed."""
+    `greedy`: where numbers may be rounded otherwise in another batch, only the most likely token is the right one.
+    """
     dice = random.Random(seed)
     server = make_server()
     server.wait_for("worker_joined")
     known: list[Question] = []
-    with Client(target) as client:
-        vocabulary = client.model().vocab_size
+    with Client(target, token=f"chaos-token-of-{TENANTS[0]}-0123456789") as client:
+        model = client.model()
         for number in range(num):
-            prompt = tuple(dice.randrange(vocabulary) for _ in range(dice.randrange(8, 60)))
-            sampling = Sampling(seed=number, temperature=0.8 * (number % 2), max_tokens=96, ignore_eos=True)
-            known.append(Question(prompt, sampling, client.generate(list(prompt), sampling).token_ids))
+            prompt = tuple(dice.randrange(model.vocab_size) for _ in range(dice.randrange(8, 60)))
+            fields: dict[str, Any] = {"temperature": 0.0}
+            if not greedy:
+                penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+                fields = {"temperature": 0.8 * (number % 2), "top_p": 0.95, **(penalties if number % 3 else {})}
+            banned = model.eos_token_ids if greedy else ()
+            sampling = Sampling(seed=number, max_tokens=96, ignore_eos=True, banned_token_ids=banned, **fields)
+            top = 2 if greedy or number % 2 else None
+            params: dict[str, Any] = {} if top is None else {"logprobs": True, "top_logprobs": top}
+            right = client.generate(list(prompt), sampling, **params)
+            if not greedy and number % 4 == 0 and len(right.text) > 40:
+                sampling = sampling.replace(stop=right.text[30:34])
+                right = client.generate(list(prompt), sampling, **params)
+            known.append(Question(prompt, sampling, Answer.of(right), top))
     server.end(signal.SIGTERM)
     lock = threading.Lock()
 
     def ask() -> Question:
         with lock:
-            return dice.choice(known)
+            question, route = dice.choice(known), dice.choice(ROUTES)
+        return Question(question.prompt, question.sampling, question.right, question.top_logprobs, route)
 
     return ask
 
@@ -185,19 +271,65 @@ def model_questions(target: str, make_server: Callable[[], Server], num: int, se
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def campaign(folder: Path, *, of: str, kills: int, streams: int, seed: int, model: str = "") -> Campaign:
+def campaign(
+    folder: Path,
+    *,
+    of: str,
+    kills: int,
+    streams: int,
+    seed: int,
+    model: str = "",
+    dtype: str = "float32",
+    deaths: dict[str, float] | None = None,
+) -> Campaign:
     """Run one. What it does not forgive is in `is_clean`."""
     target = f"unix:{folder}/api.sock"
+    path, tokens = write_tokens(folder)
+    flags = ["--token-file", str(path)]
 
     def make_server() -> Server:
         if model:
-            return Server(target, ["--model", model, "--", "--dtype", "float32"])
-        return Server(target, ["--model", str(save(folder, byte_level()))], toy=_TOY)
+            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype])
+        return Server(target, [*flags, "--model", str(save(folder, byte_level()))], toy=_TOY)
 
-    ask = model_questions(target, make_server, streams, seed) if model else toy_questions(seed)
-    chosen = Campaign(target, make_server, ask, streams, random.Random(seed))
+    is_rounded = bool(model) and dtype != "float32"
+    if model:
+        ask, tolerance = model_questions(target, make_server, streams, seed, greedy=is_rounded), FP32
+    else:
+        ask, tolerance = toy_questions(seed, ROUTES), Tolerance()
+    if is_rounded:
+        tolerance = BF16
+    dice = random.Random(seed)
+    chosen = Campaign(target, make_server, ask, streams, dice, tokens, tolerance, dict(deaths or _DEATHS))
     chosen.run(of, kills)
     return chosen
+
+
+def together(arguments: Sequence[str], parallel: int, seed: int, kills: int) -> tuple[dict[str, Any], bool]:
+    """Run `parallel` campaigns at a time, each in a process of its own, and add up what they counted."""
+    running = []
+    for number in range(parallel):
+        share = kills // parallel + (number < kills % parallel)
+        command = [sys.executable, "-m", "campaigns.chaos", *arguments, "--parallel", "1"]
+        command += ["--seed", str(seed + 1000 * number), "--kills", str(share)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    total: dict[str, Any] = {}
+    for process in running:
+        said, _ = process.communicate()
+        for name, value in (json.loads(said) if said else {"clean": False}).items():
+            total[name] = _sum(total.get(name), value)
+    return total, all(process.returncode == 0 for process in running)
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Of two figures with one name: counts are added, quantiles and times are the larger one."""
+    if a is None or isinstance(b, str):
+        return b
+    if isinstance(b, bool):
+        return a and b
+    if isinstance(b, dict):
+        return {name: _sum(a.get(name), b.get(name, 0)) for name in {**a, **b}}
+    return max(a, b) if isinstance(b, float) else a + b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,12 +340,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="a model directory: kills the torch worker")
+    parser.add_argument("--dtype", default="float32", help="of the torch worker")
+    parser.add_argument("--parallel", type=int, default=1, help="so many campaigns at a time share the kills")
     chosen = parser.parse_args(argv)
     began = time.monotonic()
+    if chosen.parallel > 1:
+        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype")]
+        figures, clean = together(arguments, chosen.parallel, chosen.seed, chosen.kills)
+        print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - began, 1)}))
+        return 0 if clean else 1
+    options = {name: value for name, value in vars(chosen).items() if name != "parallel"}
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
-        done = campaign(Path(folder), **vars(chosen))
+        done = campaign(Path(folder), **options)
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({**vars(chosen), "clean": done.is_clean, **done.figures(), "seconds": seconds}))
+    print(json.dumps({**options, "clean": done.is_clean, **done.figures(), "seconds": seconds}))
     return 0 if done.is_clean else 1
 
 

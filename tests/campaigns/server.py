@@ -15,6 +15,8 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 BOUND_SECONDS = 120.0
+PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
+"""What Python runs as the scheduler."""
 
 
 class Server:
@@ -23,8 +25,7 @@ class Server:
     def __init__(self, target: str, flags: Sequence[str], toy: dict[str, Any] | None = None) -> None:
         """With `toy`, the worker is the torch-free one of the tests, with these options."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
-        command = [sys.executable, "-m", "lineclear.scheduler.main", "--listen", target, "--spawn-worker"]
-        command += ["--log-format", "json", "--max-queue-size", "1024"]
+        command = [sys.executable, *PROGRAM, "--listen", target, "--spawn-worker", "--log-format", "json"]
         if toy is not None:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}
@@ -61,6 +62,11 @@ class Server:
             line = found()
         assert line is not None
         return line
+
+    def has_said(self, event: str, after: float = 0.0) -> bool:
+        """Whether a log line of that event was read since `after`."""
+        with self._heard:
+            return any(at >= after and said.get("event") == event for at, said in self.events)
 
     def worker_pids(self) -> list[int]:
         """Of all workers started so far, the last one last."""

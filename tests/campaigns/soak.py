@@ -1,127 +1,214 @@
-"""Does memory grow with the requests served? `python -m campaigns.soak --seconds 3600`
+"""Does anything grow, get lost or stand still in hours of use? `python -m campaigns.soak --seconds 3600`
 
-Answers for hours, a fifth of them given up on the way; meanwhile the private memory of both processes, RssAnon and
-VmSwap (a leak that is swapped out is a leak), is read once a second, with their threads and descriptors. After a
-warm-up of a tenth a line is fitted to memory over requests. Prints a line of JSON; exits 1 when the upper end of the
-95 % interval of a slope is more than 1 MiB per 100,000 requests, an answer is wrong, or something is still held at the
-end. A short run has a wide interval, so it fails for want of evidence: `--judge no` only shows figures.
+All at once, from three tenants: answers by Generate, Session and Submit with Attach; answers given up on the way; slow
+readers; large prompts; submitted requests without a listener; clients whose network is gone (`support.blackhole`);
+kills of the worker. Every answer is compared with the right one. Meanwhile memory, threads and descriptors of both
+processes are read once a second (`growth`), and a canary in a process of its own times its tokens. Prints a line of
+JSON; exits 1 when an answer was lost, repeated, changed or refused, something is still held at the end, or a slope is
+above its bound. A short run has a wide interval, so it fails for want of evidence: `--judge no` only shows figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
+import os
 import random
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Tally
-from campaigns.chaos import toy_questions
+from campaigns.answers import Reader, Tally
+from campaigns.chaos import TENANTS, quantiles, write_tokens
+from campaigns.growth import SHORT, Bounds, Sample, growth, look, too_much
+from campaigns.questions import ROUTES, Question, toy_answer, toy_questions
 from campaigns.server import BOUND_SECONDS, Server
+from fuzz.canary import Canary
 from service.small_tokenizers import byte_level, save
+from support.blackhole import BlackHole
+from support.toy_service import VOCABULARY
 
-from lineclear.client import Client
+from lineclear.client import Client, Sampling
+from lineclear.errors import LineclearError
 
-_TOY = {"vocab_size": 512, "num_blocks": 2048}
-_MAX_SLOPE_BYTES = 2**20
-_PER_REQUESTS = 100_000
+_TOY = {"vocab_size": VOCABULARY, "num_blocks": 8192, "max_model_len": 8192, "min_step_seconds": 0.001}
 _SAMPLE_SECONDS = 1.0
-_CANCELLED = 0.2
+_LARGE_PROMPT = 4000
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One look at a process."""
+class _Soak:
+    """One run: the server, who calls it, and what came of that."""
 
-    requests: int
-    private_bytes: int
-    threads: int
-    descriptors: int
+    def __init__(self, server: Server, tokens: dict[str, str], seed: int) -> None:
+        self.server, self.tokens, self.seed = server, tokens, seed
+        self.target = server.wait_for("listening")[1]["address"]
+        self.tally = Tally()
+        self.stopped = threading.Event()
+        self.did: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._holes: list[BlackHole] = []
 
+    def client(self, number: int, *, sessions: bool, target: str = "") -> Client:
+        """Make a client of one of the tenants."""
+        return Client(target or self.target, token=self.tokens[TENANTS[number % len(TENANTS)]], sessions=sessions)
 
-def look(pid: int, requests: int) -> Sample:
-    """At the process, now."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    private = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
-    return Sample(requests, private, int(status["Threads"]), len(list(Path(f"/proc/{pid}/fd").iterdir())))
+    def thread(
+        self, work: Callable[[random.Random, int], None], number: int, pause_seconds: float = 0.0
+    ) -> threading.Thread:
+        """Do `work` again and again until the end; what it raises is a problem."""
+        dice = random.Random(f"{self.seed} {work.__name__} {number}")
 
+        def run() -> None:
+            while not self.stopped.wait(pause_seconds):
+                try:
+                    work(dice, number)
+                    self.did[work.__name__] += 1
+                except Exception as error:
+                    self.problems.append(f"{work.__name__}: {type(error).__name__}: {error}")
 
-def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: how much y grows with x, and the half-width of the 95 % interval. Infinite for too few points."""
-    n = len(points)
-    mean_x, mean_y = (sum(p[i] for p in points) / max(1, n) for i in (0, 1))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if n < 3 or spread == 0:
-        return 0.0, math.inf
-    rise = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    rest = sum((y - mean_y - rise * (x - mean_x)) ** 2 for x, y in points)
-    return rise, 1.96 * math.sqrt(rest / (n - 2) / spread)
+        return threading.Thread(target=run, daemon=True, name=work.__name__)
 
+    # --- what callers do --------------------------------------------------------------------------------------------
 
-class _Caller(threading.Thread):
-    """One answer after another, some of them given up on the way."""
+    def give_up(self, dice: random.Random, number: int) -> None:
+        """Leave answers in the middle; what came of them must be right."""
+        ask = toy_questions(dice.getrandbits(31))
+        with self.client(number, sessions=dice.random() < 0.5) as client:
+            for question in (ask() for _ in range(20)):
+                until, tokens = dice.randrange(20), list[int]()
+                with client.stream(list(question.prompt), question.sampling) as stream:
+                    for delta in stream:
+                        tokens += delta.token_ids
+                        if len(tokens) >= until:
+                            break
+                self._compare(question, tokens, whole=False)
+                if self.stopped.is_set():
+                    return
 
-    def __init__(self, client: Client, seed: int, tally: Tally, stopped: threading.Event) -> None:
-        super().__init__(daemon=True)
-        self._client, self._tally, self._stopped = client, tally, stopped
-        self._dice, self._ask = random.Random(seed), toy_questions(seed)
+    def read_slowly(self, dice: random.Random, number: int) -> None:
+        """Read an answer a piece at a time, with long pauses."""
+        question = self._question(dice, length=20, max_tokens=400)
+        tokens: list[int] = []
+        with (
+            self.client(number, sessions=dice.random() < 0.5) as client,
+            client.stream(list(question.prompt), question.sampling) as stream,
+        ):
+            for delta in stream:
+                tokens += delta.token_ids
+                self.stopped.wait(0.05)
+        self._compare(question, tokens)
 
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            question = self._ask()
-            until = self._dice.randrange(20) if self._dice.random() < _CANCELLED else math.inf
-            tokens: list[int] = []
-            with self._client.stream(list(question.prompt), question.sampling, omit_text=True) as stream:
-                for delta in stream:
-                    tokens += delta.token_ids
-                    if len(tokens) >= until:
-                        break
-            with self._tally.lock:
-                self._tally.answers += 1
-                self._tally.tokens += len(tokens)
-                self._tally.altered += tokens != list(question.right[: len(tokens)])
+    def ask_much(self, dice: random.Random, number: int) -> None:
+        """Ask for an answer to a prompt of thousands of tokens."""
+        question = self._question(dice, length=_LARGE_PROMPT, max_tokens=20)
+        with self.client(number, sessions=dice.random() < 0.5) as client:
+            got = client.generate(list(question.prompt), question.sampling)
+        self._compare(question, got.token_ids)
 
+    def leave_alone(self, dice: random.Random, number: int) -> None:
+        """Submit without listening; the answer is looked at once, much later or never."""
+        question = self._question(dice, length=20, max_tokens=100)
+        with self.client(number, sessions=False) as client:
+            kept = client.submit(list(question.prompt), question.sampling)
+            if dice.random() < 0.5:
+                end = time.monotonic() + BOUND_SECONDS
+                while not (snapshot := kept.poll()).is_over and time.monotonic() < end:
+                    self.stopped.wait(0.2)
+                self._compare(question, snapshot.token_ids)
 
-def soak(folder: Path, *, seconds: float, streams: int, seed: int) -> dict[str, Any]:
-    """Run, and say what grew."""
-    target = f"unix:{folder}/api.sock"
-    server = Server(target, ["--model", str(save(folder, byte_level())), "--log-level", "warning"], toy=_TOY)
-    tally, stopped = Tally(), threading.Event()
-    # The first calls come before it listens.
-    with Client(target, max_attempts=64) as client:
-        client.generate([5], max_tokens=1)
-        pids = {"scheduler": server.process.pid, "worker": client.stats().worker.pid}
-        callers = [_Caller(client, seed << 16 | n, tally, stopped) for n in range(streams)]
-        for caller in callers:
-            caller.start()
-        samples: dict[str, list[Sample]] = {name: [] for name in pids}
+    def vanish(self, dice: random.Random, number: int) -> None:
+        """Be gone in the middle of an answer, with a network that says nothing of it."""
+        hole = BlackHole(self.target)
+        self._holes.append(hole)
+        client = self.client(number, sessions=dice.random() < 0.5, target=hole.target)
+        stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True)
+        stream.__enter__()
+        next(stream)
+        hole.vanish()
+        with contextlib.suppress(LineclearError):
+            client.close()
+        while len(self._holes) > 64:  # long dead for the server
+            self._holes.pop(0).close()
+
+    def kill(self, dice: random.Random, number: int) -> None:
+        """Kill the worker."""
+        began = time.monotonic()
+        os.kill(self.server.worker_pids()[-1], signal.SIGKILL)
+        self.server.wait_for("worker_joined", began)
+
+    def _question(self, dice: random.Random, *, length: int, max_tokens: int) -> Question:
+        prompt = tuple(dice.randrange(VOCABULARY) for _ in range(length))
+        sampling = Sampling(seed=dice.getrandbits(31), max_tokens=max_tokens, ignore_eos=True, temperature=0.7)
+        return Question(prompt, sampling, toy_answer(prompt, sampling, None))
+
+    def _compare(self, question: Question, tokens: Sequence[int], *, whole: bool = True) -> None:
+        right = question.right.token_ids if whole else question.right.token_ids[: len(tokens)]
+        with self.tally.lock:
+            self.tally.answers += 1
+            self.tally.tokens += len(tokens)
+            self.tally.altered += tuple(tokens) != right
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float, streams: int, kill_seconds: float, vanish_seconds: float) -> dict[str, Any]:
+        """Let them all go for so long, and say what came of it."""
+        with contextlib.ExitStack() as stack:
+            clients = [
+                {route: stack.enter_context(self.client(n, sessions=route == "session")) for route in ROUTES}
+                for n in range(len(TENANTS))
+            ]
+            ask = toy_questions(self.seed, ROUTES)
+            readers = [Reader(clients[n % len(clients)], ask, self.tally) for n in range(streams)]
+            threads = [self.thread(self.give_up, n) for n in range(2)]
+            threads += [self.thread(self.read_slowly, 0), self.thread(self.ask_much, 1, 0.5)]
+            threads += [self.thread(self.leave_alone, n, 0.2) for n in range(2)]
+            threads += [self.thread(self.vanish, 0, vanish_seconds), self.thread(self.kill, 0, kill_seconds)]
+            canary = stack.enter_context(Canary(self.target, token=self.tokens[TENANTS[0]]))
+            for thread in (*readers, *threads):
+                thread.start()
+            samples = self._watch(seconds)
+            self.stopped.set()
+            for reader in readers:
+                reader.stop()
+            for thread in (*readers, *threads):
+                thread.join(BOUND_SECONDS)
+                assert not thread.is_alive(), f"{thread.name} did not end"
+            gaps = canary.gaps()
+        for hole in self._holes:
+            hole.close()
+        with self.client(0, sessions=False) as client:
+            held = _held(client)
+        tally = self.tally
+        return {
+            "answers": tally.answers,
+            "tokens": tally.tokens,
+            "did": dict(self.did),
+            **{name: getattr(tally, name) for name in ("lost", "duplicated", "altered")},
+            "wrong": dict(tally.wrong),
+            "failed": dict(tally.failed),
+            "problems": self.problems[:10],
+            "held_at_end": held,
+            "canary_gap_seconds": quantiles(gaps),
+            **{name: growth(of) for name, of in samples.items()},
+        }
+
+    def _watch(self, seconds: float) -> dict[str, list[Sample]]:
+        samples: dict[str, list[Sample]] = {"scheduler": [], "worker": []}
         end = time.monotonic() + seconds
+        every = min(_SAMPLE_SECONDS, seconds / 40)
         while time.monotonic() < end:
-            for name, pid in pids.items():
-                samples[name].append(look(pid, tally.answers))
-            stopped.wait(_SAMPLE_SECONDS)
-        stopped.set()
-        for caller in callers:
-            caller.join(BOUND_SECONDS)
-            assert not caller.is_alive(), "an answer did not end"
-        held = _held(client)
-    code = server.end(signal.SIGTERM)
-    assert code == 0, f"the server left with {code}"
-    return {
-        "answers": tally.answers,
-        "tokens": tally.tokens,
-        "wrong": tally.altered,
-        "held_at_end": held,
-        **{name: _growth(of) for name, of in samples.items()},
-    }
+            for name, pid in (("scheduler", self.server.process.pid), ("worker", self.server.worker_pids()[-1])):
+                with contextlib.suppress(OSError, KeyError):  # a worker that has just been killed
+                    samples[name].append(look(pid, self.tally.answers))
+            time.sleep(every)
+        return samples
 
 
 def _held(client: Client) -> int:
@@ -132,23 +219,30 @@ def _held(client: Client) -> int:
     return g.blocks_used + g.streams_open
 
 
-def _growth(samples: Sequence[Sample]) -> dict[str, float]:
-    settled = samples[len(samples) // 10 :]
-    rise, error = slope([(s.requests, s.private_bytes) for s in settled])
-    return {
-        "first_bytes": settled[0].private_bytes,
-        "last_bytes": settled[-1].private_bytes,
-        "slope_bytes_per_100k": round(rise * _PER_REQUESTS),
-        "upper_bytes_per_100k": round(min(1e15, (rise + error) * _PER_REQUESTS)),
-        "threads": settled[-1].threads - settled[0].threads,
-        "descriptors": settled[-1].descriptors - settled[0].descriptors,
-    }
+def soak(
+    folder: Path,
+    *,
+    seconds: float,
+    streams: int,
+    seed: int,
+    kill_seconds: float = 120.0,
+    vanish_seconds: float = 10.0,
+) -> dict[str, Any]:
+    """Run, and say what came of it."""
+    path, tokens = write_tokens(folder)
+    flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path)]
+    server = Server("127.0.0.1:0", flags, toy=_TOY)
+    server.wait_for("worker_joined")
+    found = _Soak(server, tokens, seed).run(seconds, streams, kill_seconds, vanish_seconds)
+    found["exit_code"] = server.end(signal.SIGTERM)
+    return found
 
 
-def is_steady(found: dict[str, Any]) -> bool:
-    """Whether the evidence says that nothing grows."""
-    uppers = [found[name]["upper_bytes_per_100k"] for name in ("scheduler", "worker")]
-    return not found["wrong"] and not found["held_at_end"] and max(uppers) <= _MAX_SLOPE_BYTES
+def faults(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> list[str]:
+    """Name everything that must not be."""
+    wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "held_at_end", "exit_code")
+    grown = [f"{of} {name}" for of in ("scheduler", "worker") for name in too_much(found[of], bounds, certain=certain)]
+    return [name for name in wrong if found[name]] + grown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,12 +251,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--judge", choices=("yes", "no"), default="yes")
+    parser.add_argument("--kill-seconds", type=float, default=120.0, help="between two kills of the worker")
+    parser.add_argument("--vanish-seconds", type=float, default=10.0, help="between two clients that vanish")
+    parser.add_argument("--judge", choices=("yes", "short", "no"), default="yes")
     chosen = parser.parse_args(argv)
+    options = {name: value for name, value in vars(chosen).items() if name != "judge"}
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
-        found = soak(Path(folder), seconds=chosen.seconds, streams=chosen.streams, seed=chosen.seed)
-    print(json.dumps({"seconds": chosen.seconds, "steady": is_steady(found), **found}))
-    return 0 if chosen.judge == "no" or is_steady(found) else 1
+        found = soak(Path(folder), **options)
+    is_short = chosen.judge == "short"
+    named = faults(found, SHORT if is_short else Bounds(), certain=is_short)
+    print(json.dumps({**options, "faults": named, **found}))
+    return 1 if named and chosen.judge != "no" else 0
 
 
 if __name__ == "__main__":

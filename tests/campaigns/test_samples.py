@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from campaigns import chaos, privacy, soak
-from campaigns.answers import Question
+from campaigns import chaos, growth, privacy, questions, server, soak
+from campaigns.answers import Tolerance, differences, is_tie
+from campaigns.questions import Answer
 from support.world import short_directory
+
+from lineclear.client import FinishReason, Sampling
 
 
 @pytest.fixture
@@ -22,47 +26,144 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])
 def test_nobody_notices(folder: Path, of: str, kills: int) -> None:
-    done = chaos.campaign(folder, of=of, kills=kills, streams=8, seed=3)
+    deaths = {"kill": 0.5, "term": 0.5}
+    done = chaos.campaign(folder, of=of, kills=kills, streams=9, seed=3, deaths=deaths)
     assert done.is_clean, done.figures()
-    assert done.tally.answers >= 8
+    assert done.tally.answers >= 9
+    assert done.tally.routes.keys() == {"generate", "session", "submit"}
+    assert done.tally.ends.keys() >= {"length", "stop_string"}
     assert len(done.recovered) == kills
     assert (done.tally.resumes > 0) == (of == "scheduler")
 
 
-def test_a_wrong_token_would_be_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = chaos.toy_questions
+_LOSING = """
+import sys
+from dataclasses import replace
+from lineclear.scheduler.main import main
+from lineclear.wire import codec
 
-    def questions(seed: int) -> object:
-        ask = real(seed)
+whole = codec._init_to
 
-        def wrong() -> Question:
-            question = ask()
-            return Question(question.prompt, question.sampling, (*question.right[:-1], question.right[-1] ^ 1))
+def without(init):
+    is_recovered = len(init.tokens) > init.prompt_len
+    return whole(replace(init, sampling=replace(init.sampling, {lost})) if is_recovered else init)
 
-        return wrong
+codec._init_to = without
+sys.exit(main(sys.argv[1:]))
+"""
 
-    monkeypatch.setattr(chaos, "toy_questions", questions)
-    done = chaos.campaign(folder, of="worker", kills=0, streams=2, seed=3)
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [("presence_penalty=0.0, frequency_penalty=0.0, top_k=0, logit_bias=()", "altered"), ("logprobs=-1", "logprobs")],
+)
+def test_a_parameter_that_is_lost_in_a_recovery_is_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lost: str, found: str
+) -> None:
+    monkeypatch.setattr(server, "PROGRAM", ("-c", _LOSING.format(lost=lost)))
+    done = chaos.campaign(folder, of="worker", kills=2, streams=9, seed=3, deaths={"kill": 1.0})
     assert not done.is_clean
-    assert done.tally.altered == done.tally.answers
+    assert done.tally.altered if found == "altered" else done.tally.wrong[found], done.figures()
 
 
-def test_a_short_soak_counts_and_holds_nothing(folder: Path) -> None:
-    found = soak.soak(folder, seconds=4.0, streams=4, seed=5)
-    assert found["answers"] > 10
-    assert (found["wrong"], found["held_at_end"]) == (0, 0)
-    assert found["scheduler"]["first_bytes"] > 10 * 2**20
+def test_every_field_of_an_answer_is_compared() -> None:
+    right = questions.toy_answer((5, 6, 7), Sampling(seed=1, max_tokens=30, stop="never"), 2)
+    exactly = Tolerance()
+    assert differences(right, right, exactly) == []
+    logprob, top = right.logprobs[3]
+    for field, value in (
+        ("text", right.text[:-1]),
+        ("finish_reason", FinishReason.STOP_EOS),
+        ("matched_stop", "never"),
+        ("logprobs", right.logprobs[:-1]),
+        ("logprobs", (*right.logprobs[:3], (logprob - 0.01, top), *right.logprobs[4:])),
+        ("logprobs", (*right.logprobs[:3], (logprob, top[::-1]), *right.logprobs[4:])),
+    ):
+        assert differences(right, replace(right, **{field: value}), exactly) == [field]
+
+
+def test_only_the_second_of_two_near_candidates_is_a_tie() -> None:
+    right = Answer((4,), "", FinishReason.LENGTH, None, ((-0.70, ((4, -0.70), (9, -0.75))),))
+    assert is_tie(right, 0, 9, chaos.BF16)
+    assert not is_tie(right, 0, 8, chaos.BF16)
+    assert not is_tie(right, 0, 9, Tolerance())
+    assert not is_tie(right, 0, 9, replace(chaos.BF16, tie=0.04))
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_answer() -> None:
+    """The oracle is no copy of the product: characters are looked at one by one."""
+    sampling = Sampling(seed=4, max_tokens=60, ignore_eos=True)
+    whole = questions.toy_answer((9, 9), sampling, None)
+    assert whole.finish_reason is FinishReason.LENGTH
+    text = whole.text
+    plain = next(i for i in range(10, len(text) - 4) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
+    stop = text[plain : plain + 2]
+    cut = questions.toy_answer((9, 9), sampling.replace(stop=("zzzzzz", stop)), None)
+    assert (cut.text, cut.matched_stop) == (text[:plain], stop)
+    assert len(cut.token_ids) < len(whole.token_ids)
+    late = questions.toy_answer((9, 9), sampling.replace(stop=stop, min_tokens=60), None)
+    assert late.finish_reason is FinishReason.LENGTH or text.endswith(stop)
+
+
+def test_a_short_soak_finds_nothing(folder: Path) -> None:
+    found = soak.soak(folder, seconds=6.0, streams=4, seed=5, kill_seconds=2.0, vanish_seconds=1.5)
+    assert soak.faults(found, growth.SHORT, certain=True) == [], found
+    assert found["answers"] > 50
+    for work in ("give_up", "read_slowly", "ask_much", "leave_alone", "vanish", "kill"):
+        assert found["did"][work] > 0, work
+    assert 0 < found["canary_gap_seconds"]["p50"] <= found["canary_gap_seconds"]["max"]
+    assert found["worker"]["processes"] > 1
+
+
+_LEAKING = """
+import os, sys, threading
+from lineclear.scheduler.main import main
+from lineclear.scheduler.scheduling.core import Scheduler
+
+submit, kept = Scheduler.submit, []
+
+def leaking(self, request, now):
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    kept.append((os.dup(2), b"x" * 200_000, thread))
+    return submit(self, request, now)
+
+Scheduler.submit = leaking
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_short_soak_sees_what_leaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PROGRAM", ("-c", _LEAKING))
+    found = soak.soak(folder, seconds=4.0, streams=4, seed=5, kill_seconds=1000.0, vanish_seconds=1000.0)
+    leaks = [f"scheduler {name}" for name in ("private_bytes", "threads", "descriptors")]
+    assert soak.faults(found, growth.SHORT, certain=True) == leaks, found
 
 
 def test_a_leak_has_a_slope_and_noise_has_none() -> None:
     dice = random.Random(1)
     leak = [(n * 100.0, n * 100.0 * 40 + dice.uniform(-1e6, 1e6)) for n in range(500)]
-    rise, error = soak.slope(leak)
+    rise, error = growth.slope(leak)
     assert rise - error < 40 < rise + error
     assert 100_000 * (rise - error) > 2**20
     noise = [(n * 1000.0, dice.uniform(-1e5, 1e5)) for n in range(500)]
-    rise, error = soak.slope(noise)
+    rise, error = growth.slope(noise)
     assert 100_000 * (rise + error) < 2**20
+
+
+def test_processes_that_follow_one_another_are_fitted_together() -> None:
+    lives = [[(float(x), 1e9 * life + 3.0 * x) for x in range(100 * life, 100 * life + 50)] for life in range(4)]
+    rise, error = growth.slope(*lives)
+    assert rise == pytest.approx(3.0)
+    assert error == pytest.approx(0.0, abs=1e-6)
+    assert growth.slope()[1] == float("inf")
+
+
+def test_a_slope_that_is_not_known_is_too_much_unless_certainty_is_asked_for() -> None:
+    few = [growth.Sample(n, 10**8 + n, 4, 20, pid=1) for n in range(3)]
+    found = growth.growth(few)
+    assert growth.too_much(found, growth.Bounds()) == ["private_bytes", "threads", "descriptors"]
+    assert growth.too_much(found, growth.Bounds(), certain=True) == []
 
 
 def test_a_cached_prompt_is_seen_by_its_own_tenant(folder: Path) -> None:
@@ -84,5 +185,5 @@ def test_the_area_is_the_chance_of_a_right_guess() -> None:
 
 
 def test_quantiles_are_those_of_the_values() -> None:
-    assert chaos._quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
-    assert chaos._quantiles([]) == {}
+    assert chaos.quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
+    assert chaos.quantiles([]) == {}

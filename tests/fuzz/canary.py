@@ -1,6 +1,6 @@
 """A caller with no load of its own: reads one answer after another, and writes down the gaps between its messages.
 
-    cd tests && python -m fuzz.canary TARGET
+    cd tests && python -m fuzz.canary TARGET [TOKEN]
 
 Until its standard input ends; then prints the gaps in seconds as a JSON list. A process of its own, because in that of
 whoever makes the trouble an answer waits for the trouble.
@@ -11,24 +11,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from support.patience import PATIENCE_SECONDS
 
 from lineclear.client import Client
 
 _TOKENS = 100
 
 
+def _command(target: str, token: str) -> list[str]:
+    return [sys.executable, "-m", "fuzz.canary", target, *([token] if token else [])]
+
+
 @contextlib.asynccontextmanager
 async def singing(target: str) -> AsyncIterator[list[float]]:
     """One beside the block; the list has its gaps after the block."""
-    command = (sys.executable, "-m", "fuzz.canary", target)
     pipe, folder = asyncio.subprocess.PIPE, Path(__file__).parents[1]
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=folder)
+    process = await asyncio.create_subprocess_exec(*_command(target, ""), stdin=pipe, stdout=pipe, cwd=folder)
     gaps: list[float] = []
     try:
         assert process.stdout is not None
@@ -39,11 +47,40 @@ async def singing(target: str) -> AsyncIterator[list[float]]:
     gaps += json.loads(said)
 
 
+class Canary:
+    """The same for threads: a canary beside the block."""
+
+    def __init__(self, target: str, token: str = "") -> None:
+        self._command = _command(target, token)
+
+    def __enter__(self) -> Self:
+        pipe, folder = subprocess.PIPE, Path(__file__).parents[1]
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, cwd=folder)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it has had an answer
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def gaps(self) -> list[float]:
+        """End it, and return the seconds between its tokens."""
+        said, _ = self._process.communicate(b"", PATIENCE_SECONDS)
+        assert self._process.returncode == 0, "the canary got no answer"
+        gaps: list[float] = json.loads(said)
+        return gaps
+
+
 def main() -> int:
     """Read until told to stop, and a last answer to its end."""
     ended, gaps = threading.Event(), list[float]()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    with Client(sys.argv[1], max_attempts=1, sessions=False) as client:
+    token = sys.argv[2] if len(sys.argv) > 2 else None
+    with Client(sys.argv[1], token=token, max_attempts=1, sessions=False) as client:
         client.generate([5, 6], max_tokens=1, seed=1)
         print(flush=True)
         while not gaps or not ended.is_set():

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from campaigns.soak import look
+from campaigns.growth import look
 from fuzz.canary import singing
 from google.protobuf.message import Message
 from service.bad_requests import CASES
