@@ -25,7 +25,7 @@ from support.patience import PATIENCE_SECONDS
 
 from lineclear.client import Client
 
-_TOKENS = 100
+TOKENS = 100
 
 
 def _command(target: str, token: str) -> list[str]:
@@ -85,7 +85,7 @@ def main() -> int:
         print(flush=True)
         while not gaps or not ended.is_set():
             times = []
-            with client.stream([5, 6], max_tokens=_TOKENS, ignore_eos=True, seed=1) as stream:
+            with client.stream([5, 6], max_tokens=TOKENS, ignore_eos=True, seed=1) as stream:
                 for delta in stream:
                     if delta.token_ids:
                         times.append(time.perf_counter())

@@ -3,17 +3,18 @@
     cd tests && python -m fuzz.requests --count 100000 --seed 1
     cd tests && python -m fuzz.requests --cancels 20000
 
-A real scheduler process with a toy worker. Requests are bytes: good and bad ones of every method, cut, flipped, spliced
-and grown. One in a hundred is a canary, a good request whose answer is known. With --cancels calls are opened and given
-up at once instead, while a canary in a process of its own times its tokens against a quiet time before: p99 at most
-three times that, nothing held afterwards, and the memory that of before.
+A real scheduler process with a toy worker. Calls are those of `calls`: bytes of every method, cut, flipped, spliced
+and grown, and well-formed messages that say odd things, with odd metadata and deadlines. A call that hangs is a
+failure, and so is a deadline or a cancellation that the call itself does not explain. One in a hundred is a canary, a
+good request whose answer is known. With --cancels calls are opened and given up at once instead, while a canary in a
+process of its own times its tokens against a quiet time before: p99 at most three times that, few tokens made for
+nobody, nothing held afterwards, and the memory that of before.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import tempfile
 import time
 from collections import Counter
@@ -23,36 +24,29 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from campaigns.growth import look
-from fuzz.canary import singing
-from google.protobuf.message import Message
-from service.bad_requests import CASES
-from support.mutation import mutate
+from campaigns.growth import Sample, look
+from fuzz.calls import Call, Calls
+from fuzz.canary import TOKENS, singing
+from support.patience import SOON_SECONDS
 from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient
-from lineclear.fingerprint import prompt_digest
+from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 SERVICE = "/lineclear.v1.InferenceService/"
-ALLOWED = {
-    "OK",
-    "INVALID_ARGUMENT",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ALREADY_EXISTS",
-    "NOT_FOUND",
-    "ABORTED",  # a fingerprint or a digest that was damaged
-    "DEADLINE_EXCEEDED",
-    "CANCELLED",
-}
 _AT_ONCE = 32
 _CANARY_EVERY = 100
-_CALL_SECONDS = 5.0
+HANG_SECONDS = SOON_SECONDS
+"""A call that has neither a message nor a status after so long hangs."""
 _CANARY_TOKENS = 12
 _TIMES_QUIET = 3.0
 _MOST_GROWN_BYTES = 8 * 2**20
+_MOST_GROWN_MEANWHILE = Sample(0, private_bytes=64 * 2**20, threads=8, descriptors=50)
+_MOST_TOKENS_GIVEN_UP = 60
+"""Tokens made for a call that was given up, on average. A third have begun; one that nobody cancels gets 400."""
 _SETTLE_SECONDS = 10.0
+_BAD_CODES = {grpc.StatusCode.INTERNAL.value[0], grpc.StatusCode.UNKNOWN.value[0], grpc.StatusCode.DATA_LOSS.value[0]}
 
 
 @dataclass
@@ -60,85 +54,105 @@ class Outcome:
     """What became of a campaign. `wrong` names what must not happen."""
 
     statuses: Counter[str] = field(default_factory=Counter)
+    methods: Counter[str] = field(default_factory=Counter)
+    grown: Sample = field(default_factory=lambda: Sample(0, 0, 0, 0))
+    """What the last three quarters of the calls added to the scheduler."""
     canaries: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
-def seeds() -> list[tuple[str, bytes]]:
-    """(method, bytes) to begin with."""
-    good = pb.GenerateRequest(
-        request_id="fuzz",
-        token_ids=pb.TokenIds(ids=[5, 6, 7]),
-        sampling={"temperature": 0.5, "seed": 3, "max_tokens": 4, "top_k": 9, "logit_bias": [{"token_id": 5}]},
-        stop={"strings": ["a", "bc"], "token_ids": [9]},
-        output={"logprobs": True, "top_logprobs": 2},
-        resume={"token_ids": [5], "model_fingerprint": "toy", "prompt_digest": prompt_digest([5, 6, 7])},
-    )
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-    generate: list[pb.GenerateRequest] = [good, pb.GenerateRequest(text="quick"), pb.GenerateRequest(chat=chat)]
-    generate += [case.request for case in CASES if len(case.request.SerializeToString()) < 4096]
-    found: list[tuple[str, Message]] = [("Generate", request) for request in generate]
-    found += [
-        ("Session", pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request))) for request in generate
-    ]
-    found += [("Submit", pb.SubmitRequest(request=request)) for request in generate[:3]]
-    found += [
-        ("Session", pb.SessionRequest(cancel=pb.SessionCancel(handle=1))),
-        ("Session", pb.SessionRequest(submits=[pb.SessionSubmit(handle=n) for n in (1, 2)])),
-        ("Session", pb.SessionRequest(cancels=[pb.SessionCancel(handle=n) for n in (1, 2)])),
-        ("Tokenize", pb.TokenizeRequest(text="some text")),
-        ("Tokenize", pb.TokenizeRequest(chat=chat)),
-        ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),
-        ("Attach", pb.AttachRequest(request_id="fuzz", from_index=1)),
-        ("GetResult", pb.GetResultRequest(request_id="fuzz")),
-        ("Cancel", pb.CancelRequest(request_id="fuzz")),
-    ]
-    return [(method, message.SerializeToString()) for method, message in found]
-
-
 async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
-    """Send so many, and look what becomes of them, of the canaries and of the process."""
-    outcome, corpus, dice = Outcome(), seeds(), random.Random(seed)
-    others = [data for _, data in corpus]
+    """Make so many calls, and look what becomes of them, of the canaries and of the process."""
+    outcome, calls = Outcome(), Calls(seed)
     numbers = iter(range(count))
+    before: Sample | None = None
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
 
         async def work() -> None:
+            nonlocal before
             for number in numbers:
+                if number == count // 4:
+                    before = look(service.pid, number)
                 if number % _CANARY_EVERY == 0:
                     await _canary(client, number, outcome)
-                method, data = dice.choice(corpus)
-                data = mutate(data, dice, others)
-                status = await _send(channel, method, data)
+                call = calls.next()
+                status = await _send(channel, call)
                 outcome.statuses[status] += 1
-                if status not in ALLOWED:
-                    outcome.wrong.append(f"{status} of {method}, seed {seed}, number {number}: {data.hex()}")
+                outcome.methods[call.method] += 1
+                if not call.may_end_with(status):
+                    hexed = [message.hex() for message in call.messages]
+                    outcome.wrong.append(f"{status} of {call.method}, seed {seed}, number {number}: {hexed}, {call}")
 
         await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+    assert before is not None
+    outcome.grown = _grown(before, look(service.pid, count))
+    for name in ("private_bytes", "threads", "descriptors"):
+        if getattr(outcome.grown, name) > getattr(_MOST_GROWN_MEANWHILE, name):
+            outcome.wrong.append(f"{name} grew by {getattr(outcome.grown, name)} in {outcome.grown.requests} calls")
     return outcome
 
 
-async def _send(channel: grpc.aio.Channel, method: str, data: bytes) -> str:
-    """The status of the call, or OK once something good came; the rest is not waited for."""
-    # As an iterator: what gRPC raises at a write to a call that is over already is then its own business.
-    call = channel.stream_stream(SERVICE + method)([data], timeout=_CALL_SECONDS)
-    try:
-        if await call.read() is not grpc.aio.EOF:
-            return "OK"
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        pass
-    finally:
-        call.cancel()
-    code: grpc.StatusCode = await call.code()
-    # A write to a call that was refused meanwhile: gRPC's own word for it.
-    return (
-        "CANCELLED" if code is grpc.StatusCode.INTERNAL and "from Core" in (await call.details() or "") else code.name
+def incidents(log: Path) -> list[str]:
+    """Return the lines about bugs of the server. A request, however odd, and a caller who is gone are none."""
+    return [line for line in log.read_text().splitlines() if '"event": "incident"' in line or "loop_error" in line]
+
+
+def _grown(before: Sample, after: Sample) -> Sample:
+    return Sample(
+        after.requests - before.requests,
+        after.private_bytes - before.private_bytes,
+        after.threads - before.threads,
+        after.descriptors - before.descriptors,
     )
+
+
+async def _send(channel: grpc.aio.Channel, call: Call) -> str:
+    """The status of the call; OK once what was to be read has come; HANG if nothing comes at all.
+
+    A Failure inside a session that only a bug of the server explains counts as the status of the call.
+    """
+    # As an iterator: what gRPC raises at a write to a call that is over already is then its own business.
+    made = channel.stream_stream(SERVICE + call.method)(
+        list(call.messages), metadata=call.metadata, timeout=call.deadline_seconds
+    )
+    try:
+        for _ in range(call.reads):
+            async with asyncio.timeout(HANG_SECONDS):
+                data = await made.read()
+            if data is grpc.aio.EOF:
+                break
+            if call.method == "Session" and (failure := _bug_in(data)):
+                return failure
+        else:
+            return "OK"
+        async with asyncio.timeout(HANG_SECONDS):
+            code: grpc.StatusCode = await made.code()
+    except TimeoutError:
+        return "HANG"
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        code = await made.code()
+    finally:
+        made.cancel()
+    is_refused_write = code is grpc.StatusCode.INTERNAL and "from Core" in (await made.details() or "")
+    # A write to a call that was refused meanwhile: gRPC's own word for it.
+    return "OK" if is_refused_write else code.name
+
+
+def _bug_in(data: bytes) -> str:
+    """The reason of a Failure that no request can be the cause of; empty if there is none."""
+    pieces = pb.SessionResponse.FromString(data).pieces
+    return next((p.failure.reason for p in pieces if p.HasField("failure") and p.failure.code in _BAD_CODES), "")
 
 
 async def _canary(client: AsyncClient, number: int, outcome: Outcome) -> None:
     prompt = [5 + number % 400, 6, 7]
-    result = await client.generate(prompt, seed=number, max_tokens=_CANARY_TOKENS, ignore_eos=True)
+    try:
+        result = await client.generate(
+            prompt, seed=number, max_tokens=_CANARY_TOKENS, ignore_eos=True, timeout_seconds=HANG_SECONDS
+        )
+    except LineclearError as error:
+        outcome.wrong.append(f"canary {number} got {error.reason}")
+        return
     outcome.canaries += 1
     if list(result.token_ids) != answer(prompt, _CANARY_TOKENS, seed=number):
         outcome.wrong.append(f"canary {number} answered something else")
@@ -158,12 +172,19 @@ class GivenUp:
     """Private memory of the scheduler, from after a tenth of them to after all."""
     held: int
     """Requests the scheduler still had when they were over."""
+    tokens: int
+    """Made for them, all together. A call that is given up and not cancelled gets 400."""
 
     @property
     def is_harmless(self) -> bool:
-        """Nothing stays, and an answer beside them goes on about as it did."""
+        """Nothing stays, little was computed, and an answer beside them goes on about as it did."""
         small = self.grown_bytes <= _MOST_GROWN_BYTES
-        return small and self.held == 0 and self.meanwhile <= _TIMES_QUIET * self.quiet
+        return small and self.held == 0 and self.is_cancelled and self.meanwhile <= _TIMES_QUIET * self.quiet
+
+    @property
+    def is_cancelled(self) -> bool:
+        """The server stopped computing for callers that had gone."""
+        return self.tokens <= _MOST_TOKENS_GIVEN_UP * self.count
 
 
 async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: float = 4.0) -> GivenUp:
@@ -177,7 +198,9 @@ async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: fl
         async def give_up(numbers: Iterator[int]) -> None:
             for number in numbers:
                 call = generate(data)
-                if number % 2:
+                if number % 3 == 0:
+                    await call.read()  # it has a place in the batch
+                elif number % 3 == 1:
                     await asyncio.sleep(0)
                 call.cancel()
                 if number % 50 == 0:
@@ -187,6 +210,7 @@ async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: fl
             await asyncio.gather(*(give_up(numbers) for _ in range(_AT_ONCE)))
             await _settled(client, most=1)  # the canary's
 
+        made = (await client.stats()).totals.output_tokens
         async with singing(service.target) as meanwhile:
             begin = time.monotonic()
             await all_of(iter(range(count // 10)))
@@ -195,7 +219,9 @@ async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: fl
             seconds = time.monotonic() - begin
         held = await _settled(client, most=0)
         grown = look(service.pid, 0).private_bytes - before
-        return GivenUp(count, seconds, _p99(quiet), _p99(meanwhile), grown, held)
+        sung = len(meanwhile) * TOKENS // (TOKENS - 1)  # a gap less than tokens in each of the canary's answers
+        made = (await client.stats()).totals.output_tokens - made - sung
+        return GivenUp(count, seconds, _p99(quiet), _p99(meanwhile), grown, held, made)
 
 
 async def _settled(client: AsyncClient, most: int) -> int:
@@ -221,20 +247,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cancels", type=int, default=0, help="open and give up so many calls instead")
     options = parser.parse_args(arguments)
     steps = {"min_step_seconds": 0.005, "max_step_seconds": 0.005} if options.cancels else {}
-    with tempfile.TemporaryDirectory() as folder, toy_service(Path(folder), **steps) as service:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        toy_service(Path(folder), log=Path(folder, "log"), **steps) as service,
+    ):
         if options.cancels:
             found = asyncio.run(opened_and_given_up(service, options.cancels))
             print(
                 f"{found.count} calls given up in {found.seconds:.1f} s; p99 of a gap {found.quiet:.4f} s before and "
-                f"{found.meanwhile:.4f} s meanwhile; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held"
+                f"{found.meanwhile:.4f} s meanwhile; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held, "
+                f"{found.tokens} tokens for nobody"
             )
             return 0 if found.is_harmless and service.leave() == 0 else 1
         outcome = asyncio.run(damaged(service, options.count, options.seed))
         alive = service.leave() == 0
+        outcome.wrong += incidents(Path(folder, "log"))
     for line in outcome.wrong[:20]:
         print(line)
     print(
-        f"{options.count} requests, {outcome.canaries} canaries, {len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
+        f"{outcome.grown.private_bytes / 2**20:.1f} MiB, {outcome.grown.threads} threads and "
+        f"{outcome.grown.descriptors} descriptors more; {options.count} requests, {outcome.canaries} canaries, "
+        f"{len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
     )
     return 1 if outcome.wrong or not alive else 0
 

@@ -6,11 +6,12 @@ import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 from service.serving import (
     BOUND_SECONDS,
     HELLO,
@@ -26,6 +27,7 @@ from service.serving import (
     until,
 )
 
+from lineclear.scheduler.rpc.outlet import Outlet
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 
@@ -89,6 +91,27 @@ def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
             await s.idle()
             assert s.engine.cancelled == [key]
             assert call.done()
+
+    run(scenario())
+
+
+def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
+    """gRPC says first that the headers cannot be sent, and then that the call is cancelled."""
+
+    class Gone:
+        async def send_initial_metadata(self, metadata: object) -> None:
+            raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
+
+    async def scenario() -> None:
+        greeting = asyncio.create_task(Outlet(cast("Any", Gone()), BOUND_SECONDS).greet(()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not greeting.done()
+        greeting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await greeting
+        with pytest.raises(cygrpc.ExecuteBatchError):  # nobody cancels it: that would be a bug
+            await Outlet(cast("Any", Gone()), 0.001).greet(())
 
     run(scenario())
 

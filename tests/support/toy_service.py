@@ -28,6 +28,8 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.wire.types import Sampling
 
 VOCABULARY, EOS = 512, 0
+PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
+"""What Python runs as the scheduler."""
 TOKENIZER = Tokenizer(definition(byte_level()))
 
 
@@ -44,12 +46,14 @@ def text_of(tokens: Sequence[int]) -> str:
 class ToyService:
     """At `target`, a unix socket below `folder`. Started, stopped and killed as often as one likes."""
 
-    def __init__(self, folder: Path, *flags: str, **toy: Any) -> None:
+    def __init__(self, folder: Path, *flags: str, log: Path | None = None, **toy: Any) -> None:
+        """With `log`, both processes write there what would go to standard error."""
         self.target = f"unix:{folder}/api.sock"
         self._model = save(folder / "model", byte_level())
         self._flags = flags
         self._toy = {"vocab_size": VOCABULARY, **toy}
         self._process: subprocess.Popen[bytes] | None = None
+        self._log = log
 
     @property
     def pid(self) -> int:
@@ -60,11 +64,15 @@ class ToyService:
     def start(self, *, wait: bool = True) -> None:
         """Begin, and be ready on return unless told not to `wait`."""
         worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
-        command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(self._model), "--spawn-worker"]
+        command = [sys.executable, *PROGRAM, "--model", str(self._model), "--spawn-worker"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         environment |= {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "TOY_OPTIONS": json.dumps(self._toy)}
         flags = ["--listen", self.target, "--log-level", "error", "--log-format", "json", *self._flags]
-        self._process = subprocess.Popen([*command, *worker, *flags], env=environment, stdin=subprocess.DEVNULL)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self._log.open("ab")) if self._log is not None else None
+            self._process = subprocess.Popen(
+                [*command, *worker, *flags], env=environment, stdin=subprocess.DEVNULL, stderr=log
+            )
         if wait:
             self.wait_until_ready()
 
@@ -98,9 +106,9 @@ class ToyService:
 
 
 @contextlib.contextmanager
-def toy_service(folder: Path, *flags: str, **toy: Any) -> Iterator[ToyService]:
+def toy_service(folder: Path, *flags: str, log: Path | None = None, **toy: Any) -> Iterator[ToyService]:
     """One that is ready, and killed at the end of the block if it still runs."""
-    service = ToyService(folder, *flags, **toy)
+    service = ToyService(folder, *flags, log=log, **toy)
     try:
         service.start()
         yield service

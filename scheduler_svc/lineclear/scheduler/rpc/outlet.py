@@ -12,6 +12,7 @@ from typing import Any, Self, TypeAlias
 
 import grpc.aio
 from google.protobuf.message import Message
+from grpc._cython import cygrpc
 
 from lineclear.errors import SlowConsumer
 
@@ -41,7 +42,12 @@ class Outlet:
 
     async def greet(self, metadata: Sequence[tuple[str, str]]) -> None:
         """Send the headers alone, to say that the call is taken."""
-        await self._context.send_initial_metadata(tuple(metadata))
+        try:
+            await self._context.send_initial_metadata(tuple(metadata))
+        except cygrpc.ExecuteBatchError:
+            # The call is over. gRPC cancels this task for that, but maybe a moment later; until then it is no bug.
+            await asyncio.sleep(self._limit_seconds)
+            raise
         self._is_open = True
 
     async def write(self, message: Message) -> None:

@@ -1,0 +1,249 @@
+"""Calls to be made to the whole service: methods, messages, metadata and deadlines, good and bad, all from one seed.
+
+Knows which statuses each call may end with. A status that only a cancellation or a deadline explains is allowed only
+where the call has one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from service.bad_requests import CASES
+from support.mutation import mutate
+
+from lineclear.fingerprint import prompt_digest
+from lineclear.v1 import inference_pb2 as pb
+
+ALWAYS_ALLOWED = frozenset(
+    {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ALREADY_EXISTS", "NOT_FOUND"}
+)
+"""Whatever a call says."""
+_IDS = [f"fuzz-{number}" for number in range(12)]
+_DURATIONS = (
+    (1, 0),
+    (0, 1),
+    (0, 0),
+    (-1, 0),
+    (0, -1),
+    (60, 999_999_999),
+    (1, 1_000_000_000),
+    (1, -1),
+    (-1, 1),
+    (2_147_484, 0),
+    (315_576_000_000, 999_999_999),
+    (315_576_000_001, 0),
+    (2**63 - 1, 2**31 - 1),
+    (-(2**63), -(2**31)),
+)
+_KEYS = ("traceparent", "tracestate", "authorization", "x-tenant-id", "x-request-id", "grpc-tags-bin", "priority")
+_VALUES = (
+    "",
+    "Bearer",
+    "Bearer x",
+    "bearer \x7e",
+    "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "00-00000000000000000000000000000000-0000000000000000-00",
+    "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more",
+    "tenant",
+    "../../etc",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. Its messages are sent, then its sending side is closed."""
+
+    method: str
+    messages: tuple[bytes, ...]
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+    deadline_seconds: float | None = None
+    reads: int = 1
+    """Messages that are read before the caller hangs up."""
+
+    def may_end_with(self, status: str) -> bool:
+        """Whether the call may have this status."""
+        if status in ALWAYS_ALLOWED:
+            return True
+        if status == "DEADLINE_EXCEEDED":
+            return self.deadline_seconds is not None or self.method == "Attach" or self._has_timeout()
+        if status == "ABORTED":  # a fingerprint or a digest of something else, in a request or in a submitted one
+            return self.method in ("Attach", "Submit") or self._names_a_model()
+        if status == "CANCELLED":
+            return self.method == "Attach" or self._can_be_cancelled()
+        # A token that nobody asked for is not looked at; one that breaks HTTP's rules is the transport's to refuse.
+        return status == "UNAUTHENTICATED" and any(key == "authorization" for key, _ in self.metadata)
+
+    def _has_timeout(self) -> bool:
+        return self.method == "Submit" and any(
+            message.HasField("timeout") for message in _parsed(pb.SubmitRequest, self.messages)
+        )
+
+    def _names_a_model(self) -> bool:
+        return any(
+            message.model_fingerprint or message.resume.model_fingerprint or message.resume.HasField("prompt_digest")
+            for message in _parsed(pb.GenerateRequest, self.messages)
+        )
+
+    def _can_be_cancelled(self) -> bool:
+        """Another call may end a request by its name, which these have."""
+        if self.method == "Generate":
+            return any(message.request_id for message in _parsed(pb.GenerateRequest, self.messages))
+        if self.method == "Submit":
+            return any(message.request.request_id for message in _parsed(pb.SubmitRequest, self.messages))
+        return False
+
+
+def _parsed(kind: type[Message], messages: Sequence[bytes]) -> list[Message]:
+    found = []
+    for data in messages:
+        try:
+            found.append(kind.FromString(data))
+        except DecodeError:
+            continue
+    return found
+
+
+class Calls:
+    """All the calls of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._corpus = _seeds()
+        self._others = [data for _, data in self._corpus]
+
+    def next(self) -> Call:
+        """The next one: two in three are damaged, the others are well formed and say odd things."""
+        dice = self._dice
+        if dice.random() < 0.65:
+            method, data = dice.choice(self._corpus)
+            messages: tuple[bytes, ...] = (mutate(data, dice, self._others),)
+        else:
+            method, sent = dice.choice((self._session, self._submit, self._kept, self._resumed))()
+            messages = tuple(message.SerializeToString() for message in sent)
+        deadline = dice.choice((0.001, 0.01, 0.05)) if dice.random() < 0.05 else None
+        reads = dice.choice((1, 1, 4, 10**6))
+        return Call(method, messages, self._metadata(), deadline, reads)
+
+    def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        dice = self._dice
+        if dice.random() < 0.7:
+            return ()
+        return tuple(self._pair(dice.choice(_KEYS)) for _ in range(dice.choice((1, 2, 40))))
+
+    def _pair(self, key: str) -> tuple[str, str | bytes]:
+        dice = self._dice
+        if key.endswith("-bin"):
+            return key, dice.randbytes(dice.choice((0, 29, 2000)))
+        value = dice.choice(_VALUES)
+        if dice.random() < 0.3:
+            value = "".join(chr(dice.randrange(0x20, 0x7F)) for _ in range(dice.choice((1, 55, 3000)))).strip()
+        return key, value
+
+    def _request(self) -> pb.GenerateRequest:
+        dice = self._dice
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[dice.randrange(5, 400) for _ in range(dice.choice((1, 8, 100)))]),
+            sampling={"max_tokens": dice.choice((1, 20, 100)), "seed": dice.getrandbits(64)},
+        )
+        if dice.random() < 0.5:
+            request.request_id = dice.choice(_IDS)
+        return request
+
+    def _duration(self) -> Duration:
+        seconds, nanos = self._dice.choice(_DURATIONS)
+        return Duration(seconds=seconds, nanos=nanos)
+
+    def _session(self) -> tuple[str, list[Message]]:
+        """Orders of a session: handles that are used twice, cancelled before they are there, or never were."""
+        dice = self._dice
+        sent: list[Message] = []
+        for _ in range(dice.randint(1, 6)):
+            submits = [
+                pb.SessionSubmit(handle=dice.choice((0, 1, 2, 2**64 - 1)), request=self._request())
+                for _ in range(dice.randint(1, 3))
+            ]
+            for submit in submits:
+                if dice.random() < 0.3:
+                    submit.timeout.CopyFrom(self._duration())
+            cancels = [pb.SessionCancel(handle=dice.choice((0, 1, 2, 2**64 - 1))) for _ in range(dice.randint(0, 2))]
+            sent.append(
+                dice.choice(
+                    (
+                        pb.SessionRequest(submit=submits[0]),
+                        pb.SessionRequest(submits=submits, cancels=cancels),
+                        pb.SessionRequest(cancels=cancels),
+                        pb.SessionRequest(),
+                    )
+                )
+            )
+        return "Session", sent
+
+    def _submit(self) -> tuple[str, list[Message]]:
+        message = pb.SubmitRequest(request=self._request())
+        if self._dice.random() < 0.7:
+            message.timeout.CopyFrom(self._duration())
+        return "Submit", [message]
+
+    def _kept(self) -> tuple[str, list[Message]]:
+        """What is asked of a submitted request, whether or not there is one."""
+        dice = self._dice
+        request_id = dice.choice((*_IDS, "", "x" * 65, "nobody"))
+        index = dice.choice((0, 1, 5, 100, 2**32 - 1))
+        return dice.choice(
+            (
+                ("Attach", [pb.AttachRequest(request_id=request_id, from_index=index)]),
+                ("GetResult", [pb.GetResultRequest(request_id=request_id)]),
+                ("Cancel", [pb.CancelRequest(request_id=request_id)]),
+            )
+        )
+
+    def _resumed(self) -> tuple[str, list[Message]]:
+        """The beginning of an answer that this server never gave."""
+        dice = self._dice
+        request = self._request()
+        request.resume.token_ids.extend(dice.randrange(600) for _ in range(dice.choice((0, 1, 19, 20, 101, 600))))
+        if dice.random() < 0.5:
+            request.resume.chat_time_us = dice.choice((-1, 0, 2**63 - 1, -(2**63)))
+        if dice.random() < 0.5:
+            request.resume.model_fingerprint = dice.choice(("", "toy", "another", "\u00e9" * 2000))
+        if dice.random() < 0.5:
+            request.resume.prompt_digest = dice.choice(("", "0", "f" * 64))
+        return "Generate", [request]
+
+
+def _seeds() -> list[tuple[str, bytes]]:
+    """(method, bytes) to begin with."""
+    good = pb.GenerateRequest(
+        request_id="fuzz",
+        token_ids=pb.TokenIds(ids=[5, 6, 7]),
+        sampling={"temperature": 0.5, "seed": 3, "max_tokens": 4, "top_k": 9, "logit_bias": [{"token_id": 5}]},
+        stop={"strings": ["a", "bc"], "token_ids": [9]},
+        output={"logprobs": True, "top_logprobs": 2},
+        resume={"token_ids": [5], "model_fingerprint": "toy", "prompt_digest": prompt_digest([5, 6, 7])},
+    )
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    generate: list[pb.GenerateRequest] = [good, pb.GenerateRequest(text="quick"), pb.GenerateRequest(chat=chat)]
+    generate += [case.request for case in CASES if len(case.request.SerializeToString()) < 4096]
+    timeout = Duration(seconds=5, nanos=7)
+    found: list[tuple[str, Message]] = [("Generate", request) for request in generate]
+    found += [
+        ("Session", pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request, timeout=timeout)))
+        for request in generate
+    ]
+    found += [("Submit", pb.SubmitRequest(request=request, timeout=timeout)) for request in generate[:3]]
+    found += [
+        ("Session", pb.SessionRequest(cancel=pb.SessionCancel(handle=1))),
+        ("Session", pb.SessionRequest(submits=[pb.SessionSubmit(handle=n) for n in (1, 2)])),
+        ("Session", pb.SessionRequest(cancels=[pb.SessionCancel(handle=n) for n in (1, 2)])),
+        ("Tokenize", pb.TokenizeRequest(text="some text")),
+        ("Tokenize", pb.TokenizeRequest(chat=chat)),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),
+        ("Attach", pb.AttachRequest(request_id="fuzz", from_index=1)),
+        ("GetResult", pb.GetResultRequest(request_id="fuzz")),
+        ("Cancel", pb.CancelRequest(request_id="fuzz")),
+    ]
+    return [(method, message.SerializeToString()) for method, message in found]
