@@ -9,7 +9,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from service.orders import Caller, submit
 from service.serving import error_of, read_all, run, serving, text_request, until
+
+from lineclear.scheduler.scheduling.events import FinishReason
 
 
 def test_too_many_unread_tokens(tmp_path: Path) -> None:
@@ -49,6 +52,51 @@ def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> Non
             await s.idle()
             assert key in s.engine.cancelled
             error = await error_of(call)  # reads what was sent, then the status
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+            await until(lambda: len(asyncio.all_tasks()) <= before)
+
+    run(scenario())
+
+
+def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path) -> None:
+    """That request fails alone."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unread_tokens=16) as s:
+            caller = Caller(s)
+            await caller.order(submit(1), submit(2))
+            first, second = await s.engine.next_request(1), await s.engine.next_request(2)
+            for key in (first, second):
+                s.engine.start(key)
+            s.engine.step({first: [40] * 17, second: [40] * 16})
+            await caller.until(lambda: 1 in caller.failed and len(caller.tokens[2]) == 16)
+            failure = caller.failed[1]
+            assert failure.reason == "SLOW_CONSUMER"
+            assert dict(failure.metadata) == {"unread_tokens": "17", "limit": "16"}
+            s.engine.finish_by(second, FinishReason.LENGTH)
+            await caller.until(lambda: 2 in caller.finished)
+            assert {*s.engine.cancelled} == {first}
+
+    run(scenario())
+
+
+def test_a_session_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
+            before = len(asyncio.all_tasks())
+            caller = Caller(s)
+            await caller.order(submit(1), submit(2))
+            keys = [await s.engine.next_request(number) for number in (1, 2)]
+            for key in keys:
+                s.engine.start(key)
+            await caller.read()
+            while s.engine.requests:  # until a write blocks
+                for key in s.engine.requests:
+                    s.engine.tokens(key, [40] * 5000)
+                await asyncio.sleep(0.001)
+            await s.idle()
+            assert sorted(s.engine.cancelled) == sorted(keys)
+            error = await error_of(caller.call)  # reads what was sent, then the status
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
             await until(lambda: len(asyncio.all_tasks()) <= before)
 

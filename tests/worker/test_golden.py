@@ -10,13 +10,14 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 
-from lineclear.wire.types import StepPlan
+from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker import golden
 from lineclear.worker.golden import SelfTestFailed
 from lineclear.worker.kernels import NONE, library
 from lineclear.worker.loader import adopt, fuse, to_int8
 from lineclear.worker.logits import of
 from lineclear.worker.model import LoadedModel
+from lineclear.worker.protocol import StepFailed
 from lineclear.worker.runner import ModelRunner
 
 
@@ -81,12 +82,29 @@ def test_a_context_too_short_for_it() -> None:
 
 
 def test_the_runner_is_as_new_after_it() -> None:
-    """Its slots belong to nobody: a plan that goes on where the self-test ended is refused."""
+    """Its slots belong to nobody: a plan that goes on where the self-test ended is refused, and answers are those of a
+    runner that was never tested."""
     loaded = adopt(tiny_model("llama"))
     right = golden.compute(loaded)
-    runner = runner_of(loaded)
-    golden.check(runner, right, loaded.dtype)
-    golden.check(runner, right, loaded.dtype)
+    tested, fresh = runner_of(loaded), runner_of(adopt(tiny_model("llama")))  # a model has one runner at a time
+    golden.check(tested, right, loaded.dtype)
+    for slot, one in enumerate(right):
+        goes_on = Row(slot, len(one.prompt) + golden._NUM_TOKENS - 1, 1, True)
+        with pytest.raises(StepFailed) as refused:
+            tested.launch(StepPlan(1, 1, chunks=(goes_on,)))
+        assert refused.value.kind is StepErrorKind.PROTOCOL
+    assert answers(tested) == answers(fresh)
+    golden.check(tested, right, loaded.dtype)
+
+
+def answers(runner: ModelRunner) -> list[int]:
+    """What a new owner of the first slot gets, in the blocks that the self-test began with."""
+    prompt, blocks = tuple(range(5, 25)), tuple(range(31, 25, -1))
+    init = SlotInit(0, prompt, len(prompt), (), Sampling())
+    tokens = list(runner.launch(StepPlan(1, 1, (Row(0, 0, 20, True, blocks),), (init,))).result().tokens)
+    for start in (20, 21, 22):
+        tokens += runner.launch(StepPlan(1, start, (Row(0, start, 1, True),))).result().tokens
+    return tokens
 
 
 def a_weight_differs(runner: ModelRunner, loaded: LoadedModel) -> None:
