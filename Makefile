@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # What a server and the demonstration import. Importing it compiles it.
 SERVED := import lineclear.scheduler.serving, lineclear.worker.serving, lineclear.worker.start, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos privacy soak hostile images lint format stubs clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos mutants privacy soak hostile images lint format stubs clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -74,17 +74,22 @@ fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link, as
 	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
-chaos: $(STAMP) ## 500 kills of the worker under 16 streams, 30 of the torch worker, 50 of the scheduler; 100 updates to another model
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --seed $(or $(SEED),1)
+chaos: $(STAMP) ## 3,000 kills of the toy worker under 32 streams, 300 of the scheduler, 60 of the torch worker; 100 updates of the model
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),50) --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --dtype bfloat16
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
+
+mutants: $(STAMP) ## Plant every listed bug: in the core for the simulation, and for rows of tests/faults.yaml; which are caught?
+	@cd tests && ../$(BIN)/python -m simulation.test_planted
+	@cd tests && ../$(BIN)/python -m support.mutants
 
 privacy: $(STAMP) ## Does the time to the first token tell a tenant what another has asked? TRIALS (800) of each worker
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --model ../demo/model
 
-soak: $(STAMP) ## SECONDS (3600) of answers, cancellations and kills; does the memory of the scheduler or the worker grow?
+soak: $(STAMP) ## SECONDS (3600) of answers, kills, slow and vanishing clients: is all right, does anything grow?
 	@cd tests && ../$(BIN)/python -m campaigns.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
 hostile: $(STAMP) ## SECONDS (60) of each kind of hostile caller beside a stream: its gaps, its answers, the server's memory

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias
 
 import grpc.aio
 from google.protobuf.message import Message
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from lineclear.errors import SlowConsumer
 
