@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from campaigns.growth import look
 from campaigns.hostile_callers import KINDS, SLOW
 from campaigns.server import BOUND_SECONDS, Server
-from campaigns.soak import look
 from service.small_tokenizers import byte_level, save
 from support.toy import expected
 
