@@ -137,5 +137,5 @@ def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(serv
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
     os.close(told)
     assert run.returncode == 0, err
-    assert b"stopped; the message is not kept" in err
-    assert [turn.content for turn in server.requests[1].chat.messages] == ["second one"]
+    assert b"stopped; the answer is kept as far as it came" in err
+    assert [turn.content for turn in server.requests[1].chat.messages] == ["first", "begun", "second one"]

@@ -367,3 +367,18 @@ def test_a_bundle_shows_typer_its_fields() -> None:
     names = {parameter.name for parameter in generate.params}
     assert {"target", "temperature", "stop", "top_logprobs", "file"} <= names
     assert not names & {"connection", "sampling", "request"}
+
+
+def test_the_token_of_the_command_has_a_variable_that_is_not_the_servers(
+    cli: Any, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's LINECLEAR_TOKEN_FILE has a name beside each token."""
+    own, of_server = tmp_path / "token", tmp_path / "tokens"
+    own.write_text("secret\n")
+    of_server.write_text("name secret\n")
+    monkeypatch.setenv("LINECLEAR_TOKEN_FILE", str(of_server))
+    assert cli("generate", "x").exit_code == 0
+    assert "authorization" not in server.metadata[-1]
+    monkeypatch.setenv("LINECLEAR_CLIENT_TOKEN_FILE", str(own))
+    assert cli("generate", "x").exit_code == 0
+    assert server.metadata[-1]["authorization"] == "Bearer secret"

@@ -162,6 +162,14 @@ def test_a_target_may_leave_out_the_port_or_name_a_scheme() -> None:
     assert Client("[::1]:5").target == "[::1]:5"
 
 
+def test_a_client_without_a_target_takes_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINECLEAR_TARGET", "somewhere:7")
+    assert Client().target == AsyncClient().target == "somewhere:7"
+    assert Client("elsewhere:8").target == "elsewhere:8"
+    monkeypatch.delenv("LINECLEAR_TARGET")
+    assert Client().target == AsyncClient().target == "127.0.0.1:50051"
+
+
 # -- what leaves
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lineclear.client import ChatMessage, Request, Sampling
-from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Params, pairs
+from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Params, pairs, tokenize_request
 from lineclear.errors import InvalidRequest, Malformed
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
@@ -139,3 +139,20 @@ def test_metadata_that_cannot_travel_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_metadata_is_a_mapping_or_pairs() -> None:
     assert pairs({"A": "1"}, [("b-bin", b"\x00"), ("a", "2")]) == (("a", "1"), ("b-bin", b"\x00"), ("a", "2"))
+
+
+@pytest.mark.parametrize("turn", [{"role": "user", "content": None}, {"role": None, "content": "x"}])
+def test_a_chat_message_without_a_text_is_refused_and_not_sent_empty(turn: Any) -> None:
+    for make in (lambda: Request.of([turn]).to_proto(), lambda: tokenize_request([turn])):
+        with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.(role|content): must be a text"):
+            make()
+
+
+def test_a_bias_of_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias"):
+        Request.of("x", logit_bias=cast("Any", {5: None})).to_proto()
+
+
+def test_a_prompt_of_none_is_refused_by_tokenize() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: must be"):
+        tokenize_request(cast("Any", None))

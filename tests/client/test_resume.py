@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from lineclear import errors
 from lineclear.client import Client, RetryPolicy
 from lineclear.client.retries import Attempts, Resumptions, may_resume
 from lineclear.client.testing import Answer, FakeTransport
@@ -179,3 +180,26 @@ def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
 )
 def test_which_errors_are_worth_it(error: LineclearError, at_first: bool, again: bool) -> None:
     assert (may_resume(error, False), may_resume(error, True)) == (at_first, again)
+
+
+def test_retries_and_resumes_are_logged_without_content(
+    server: Any, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if not request.HasField("resume"):
+            yield server.started()
+            yield server.tokens(0, 1, text="secret answer")
+            server.fail(context, errors.Drained("gone"))
+        yield server.started()
+        yield server.finished(1)
+
+    server.script = script
+    server.failures = [errors.QueueFull("full", retry_after_seconds=0.0)]
+    with caplog.at_level("INFO", "lineclear"):
+        client.with_settings(max_attempts=4).generate("secret prompt")
+    said = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
+    assert said == [
+        ("INFO", "a call was not taken (QUEUE_FULL)"),
+        ("WARNING", "an answer was cut off (DRAINED)"),
+    ]
+    assert "secret" not in caplog.text

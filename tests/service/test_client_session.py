@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,19 @@ from typing import Any
 import pytest
 from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
 
-from lineclear.client import AsyncClient, Client, Generation
+from lineclear.client import AsyncClient, Client, Generation, sessions
+from lineclear.client.outbox import most_request_bytes
 from lineclear.client.routing import names_one_server
-from lineclear.errors import Cancelled, DeadlineExceeded, Drained, InvalidRequest, NonFiniteLogits
+from lineclear.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Drained,
+    InvalidRequest,
+    LineclearError,
+    NonFiniteLogits,
+    RequestTooLarge,
+)
+from lineclear.limits import REQUEST_BYTES_KEY
 from lineclear.scheduler.rpc import service
 from lineclear.scheduler.rpc.session import Session
 from lineclear.scheduler.scheduling.events import FinishReason
@@ -292,3 +303,37 @@ def test_clients_ask_on_while_connections_and_sessions_reach_their_greatest_age(
             await finish(s, first)
 
     run(scenario())
+
+
+def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: Open) -> None:
+    """gRPC would end the session that it is a message of, and all requests in it."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s, connect(s) as client:
+            first = await occupied(s, client)
+            neighbour = asyncio.ensure_future(client.generate("x"))
+            key = await s.engine.next_request(2)
+            for size in (200_000, 3_000_000, 5_000_000):
+                with pytest.raises(LineclearError) as caught:
+                    await client.generate("x" * size)
+                assert caught.value.reason in ("PROMPT_TOO_LONG", "REQUEST_TOO_LARGE")
+            assert re.search(r"the request has 50000\d\d bytes and the limit is \d+;", str(caught.value))
+            assert caught.value.metadata["limit"] in str(caught.value)
+            s.engine.start(key)
+            s.engine.tokens(key, SMILE_IDS)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            assert list((await neighbour).token_ids) == SMILE_IDS
+            assert len(s.service._sessions) == 1
+            await finish(s, first)
+
+    run(scenario())
+
+
+def test_a_session_that_names_its_limit_is_not_sent_more() -> None:
+    greeting = [(REQUEST_BYTES_KEY, "1000")]
+    with pytest.raises(RequestTooLarge, match="has 20"):
+        sessions._goes_alone(
+            pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting)
+        )
+    assert not sessions._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x")), 1000)
+    assert sessions._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 100_000)), None)

@@ -24,7 +24,10 @@ def conversation(system: str | None, text: str) -> list[ChatMessage]:
 
 
 class Conversation:
-    """The turns so far, and how to take the next one. A turn that fails or is stopped leaves no trace."""
+    """The turns so far, and how to take the next one. A turn that fails leaves no trace.
+
+    One that is stopped by Ctrl-C stays, with what there was of its answer, unless there was nothing yet.
+    """
 
     def __init__(self, client: Client, sampling: Sampling, system: str | None, json_lines: bool = False) -> None:
         self.sampling = sampling
@@ -42,15 +45,20 @@ class Conversation:
         """Send a message and show the answer as it comes. Returns a line about the answer."""
         question = ChatMessage("user", text)
         answer = self._client.stream([*self.messages, question], self.sampling)
-        with interrupts.cancelling(answer.cancel), answer as stream:
-            try:
-                if not self._json_lines:
-                    screen.show_answer(stream)
-                for _ in stream:
-                    pass
-            finally:
-                if not self._json_lines and stream.text:
-                    screen.show("\n")
+        try:
+            with interrupts.cancelling(answer.cancel), answer as stream:
+                try:
+                    if not self._json_lines:
+                        screen.show_answer(stream)
+                    for _ in stream:
+                        pass
+                finally:
+                    if not self._json_lines and stream.text:
+                        screen.show("\n")
+        except KeyboardInterrupt:
+            if answer.text:
+                self.turns += [question, ChatMessage("assistant", answer.text)]
+            raise
         result = stream.result
         self.turns += [question, ChatMessage("assistant", result.text)]
         if self._json_lines:
@@ -93,13 +101,15 @@ def interactive(talk: Conversation, history: Path | None) -> None:
 
 
 def _answer(talk: Conversation, commands: Commands, line: str) -> None:
+    turns = len(talk.turns)
     try:
         if line.startswith("/"):
             commands.run(line)
         else:
             screen.note(talk.say(line))
     except KeyboardInterrupt:
-        screen.note("stopped; the message is not kept")
+        kept = "kept as far as it came; /undo forgets it" if len(talk.turns) > turns else "not kept"
+        screen.note(f"stopped; the answer is {kept}")
     except LineclearError as error:
         screen.show_error(error)
 
@@ -178,7 +188,8 @@ class Commands:
         try:
             screen.note(self._talk.say(text))
         except BaseException:
-            self._talk.turns = kept
+            if len(self._talk.turns) < len(kept):  # nothing came in place of the earlier answer
+                self._talk.turns = kept
             raise
 
     def _show(self, _: str) -> None:

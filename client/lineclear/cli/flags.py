@@ -98,7 +98,14 @@ class Connection:
     token_file: Annotated[
         Path | None,
         # Not the token itself: every user of the machine can read a command line.
-        _option(CONNECTION, "Show the token in this file.", envvar="LINECLEAR_TOKEN_FILE", exists=True, dir_okay=False),
+        # And not LINECLEAR_TOKEN_FILE: that is the server's, with a name beside each token.
+        _option(
+            CONNECTION,
+            "Show the token in this file.",
+            envvar="LINECLEAR_CLIENT_TOKEN_FILE",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None
     header: Annotated[
         list[str] | None, _option(CONNECTION, "Metadata to send, as key=value. May be repeated.", metavar="KEY=VALUE")

@@ -15,7 +15,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, settings
-from .channels import DEFAULT_TARGET, Options, Pairs
+from .channels import Options, Pairs, default_target
 from .crew import AsyncCrew
 from .kept import Snapshot, snapshot, submission
 from .many import ALL_AT_ONCE, Batch, Outcome, checked_concurrency
@@ -84,7 +84,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         *,
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
@@ -100,7 +100,9 @@ class AsyncClient:
     ) -> None:
         own = authorized(metadata, token)
         self._settings = settings(timeout_seconds, max_attempts, retry, own, sampling, on_model_change)
-        self._transport = transport or AioTransport(target, credentials, options, sessions)
+        self._transport = transport or AioTransport(
+            default_target() if target is None else target, credentials, options, sessions
+        )
 
     @property
     def target(self) -> str:

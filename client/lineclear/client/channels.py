@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,8 +13,18 @@ from lineclear.limits import MAX_MESSAGE_BYTES
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_PORT = 50051
 
+KEEPALIVE_TIME_SECONDS = 30.0
+"""A silent connection is pinged after this long."""
+KEEPALIVE_TIMEOUT_SECONDS = 10.0
+"""A connection whose ping is not answered for this long is lost, and answers on it are resumed."""
+
 Options = Sequence[tuple[str, Any]]
 Pairs = Sequence[tuple[str, str | bytes]]
+
+
+def default_target() -> str:
+    """Return the target of a client that names none: LINECLEAR_TARGET, which the command takes too, or our own."""
+    return os.environ.get("LINECLEAR_TARGET") or DEFAULT_TARGET
 
 
 def checked_target(target: str) -> str:
@@ -29,7 +41,20 @@ def checked_target(target: str) -> str:
         return target
     if ":" not in target:
         return f"{target}:{DEFAULT_PORT}"
+    for port in _ports(target):
+        if not 1 <= int(port) <= 65535:  # gRPC would take it modulo 65536, and connect to another server
+            raise ValueError(f"the port of the target is {port}; ports are from 1 to 65535")
     return target
+
+
+def _ports(target: str) -> list[str]:
+    """Return the ports that a target names: of host:port, or of each of several addresses after a scheme."""
+    addresses = target.rpartition("/")[2].split(",")
+    return [found[1] for address in addresses if (found := _WITH_PORT.fullmatch(address))]
+
+
+# scheme:host:port, host:port, [IPv6]:port
+_WITH_PORT = re.compile(r"(?:[a-z0-9]+:)?(?:\[[^\]]*\]|[^:\[\]]+):([0-9]{1,20})")
 
 
 def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
@@ -40,8 +65,10 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
         own_version = "unknown"
     chosen: dict[str, Any] = {
         "grpc.primary_user_agent": f"lineclear-python/{own_version}",
-        "grpc.keepalive_time_ms": 30_000,
-        "grpc.keepalive_timeout_ms": 10_000,
+        "grpc.keepalive_time_ms": round(KEEPALIVE_TIME_SECONDS * 1000),
+        "grpc.keepalive_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # gRPC waits this long for the answer to a ping: 60 s by default, whatever the option above says.
+        "grpc.http2.ping_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # A request waiting in the queue is a call without data: its keepalives must not be rationed.
         "grpc.http2.max_pings_without_data": 0,
         # What a server takes and sends; a larger request is refused here before it travels.

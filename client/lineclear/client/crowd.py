@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from lineclear.v1 import inference_pb2 as pb
 
 from .channels import Pairs
+from .retries import log
 
 S = TypeVar("S", bound=Any)
 
@@ -69,6 +70,8 @@ class Crowd(Generic[S]):
         if metadata != self._metadata:
             return None
         if self._session is None or self._session.is_over or self._session.is_closing:
+            if self._session is not None:
+                log.info("a session has ended%s", "" if self._session.is_missing else "; another begins")
             self._is_welcome = self._session is None or not self._session.is_missing
             self._session = self._open_session(metadata) if self._is_welcome else None
         return self._session

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
+from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, REQUEST_BYTES_KEY, SESSION_ORDERS_KEY
 from lineclear.v1 import inference_pb2 as pb
 
 Order: TypeAlias = pb.SessionSubmit | pb.SessionCancel
@@ -56,6 +56,14 @@ def _message(orders: list[Order]) -> pb.SessionRequest:
         submits=[order for order in orders if isinstance(order, pb.SessionSubmit)],
         cancels=[order for order in orders if isinstance(order, pb.SessionCancel)],
     )
+
+
+def most_request_bytes(metadata: Iterable[Any] | None) -> int | None:
+    """Return the largest request a server takes, by the initial metadata of its session; None where it does not say."""
+    for key, value in metadata or ():
+        if key == REQUEST_BYTES_KEY and str(value).isdecimal():
+            return int(value)
+    return None
 
 
 def most_orders(metadata: Iterable[Any] | None) -> int:

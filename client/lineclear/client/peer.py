@@ -19,12 +19,25 @@ from .methods import Method
 
 Res = TypeVar("Res")
 
+# How gRPC refuses a request: at the server, or here before it is sent.
+_TOO_LARGE = re.compile(r"^(?:SERVER: Received|CLIENT: Sent) message larger than max \((\d+) vs\.? (\d+)\)")
+
 # What gRPC says, under codes of a bug, when a stream ends without a status.
 _CUT = ("RST_STREAM", "Stream removed", "Internal error from Core")
 # What it says of a server that it did not get to. Anything else befell a connection that was there.
 _NOBODY = ("backends failing", "ailed to connect", "rrors resolving", "DNS resolution failed", "name resolution")
 # And what it says around that, as of many servers, with the code of a bug.
 _ALL_OF_ONE = re.compile(r"^connections to all backends failing; last error: ([A-Z_]+: )?")
+
+
+def check_request_size(size: int, limit: int) -> None:
+    """Raises RequestTooLarge."""
+    if size > limit:
+        raise errors.RequestTooLarge(
+            f"the request has {size} bytes and the limit is {limit}; shorten it, or raise max_message_bytes of the "
+            "server, and grpc.max_send_message_length in `options` of the client",
+            metadata={"bytes": str(size), "limit": str(limit)},
+        )
 
 
 class Peer:
@@ -77,6 +90,12 @@ class Peer:
 
     def _without_word(self, code: str, found: errors.LineclearError, cancelled: bool) -> errors.LineclearError:
         text = str(found)
+        if code == "RESOURCE_EXHAUSTED" and (too_large := _TOO_LARGE.match(text)):
+            self.met = True
+            try:
+                check_request_size(int(too_large[1]), int(too_large[2]))
+            except errors.RequestTooLarge as refusal:
+                return refusal
         if code in ("INTERNAL", "UNKNOWN") and any(sign in text for sign in _CUT):
             return self._lost(f"the connection to {self.target} was cut: {text}")
         if isinstance(found, errors.Unreachable):

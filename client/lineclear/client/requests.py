@@ -119,7 +119,8 @@ SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sa
 class Request:
     """One request for one answer: what `stream` and `generate` make of their arguments, and what they also take.
 
-    `timeout_seconds` left UNSET means the client's; None means no deadline at all. `model` (a name) and
+    `timeout_seconds` left UNSET means the client's; None sends no deadline: the server's
+    `default_deadline_seconds` (600 s by default) then bounds the answer. `model` (a name) and
     `model_fingerprint` say which model must answer. `on_model_change` None means the client's.
     """
 
@@ -253,6 +254,8 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prom
 
 def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
     chat.SetInParent()
+    if isinstance(turns, Mapping) or not isinstance(turns, Iterable):
+        raise InvalidRequest.at("prompt", "must be a text or a list of chat messages")
     for index, turn in enumerate(turns):
         path = f"chat.messages[{index}]"
         if isinstance(turn, ChatMessage):
@@ -262,8 +265,8 @@ def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
         else:
             raise InvalidRequest.at(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
         message = chat.messages.add()
-        _set(message, "role", role, path=f"{path}.role")
-        _set(message, "content", content, path=f"{path}.content")
+        _set_given(message, "role", role, path=f"{path}.role")
+        _set_given(message, "content", content, path=f"{path}.content")
 
 
 def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
@@ -278,8 +281,8 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
                 raise InvalidRequest.at(path, "must be a mapping of token ids to numbers")
             for token_id, bias in value.items():
                 entry = params.logit_bias.add()
-                _set(entry, "token_id", token_id, path=path)
-                _set(entry, "bias", bias, path=path)
+                _set_given(entry, "token_id", token_id, path=path)
+                _set_given(entry, "bias", bias, path=path)
         elif name in ("allowed_token_ids", "banned_token_ids"):
             _extend(getattr(params, name), value, path)
         else:
@@ -293,10 +296,16 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
 
 
 def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
-    if value is None:
-        return
-    path = path or name
+    """Set a field, unless it is None: that leaves it to the server's default."""
+    if value is not None:
+        _set_given(message, name, value, path or name)
+
+
+def _set_given(message: Any, name: str, value: Any, path: str) -> None:
+    """Set a field that has no default; None is as wrong as any other value."""
     try:
+        if value is None:  # which protobuf takes for "not set", that is for an empty text or 0
+            raise TypeError
         setattr(message, name, value)
     except UnicodeError:
         raise Malformed.at(path, "is not valid Unicode") from None

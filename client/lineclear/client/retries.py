@@ -6,6 +6,7 @@ Pure but for the clock, the dice and the listener it is given. What was half ans
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -24,6 +25,10 @@ from lineclear.errors import (
 
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 """Longest time a call may have; a later deadline is brought forward to this."""
+
+log = logging.getLogger("lineclear")
+"""Of the client: calls that are made again, answers that are resumed. Reasons and figures, never content."""
+log.addHandler(logging.NullHandler())  # else Python prints warnings of a program that does not log
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,10 @@ class Attempts:
         asked = error.retry_after_seconds
         if asked is not None and asked > pause:
             pause = asked + ceiling * self._uniform() / 2
-        return self.granted(Wait(error, pause, self._clock() - self._failing_since, left_seconds, left_attempts))
+        wait = Wait(error, pause, self._clock() - self._failing_since, left_seconds, left_attempts)
+        granted = self.granted(wait)
+        log.info("a call was not taken (%s); attempt %d follows in %.3f s", error.reason, self._failed + 1, granted)
+        return granted
 
     def _left(self, error: LineclearError, absent: bool) -> tuple[float | None, int | None]:
         if absent:
@@ -266,4 +274,7 @@ class Resumptions:
         self.count += was_cut
         self._in_vain += 1
         pause = (error.retry_after_seconds or 0.0) + ceiling * self._uniform()
-        return self._attempts.granted(Wait(error, pause, self._clock() - self._failing_since, left_seconds, None))
+        wait = Wait(error, pause, self._clock() - self._failing_since, left_seconds, None)
+        granted = self._attempts.granted(wait)
+        log.warning("an answer was cut off (%s); it is resumed in %.3f s, resume %d", error.reason, granted, self.count)
+        return granted

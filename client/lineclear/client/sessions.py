@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lineclear import errors
+from lineclear.limits import MAX_GATHERED_BYTES
 from lineclear.v1 import inference_pb2 as pb
 
-from .outbox import Order, Outbox, most_orders
+from .outbox import Order, Outbox, most_orders, most_request_bytes
+from .peer import check_request_size
 from .routing import Item, items, submission
 
 
@@ -30,6 +32,18 @@ def _late() -> errors.DeadlineExceeded:
 
 def _ended(target: str) -> errors.ConnectionLost:
     return errors.ConnectionLost(f"no answer from {target}: it ended the session")
+
+
+def _goes_alone(order: pb.SessionSubmit, most_bytes: int | None) -> bool:
+    """Whether a request is made as a call of its own because of its size.
+
+    gRPC ends a stream with all its requests when one message is too large. Raises RequestTooLarge if the server has
+    said that it takes no request so large.
+    """
+    size = order.ByteSize()
+    if most_bytes is not None:
+        check_request_size(size, most_bytes)
+    return size > MAX_GATHERED_BYTES
 
 
 class _SessionCall(ABC):
@@ -77,17 +91,22 @@ class AioSession:
         self._calls: dict[int, AioSessionCall] = {}
         self._handles = itertools.count(1)
         self._outbox = Outbox()
+        self._most_bytes: int | None = None  # of a request, once the server has said
         self._bell = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
 
     def begin(
         self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
-    ) -> AioSessionCall:
-        """Begin a request. `instead` makes a call of its own, with so many seconds left, where there is no Session."""
+    ) -> Any:
+        """Begin a request. `instead` makes a call of its own, with so many seconds left: of a large request, or where
+        there is no Session."""
         handle = next(self._handles)
+        order = submission(handle, request, timeout_seconds)
+        if _goes_alone(order, self._most_bytes):
+            return instead(timeout_seconds)
         call = AioSessionCall(self, handle, timeout_seconds, instead)
         self._calls[handle] = call
-        self.order(submission(handle, request, timeout_seconds))
+        self.order(order)
         return call
 
     def order(self, order: Order) -> None:
@@ -109,7 +128,8 @@ class AioSession:
     async def _write(self) -> None:
         with contextlib.suppress(Exception):  # what ended the call is the reader's to say
             # A write that fails hides the status: so first hear that the server has a Session at all.
-            self._outbox.most_orders = most_orders(await self._call.initial_metadata())
+            greeting = await self._call.initial_metadata()
+            self._outbox.most_orders, self._most_bytes = most_orders(greeting), most_request_bytes(greeting)
             while True:
                 await self._bell.wait()
                 self._bell.clear()
@@ -224,22 +244,27 @@ class Session:
         self._calls: dict[int, SessionCall] = {}
         self._handles = itertools.count(1)
         self._outbox = Outbox()
+        self._most_bytes: int | None = None  # of a request, once the server has said
         self._bell = threading.Event()
         self._call = open_call(self._messages())
         threading.Thread(target=self._read, name="lineclear-session", daemon=True).start()
 
     def begin(
         self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
-    ) -> SessionCall:
-        """Begin a request. `instead` makes a call of its own, with so many seconds left, where there is no Session."""
+    ) -> Any:
+        """Begin a request. `instead` makes a call of its own, with so many seconds left: of a large request, or where
+        there is no Session."""
         handle = next(self._handles)
+        order = submission(handle, request, timeout_seconds)
+        if _goes_alone(order, self._most_bytes):
+            return instead(timeout_seconds)
         call = SessionCall(self, handle, timeout_seconds, instead)
         with self._lock:
             self._calls[handle] = call
             over = self.is_over
         if over:
             call.put(errors.Unsupported("no Session here") if self.is_missing else _ended(self._target))
-        self.order(submission(handle, request, timeout_seconds))
+        self.order(order)
         return call
 
     def order(self, order: Order) -> None:
@@ -266,7 +291,8 @@ class Session:
 
     def _read(self) -> None:
         try:
-            self._outbox.most_orders = most_orders(self._call.initial_metadata())
+            greeting = self._call.initial_metadata()
+            self._outbox.most_orders, self._most_bytes = most_orders(greeting), most_request_bytes(greeting)
             for message in self._call:
                 for handle, item in items(message):
                     self.is_closing = self.is_closing or isinstance(item, errors.Draining)

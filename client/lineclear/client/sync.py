@@ -14,7 +14,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import interrupts, methods
 from .calls import DEFAULT_TIMEOUT_SECONDS, settings
-from .channels import DEFAULT_TARGET, Options, Pairs
+from .channels import Options, Pairs, default_target
 from .crew import Crew, Outcomes
 from .kept import Snapshot, snapshot, submission
 from .many import ALL_AT_ONCE, Batch, checked_concurrency
@@ -81,11 +81,13 @@ class Submitted:
 class Client:
     """Speaks to one lineclear server. Close it, or use it as a context manager.
 
-    `target` is host:port or unix:/path. `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
+    `target` is host:port or unix:/path; None is what LINECLEAR_TARGET says, or else 127.0.0.1:50051.
+    `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
     `token` is shown with every call to servers that ask for one; without TLS whoever is on the way can read it.
-    `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own; None is
-    no deadline. `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried; a
-    server that was there and is gone is waited for.
+    `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own. None sends
+    no deadline; the server then ends the answer after its own `default_deadline_seconds`, which is 600 s by default.
+    `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried; a server that
+    was there and is gone is waited for.
     `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours. With `sessions`
     answers at the same time share one stream, which costs the server less; None: where the target is one server's own
     address, not a name that may stand for many.
@@ -95,7 +97,7 @@ class Client:
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         *,
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
@@ -111,7 +113,9 @@ class Client:
     ) -> None:
         own = authorized(metadata, token)
         self._settings = settings(timeout_seconds, max_attempts, retry, own, sampling, on_model_change)
-        self._transport = transport or GrpcTransport(target, credentials, options, sessions)
+        self._transport = transport or GrpcTransport(
+            default_target() if target is None else target, credentials, options, sessions
+        )
 
     @property
     def target(self) -> str:
