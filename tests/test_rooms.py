@@ -29,7 +29,10 @@ OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).
 PROTOBUF = "google.protobuf"
 SETTINGS = ("pydantic", "pydantic_settings")
 CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.status", "lineclear.v1")
-HOUSEKEEPING = ("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags", "lineclear.core_dumps")
+HOUSEKEEPING = (
+    *("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags"),
+    *("lineclear.core_dumps", "lineclear.standby"),
+)
 
 
 def within(module: str, prefix: str) -> bool:

@@ -1,7 +1,9 @@
 """Log lines of both processes: one JSON object a line, or text for people. Decides form and destination, not content.
 
 Lines go to standard error through a bounded queue and a thread of its own. A full disk or a reader that stopped reading
-must not stop a step: what finds no room is dropped and counted.
+must not stop a step: what finds no room is dropped and counted. What other code writes to standard error (stacks by
+faulthandler, notes of gRPC or torch, a traceback) comes from any thread, the event loop's too. So descriptor 2 is made
+not to block, and the lines have a descriptor of their own that may.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import logging
 import os
 import queue
+import stat
 import sys
 import threading
 import traceback
@@ -20,6 +23,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_STDERR = 2
 _level = "info"
 
 
@@ -68,7 +72,7 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
     """
     console = chosen(form) == "console"
     set_level(level)
-    writer = LineWriter(sys.stderr)
+    writer = LineWriter(_lines_target())
     atexit.register(writer.close)
     shared: list[Processor] = [
         _drop_below_level,
@@ -85,6 +89,30 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         cache_logger_on_first_use=True,
     )
     return writer
+
+
+def _lines_target() -> TextIO:
+    """Return the stream for the lines, and make descriptor 2 not block where it is a pipe or a terminal.
+
+    It is opened anew, because the flags of a descriptor are shared with the processes that it was inherited from. Where
+    that is not possible (not permitted, or a socket), descriptor 2 stays as it is.
+    """
+    standard_error = sys.__stderr__
+    if standard_error is None or standard_error is not sys.stderr or standard_error.fileno() != _STDERR:
+        return sys.stderr
+    kind = os.fstat(_STDERR).st_mode
+    if not stat.S_ISFIFO(kind) and not stat.S_ISCHR(kind):
+        return standard_error
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        # Without O_NONBLOCK, opening a pipe whose reader is gone would wait for another one.
+        lines, others = (os.open(f"/proc/self/fd/{_STDERR}", flags) for _ in range(2))
+    except OSError:
+        return standard_error
+    os.set_blocking(lines, True)
+    os.dup2(others, _STDERR)
+    os.close(others)
+    return os.fdopen(lines, "w", encoding=standard_error.encoding, errors="backslashreplace")
 
 
 def chosen(form: str) -> str:

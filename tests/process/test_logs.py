@@ -135,3 +135,24 @@ pathlib.Path({str(done)!r}).touch()
     os.close(writing)
     assert done.exists()
     assert process.returncode in (0, 120)  # 120: the interpreter could not flush standard error when it left
+
+
+def test_standard_error_does_not_block_and_the_lines_still_come_whole() -> None:
+    """Thousands of lines into a pipe whose reader is slow to begin: more than it holds, and none is cut or lost."""
+    script = """
+import os, sys, structlog
+from lineclear.logs import configure
+writer = configure("scheduler", form="json")
+log = structlog.get_logger()
+for number in range(3000):
+    log.info("line", number=number)
+print("as soon as the lines are queued", flush=True)
+assert not os.get_blocking(2)
+writer.close(60.0)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    assert [json.loads(line)["number"] for line in said.splitlines()] == list(range(3000))
+    assert process.returncode == 0

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, run, serving, text_request
+from service.orders import Caller, submit
+from service.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, run, serving, text_request, tokens_of
 from structlog.testing import capture_logs
 
+from lineclear.scheduler.rpc import responses
+from lineclear.scheduler.rpc.streams import Delivery
+from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.v1 import inference_pb2 as pb
 
 GENERATE = "/lineclear.v1.InferenceService/Generate"
@@ -41,6 +46,81 @@ def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None
             assert any(Path(__file__).name in frame for frame in incident["frames"])
             assert MARKER not in str(logs)
 
+    run(scenario())
+
+
+BAD_TOKEN = 99
+
+
+def break_at_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text handling has a bug that one token brings out."""
+    push = AnswerText.push
+
+    def broken(self: AnswerText, token_id: int) -> str:
+        if token_id == BAD_TOKEN:
+            raise RuntimeError(MARKER)
+        return push(self, token_id)
+
+    monkeypatch.setattr(AnswerText, "push", broken)
+
+
+def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            fatal: list[BaseException] = []
+            s.service.on_fatal = fatal.append
+            calls = []
+            for number in (1, 2, 3):
+                call = s.generate()
+                calls.append((call, await s.engine.next_request(number)))
+                s.engine.start(calls[-1][1])
+            with capture_logs() as logs:
+                s.engine.step({calls[0][1]: [5], calls[1][1]: [BAD_TOKEN], calls[2][1]: [7]})
+                error = await error_of(calls[1][0])
+            assert error.reason == "INTERNAL"
+            assert MARKER not in str(logs) + str(error)
+            incident = next(entry for entry in logs if entry["event"] == "incident")
+            assert incident["incident_id"] == error.metadata["incident_id"]
+            for call, key in (calls[0], calls[2]):
+                s.engine.step({key: [8]})
+                s.engine.finish_by(key, FinishReason.LENGTH)
+                assert len(tokens_of(await read_all(call))) == 2
+            assert set(s.engine.cancelled) == {calls[1][1]}
+            assert fatal == []
+
+    break_at_a_token(monkeypatch)
+    run(scenario())
+
+
+@pytest.mark.parametrize("where", ["text", "message"])
+def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            caller = Caller(s)
+            s.engine.answer = lambda request: [5, BAD_TOKEN if request.sampling.seed == 2 else 6]
+            for handle in (1, 2, 3):
+                request = text_request(sampling={"seed": handle, "max_tokens": 2})
+                await caller.order(submit(handle, request))
+            while len(caller.finished) + len(caller.failed) < 3:
+                assert await caller.read()
+            assert sorted(caller.finished) == [1, 3]
+            assert caller.failed[2].reason == "INTERNAL"
+
+    if where == "text":
+        break_at_a_token(monkeypatch)
+    else:
+        response = responses.response
+
+        def broken(delivery: Delivery, *rest: Any) -> Any:
+            if BAD_TOKEN in delivery.token_ids:
+                raise RuntimeError(MARKER)
+            return response(delivery, *rest)
+
+        monkeypatch.setattr(responses, "response", broken)
     run(scenario())
 
 

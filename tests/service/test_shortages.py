@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns.server import is_running
 from service.processes import RUN, VOCABULARY, Running, endless, starting, until
 from service.small_tokenizers import byte_level, save
 from support.patience import PATIENCE_SECONDS
@@ -106,3 +107,16 @@ def test_more_kills_than_the_budget_has_crashes_with_default_settings(start: Cal
         server.wait_for("worker_joined", count=number + 1)
     reader.join(PATIENCE_SECONDS)
     check_answer(read[0], read[1:])
+
+
+def test_a_standby_worker_takes_over_and_ends_with_its_scheduler(start: Callable[..., Running]) -> None:
+    server = start("--standby-worker", min_step_seconds=0.005, max_step_seconds=0.005)
+    call = server.stub.Generate(endless())
+    first = next(call)
+    standby = server.wait_for("standby_ready")["pid"]
+    kill_worker(server)
+    assert server.wait_for("worker_started", count=2)["pid"] == standby
+    check_answer(first, call)
+    another = server.wait_for("standby_ready", count=2)["pid"]
+    server.popen.kill()
+    until(lambda: not is_running(another))

@@ -202,6 +202,7 @@ def test_text_survives_the_round_trip(kind: str, text: str) -> None:
         ("[]", "holds no JSON object"),
         ('{"model": 3}', "cannot be used"),
         ("\xff", "is not JSON"),
+        ('{"model":' * 100_000, "nested too deep"),
     ],
 )
 def test_a_broken_tokenizer_file_is_refused_with_its_name(tmp_path: Path, content: str | None, says: str) -> None:

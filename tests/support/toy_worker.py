@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lineclear.lifeline import hold
+from lineclear.standby import Standby
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class ToyOptions:
 def main() -> int:
     """Run until told to stop."""
     supervised = hold()
+    standby = Standby.claim()
     # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
     from support.moody import MoodyRunner
 
@@ -64,6 +66,8 @@ def main() -> int:
 
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")
+    if standby is not None:
+        standby.wait_until_promoted()
     time.sleep(options.load_seconds)
     limits = LoopLimits(
         heartbeat_seconds=options.heartbeat_seconds,

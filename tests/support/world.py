@@ -285,7 +285,13 @@ def request(
     return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
 
 
-def supervised(world: World, body: Callable[[Supervisor], None], limits: SupervisorLimits | None = None) -> Supervisor:
+def supervised(
+    world: World,
+    body: Callable[[Supervisor], None],
+    limits: SupervisorLimits | None = None,
+    *,
+    standby: bool = False,
+) -> Supervisor:
     """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `world` running."""
 
     async def scenario() -> Supervisor:
@@ -293,6 +299,7 @@ def supervised(world: World, body: Callable[[Supervisor], None], limits: Supervi
             world.options.arguments(world.directory),
             limits=limits or SupervisorLimits(),
             environment=ENVIRONMENT,
+            standby=standby,
             on_exit=world.engine.worker_exited,
             on_give_up=world.give_ups.append,
         )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
 _MAX_INDEX_BYTES = 100 * 1000 * 1000
+_MAX_DIMENSIONS = 64  # PyTorch's own limit; the product of a million sizes would take for ever
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _BITS = {
     "F64": 64,
@@ -88,7 +89,7 @@ def _index(path: Path) -> Mapping[str, str]:
         raise CheckpointBroken(f"{path.name} is larger than {_MAX_INDEX_BYTES} bytes")
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointBroken(f"{path.name} is not JSON") from None
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -148,8 +149,12 @@ def _entry(file: str, name: str, entry: Any) -> _Tensor:
 
 
 def _sizes(values: Any) -> list[int] | None:
-    """The values if they are sizes, None if they are anything else."""
-    fine = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    """The values if they are few sizes, None if they are anything else."""
+    fine = (
+        isinstance(values, list)
+        and len(values) <= _MAX_DIMENSIONS
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
     return values if fine else None
 
 

@@ -15,7 +15,6 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineclear import fingerprint
 
@@ -24,6 +23,7 @@ from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
+from .lean_transformers import AutoConfig, AutoModelForCausalLM
 from .linear import Packer, pack, plain, releasing
 from .model import LoadedModel, ModelFilesChanged, ModelRefused
 from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error
@@ -128,6 +128,12 @@ def _shape(spec: LayerSpec) -> tuple[int, int, int]:
     return spec.num_heads, spec.num_kv_heads, spec.head_dim
 
 
+def import_model_class(source: str) -> None:
+    """Import the modules of the model's class, which transformers does only when it is loaded. Reads config.json."""
+    config = _read_config(_locate(source))
+    AutoModelForCausalLM._model_mapping[type(config)]
+
+
 # --- the checkpoint ------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +158,7 @@ def _read_config(directory: Path) -> Any:
         raise ModelRefused("the directory has no config.json, so there is nothing that says which model it is")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, RecursionError) as error:
         raise ModelRefused(_why_no_config(directory, error)) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelRefused("the weights are quantised, which is not supported; take the bfloat16 or float16 checkpoint")

@@ -6,6 +6,7 @@ still importing must take it along.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from lineclear import core_dumps, lifeline
 from lineclear.extras import install_command
+from lineclear.standby import Standby
 
 _CONFIGURATION = 78  # see `loop.Exit`, which cannot be imported yet
 
@@ -21,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
     supervised = lifeline.hold()
     core_dumps.disable()
+    standby = Standby.claim()
     try:
+        if standby is not None:
+            standby.run_in_background(lambda: importlib.import_module("lineclear.worker.serving"))
         from .serving import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("lineclear"):
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lineclear-worker: {sentence}", file=sys.stderr)
         return _CONFIGURATION
 
-    return serve(sys.argv[1:] if argv is None else argv, supervised)
+    return serve(sys.argv[1:] if argv is None else argv, supervised, standby)
 
 
 def run() -> NoReturn:

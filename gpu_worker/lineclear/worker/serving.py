@@ -6,13 +6,15 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
 
 from lineclear import logs
 from lineclear.sockets import SocketError
+from lineclear.standby import Standby
 
 from . import host
 from .loop import Exit, LoopLimits, run
@@ -21,8 +23,8 @@ from .settings import ConfigurationError, WorkerSettings, load
 log = structlog.get_logger()
 
 
-def serve(argv: Sequence[str], supervised: bool) -> int:
-    """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
+def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None) -> int:
+    """Run a worker until it is told to stop; the exit code (see `loop.Exit`). A standby waits to be promoted first."""
     try:
         settings = load(argv)
     except ConfigurationError as error:
@@ -30,37 +32,31 @@ def serve(argv: Sequence[str], supervised: bool) -> int:
         return Exit.CONFIGURATION
     writer = logs.configure("worker", settings.log_level, settings.log_format)
     try:
-        return _serve(settings, supervised)
+        return _serve(settings, supervised, standby)
     finally:
         writer.close()
 
 
-def _serve(settings: WorkerSettings, supervised: bool) -> int:
+def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     host.bound_spinning()
-    # Nearly all that these imports make stays. Looking through it for garbage, again and again while it grows, took a
-    # fifth of their time; frozen, it is not looked through later either.
-    gc.disable()
-    from .golden import SelfTestFailed
-    from .kernels import NONE, library_name
-    from .model import ModelFilesChanged, ModelRefused
-    from .start import make_runner
-
-    gc.freeze()
-    gc.enable()
+    if standby is not None:
+        standby.run_in_background(lambda: _prepare(settings))
+        standby.wait_until_promoted()
+    imported = _import()
     for_people = logs.chosen(settings.log_format) == "console"
     log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=for_people))
     began_at = time.monotonic()
     try:
-        runner = make_runner(settings)
-    except (ModelRefused, ConfigurationError) as error:
+        runner = imported.make_runner(settings)
+    except imported.refusals as error:
         log.error("model_refused", reason=str(error))
         return Exit.CONFIGURATION
-    except SelfTestFailed as error:
+    except imported.self_test_failed as error:
         log.error("self_test_failed", reason=str(error))
         return Exit.BROKEN
-    except ModelFilesChanged as error:
+    except imported.model_files_changed as error:
         log.error("model_files_changed", reason=str(error))
         return Exit.BROKEN
     hello = runner.hello(0)
@@ -73,7 +69,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
         device=hello.device,
         dtype=hello.dtype,
         attention_backend=hello.attention_backend,
-        native_kernels=library_name() or NONE,
+        native_kernels=imported.library_name() or imported.no_library,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
@@ -88,3 +84,39 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except SocketError as error:
         log.error("sockets_refused", reason=str(error))
         return Exit.CONFIGURATION
+
+
+class _Imported(NamedTuple):
+    """What takes long to import."""
+
+    make_runner: Callable[[WorkerSettings], Any]
+    refusals: tuple[type[Exception], ...]
+    self_test_failed: type[Exception]
+    model_files_changed: type[Exception]
+    library_name: Callable[[], str | None]
+    no_library: str
+
+
+def _import() -> _Imported:
+    """Import what loading and serving take."""
+    # Nearly all that these imports make stays. Looking through it for garbage, again and again while it grows, took a
+    # fifth of their time; frozen, it is not looked through later either.
+    gc.disable()
+    from .golden import SelfTestFailed
+    from .kernels import NONE, library_name
+    from .model import ModelFilesChanged, ModelRefused
+    from .start import make_runner
+
+    gc.freeze()
+    gc.enable()
+    return _Imported(
+        make_runner, (ModelRefused, ConfigurationError), SelfTestFailed, ModelFilesChanged, library_name, NONE
+    )
+
+
+def _prepare(settings: WorkerSettings) -> None:
+    """Do what a standby can do without the model's weights."""
+    _import()
+    from .start import warm_up
+
+    warm_up(settings)

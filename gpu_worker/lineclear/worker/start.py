@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from . import golden, kernels
 from .host import usable_cores
-from .loader import fuse, load, to_int8
+from .loader import fuse, import_model_class, load, to_int8
 from .model import LoadedModel
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
@@ -18,6 +20,17 @@ _MANY_STEP_TOKENS = 2048
 # With more threads oneDNN cuts a float32 row's sum into parts, so its last bits would depend on their number.
 _MOST_TUNED_FLOAT32_CORES = 4
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def warm_up(settings: WorkerSettings) -> None:
+    """Do what comes before the weights: the classes of the model, the kernels, the compute threads.
+
+    Nothing that goes wrong is reported: `make_runner` will meet it again, when it counts.
+    """
+    with contextlib.suppress(Exception):
+        kernels.choose(settings.native_kernels)
+    with contextlib.suppress(Exception):
+        import_model_class(settings.model)
 
 
 def make_runner(settings: WorkerSettings) -> ModelRunner:

@@ -95,6 +95,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         supervisor = Supervisor(
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
+            standby=settings.standby_worker,
             on_give_up=lambda reason: leaving.begin(_WITHOUT_WORKER[supervisor.given_up or GiveUp.BUG], reason),
         )
         try:

@@ -73,6 +73,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise ConfigurationError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path} is nested too deep to be read") from None
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} holds no JSON object")
     return found

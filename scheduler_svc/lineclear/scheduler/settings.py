@@ -307,6 +307,12 @@ class SchedulerSettings(BaseSettings):
     worker_command: tuple[str, ...] = Field(
         (), description="Command that starts a worker. Empty: this Python with -m lineclear.worker.main."
     )
+    standby_worker: bool = Field(
+        False,
+        description="Keep a second worker process that has imported everything and waits: when the worker ends it loads"
+        " the model and goes on, without the seconds of CPU that imports take. Costs the memory of a process without a"
+        " model. With spawn_worker.",
+    )
     step_timeout_seconds: float = Field(
         30.0, gt=0, le=86_400, description="A worker that takes longer for one step is hung, and replaced."
     )

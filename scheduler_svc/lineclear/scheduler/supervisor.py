@@ -8,11 +8,9 @@ joined and when it has to be killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +21,14 @@ import structlog
 
 from lineclear.lifeline import Lifeline
 from lineclear.scheduler.crash_budget import Backoff, CrashBudget
+from lineclear.scheduler.worker_process import StandbyKeeper, WorkerProcess
+from lineclear.standby import PROMOTED, StandbyLine
 from lineclear.wire.types import Hello
 
 log = structlog.get_logger()
 
 _EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: the same command will fail again
-_BIRTH_SECONDS = 1.0  # from SIGKILL to the end of a process that has done nothing yet
+_PROMOTION_SECONDS = 2.0  # for a standby that is ready to acknowledge; it only reads and writes a byte
 _TRANSIENT_ERRORS = frozenset(
     {
         *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOSPC, errno.ENOBUFS),
@@ -74,6 +74,8 @@ class Supervisor:
     A command is taken for a wrong configuration only until a worker has joined; afterwards whatever keeps it from
     starting (a volume that is away, a want of memory or processes) is a failed start like any other, tried again.
     The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
+    With `standby`, a second process imports what a worker needs and waits (see `lineclear.standby`): when the worker
+    ends, it goes on where a new process would have to begin. Its own ends cost no stream and do not count.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Supervisor:
         *,
         limits: SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
+        standby: bool = False,
         on_exit: Callable[[int, int], None] = lambda pid, exit_code: None,
         on_give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
@@ -95,10 +98,12 @@ class Supervisor:
         self._on_give_up = on_give_up
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lifeline: Lifeline | None = None
-        self._worker: _Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._budget = CrashBudget(self._limits.max_crashes, self._limits.crash_window_seconds)
         self._backoff = Backoff(self._limits.min_backoff_seconds, self._limits.max_backoff_seconds)
         self._has_joined = False  # any worker, ever
+        self._wants_standby = standby
+        self._standby: StandbyKeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
         self._draining = False
@@ -108,11 +113,18 @@ class Supervisor:
         """Of the worker that runs now."""
         return None if self._worker is None else self._worker.pid
 
+    @property
+    def standby_pid(self) -> int | None:
+        """Of the standby that waits, once it is ready."""
+        return self._standby.pid if self._standby is not None and self._standby.is_ready else None
+
     def start(self) -> None:
         """Start the first worker. Needs the running event loop of the main thread."""
         assert threading.current_thread() is threading.main_thread(), "a worker's life is bound to the starting thread"
         self._loop = asyncio.get_running_loop()
         self._lifeline = Lifeline()
+        if self._wants_standby:
+            self._standby = StandbyKeeper(self._start_process, self._guard, self._limits.start_timeout_seconds)
         self._spawn()
 
     def worker_joined(self, hello: Hello) -> None:
@@ -168,6 +180,8 @@ class Supervisor:
             if kill:
                 worker.send(signal.SIGKILL)
                 killed = await worker.ended_within(self._limits.reap_timeout_seconds)
+        if self._standby is not None:
+            await self._standby.stop(self._limits.reap_timeout_seconds)
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
@@ -178,8 +192,11 @@ class Supervisor:
     def _spawn(self) -> None:
         assert self._loop is not None
         self._timer = None
+        if self._standby is not None and (standby := self._standby.take()) is not None:
+            self._promote(standby)
+            return
         try:
-            worker = _Worker(self._popen())
+            worker = self._start_process()
         except OSError as error:
             problem = f"cannot start {self._command[0]}: {error.strerror or error}"
             if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
@@ -188,27 +205,50 @@ class Supervisor:
                 log.error("worker_not_started", problem=problem)
                 self._start_again()
             return
-        self.num_starts += 1
-        self._worker = worker
-        self._loop.add_reader(worker.pidfd, self._guard, self._ended, worker)
+        self._watch(worker)
         self._set_timer(self._limits.start_timeout_seconds, self._kill, worker.pid, "it did not join in time")
         log.info("worker_started", pid=worker.pid, start=self.num_starts)
 
-    def _popen(self) -> subprocess.Popen[bytes]:
-        assert self._lifeline is not None
-        return subprocess.Popen(
-            self._command,
-            env=self._environment | self._lifeline.environment(),
-            pass_fds=self._lifeline.inherited,
-            stdin=subprocess.DEVNULL,
-            # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
-            process_group=0,
-        )
+    def _watch(self, worker: WorkerProcess) -> None:
+        assert self._loop is not None
+        self.num_starts += 1
+        self._worker = worker
+        self._loop.add_reader(worker.pidfd, self._guard, self._ended, worker)
 
-    def _ended(self, worker: _Worker) -> None:
+    def _promote(self, standby: WorkerProcess) -> None:
+        """Let the standby go on as the worker. Until it has acknowledged, its end counts as no death."""
+        assert self._loop is not None
+        assert standby.line is not None
+        self._watch(standby)
+        self._loop.add_reader(standby.line.fileno, self._guard, self._hear, standby)
+        standby.line.promote()
+        seconds = _PROMOTION_SECONDS if standby.is_ready else self._limits.start_timeout_seconds
+        self._set_timer(seconds, self._kill, standby.pid, "the standby did not answer")
+        log.info("worker_started", pid=standby.pid, start=self.num_starts, standby=True)
+
+    def _hear(self, standby: WorkerProcess) -> None:
+        assert self._loop is not None
+        assert standby.line is not None
+        said = standby.line.receive()
+        if PROMOTED not in said and said:
+            return  # READY, of one that was promoted before it was
+        self._loop.remove_reader(standby.line.fileno)
+        if said:
+            standby.line.close()
+            standby.line = None
+            self._set_timer(self._limits.start_timeout_seconds, self._kill, standby.pid, "it did not join in time")
+
+    def _start_process(self, line: StandbyLine | None = None) -> WorkerProcess:
+        assert self._lifeline is not None
+        return WorkerProcess(self._command, self._environment, self._lifeline, line)
+
+    def _ended(self, worker: WorkerProcess) -> None:
         """The worker's pidfd became readable: it is dead, and reaping it does not block."""
         assert self._loop is not None
         self._loop.remove_reader(worker.pidfd)
+        was_promoted = worker.line is None
+        if worker.line is not None:
+            self._loop.remove_reader(worker.line.fileno)
         code = worker.reap()
         self._worker = None
         self._set_timer(None)
@@ -219,7 +259,9 @@ class Supervisor:
             log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
             return
         log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
-        if code == _EXIT_CONFIGURATION and not self._has_joined:
+        if not was_promoted:
+            self._spawn()
+        elif code == _EXIT_CONFIGURATION and not self._has_joined:
             self._give_up(GiveUp.CONFIGURATION, "the worker cannot run as it is configured; its last log line says why")
         else:
             self._start_again()
@@ -234,7 +276,9 @@ class Supervisor:
                 " progress between them",
             )
         else:
-            self._set_timer(self._backoff.next_seconds(), self._spawn)
+            pause = self._backoff.next_seconds()
+            has_standby = self._standby is not None and self._standby.pid is not None
+            self._set_timer(0.0 if has_standby else pause, self._spawn)
 
     def _give_up(self, kind: GiveUp, reason: str) -> None:
         if self.given_up is not None:
@@ -251,6 +295,8 @@ class Supervisor:
             self._has_joined = True
             self._backoff.reset()
             self._set_timer(None)
+            if self._standby is not None and not self._draining:
+                self._standby.keep()
 
     def _kill(self, pid: int, reason: str) -> None:
         worker = self._worker
@@ -269,38 +315,3 @@ class Supervisor:
         self._timer = None
         if seconds is not None and action is not None and self._loop is not None:
             self._timer = self._loop.call_later(seconds, self._guard, action, *args)
-
-
-class _Worker:
-    """A worker process and the descriptor that tells its end. Raises OSError, and then leaves no process."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.pid = process.pid
-        self.started_at = time.monotonic()
-        self._process = process
-        self._ended = asyncio.Event()
-        try:
-            self.pidfd = os.pidfd_open(process.pid)
-        except OSError:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_BIRTH_SECONDS)
-            raise
-
-    def send(self, number: signal.Signals) -> None:
-        if not self._ended.is_set():
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def reap(self) -> int:
-        """Its exit code, negative for a signal. No zombie is left, and no descriptor."""
-        code = self._process.wait()
-        os.close(self.pidfd)
-        self._ended.set()
-        return code
-
-    async def ended_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self._ended.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True

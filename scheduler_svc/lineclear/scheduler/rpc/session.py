@@ -251,12 +251,13 @@ class Session:
         while ticket.mailbox.has_news and room > 0:
             try:
                 delivery = ticket.mailbox.take_now(room)
-            except LineclearError as error:
-                self._let_go(handle, outcome_of(error))
-                yield pb.SessionPiece(handle=handle, failure=responses.failure(error))
+                spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
+                piece = pb.SessionPiece(handle=handle, response=responses.response(delivery, ticket, spent))
+            except Exception as error:  # a bug, too, ends the one request and not the session
+                failure = error if isinstance(error, LineclearError) else self._incident(error)
+                self._let_go(handle, outcome_of(failure))
+                yield pb.SessionPiece(handle=handle, failure=responses.failure(failure))
                 return
-            spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
-            piece = pb.SessionPiece(handle=handle, response=responses.response(delivery, ticket, spent))
             room -= piece.ByteSize()
             yield piece
             if delivery.end is not None:

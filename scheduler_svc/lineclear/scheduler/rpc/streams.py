@@ -243,6 +243,11 @@ class Mailbox:
             self._error = error
             self._wake()
 
+    def break_off(self, error: LineclearError) -> None:
+        """End the stream with `error` at once, without what is unread: that may be incomplete, or too much."""
+        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self.fail(error)
+
     # --- the engine's events -----------------------------------------------------------------------------------------
 
     def on_started(self, event: Started) -> None:
@@ -303,8 +308,7 @@ class Mailbox:
             "max_unread_tokens",
             metadata={"unread_tokens": str(unread), "limit": str(self._max_unread_tokens)},
         )
-        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
-        self.fail(error)
+        self.break_off(error)
         self._engine.cancel(self.key, error)
 
     def _wake(self) -> None:
@@ -322,10 +326,17 @@ class Streams:
     `num_waiting` mailboxes are of requests that have not left the queue.
     """
 
-    def __init__(self, engine: Canceller, max_unread_tokens: int, on_worker: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        engine: Canceller,
+        max_unread_tokens: int,
+        on_worker: Callable[[bool], None],
+        incident: Callable[[BaseException], LineclearError],
+    ) -> None:
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
         self._on_worker = on_worker
+        self._incident = incident
         self._by_key: dict[str, Mailbox] = {}
         self._labels: set[tuple[Hashable, str]] = set()
         self._numbers = itertools.count(1)
@@ -394,13 +405,30 @@ class Streams:
                 for request_id, index, token_id, logprobs in zip(*columns, strict=False):
                     mailbox = mailboxes.get(request_id)
                     if mailbox is not None:
-                        mailbox.on_token(index, token_id, logprobs, at)
+                        try:
+                            mailbox.on_token(index, token_id, logprobs, at)
+                        except AssertionError:
+                            raise  # not one answer's text is wrong, but what the engine says
+                        except Exception as error:
+                            self._break(mailbox, error)
             elif isinstance(event, WorkerJoined | WorkerLost):
                 self._on_worker(isinstance(event, WorkerJoined))
             else:
                 mailbox = mailboxes.get(event.request_id)
                 if mailbox is not None:  # or its reader left
-                    self._tell(mailbox, event)
+                    try:
+                        self._tell(mailbox, event)
+                    except AssertionError:
+                        raise
+                    except Exception as error:
+                        self._break(mailbox, error)
+
+    def _break(self, mailbox: Mailbox, error: Exception) -> None:
+        """End one request with an incident. A bug that its text or its reader met must not end the others."""
+        failure = self._incident(error)
+        mailbox.break_off(failure)
+        if not mailbox.is_over:
+            self._engine.cancel(mailbox.key, failure)
 
     def _tell(self, mailbox: Mailbox, event: Admitted | Preempted | Started | Finished | Failed) -> None:
         if isinstance(event, Started):
