@@ -58,7 +58,7 @@ class ThreadPolicy:
         if size not in self._climbers:
             nearest = min(self._climbers, key=lambda known: abs(known - size), default=None)
             rung = 0 if nearest is None else self._climbers[nearest].rung
-            self._climbers[size] = _Climber(rung)
+            self._climbers[size] = _Climber(rung, begins=nearest is None)
         return self._climbers[size]
 
 
@@ -141,9 +141,7 @@ class _Climber:
     def _try(self, num_rungs: int) -> None:
         others = [rung for rung in range(num_rungs) if rung != self.rung]
         if others:
-            if (
-                self.begins
-            ):  # with one thread, which is never the slowest choice by far; on a quiet machine all are best
+            if self.begins:  # a worker starts with one thread; on a quiet machine all of them are usually best
                 others = [others[-1]]
             others.sort(key=lambda rung: (abs(rung - self.rung), (self.rung - rung) * self.direction))
             self.trial, self.settling, self.begins = others[self.num_tried % len(others)], True, False
