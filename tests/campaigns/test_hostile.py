@@ -20,12 +20,15 @@ def folder() -> Iterator[Path]:
 
 def test_a_canary_reads_on_beside_hostile_callers(folder: Path) -> None:
     campaign = hostile.Campaign(folder)
-    for kind in ("calm", "slow_template", "cancel_storm", "frames_of_resets"):
-        found = campaign.run(kind, 1.0)
-        assert (found["lost"], found["altered"]) == (0, 0), found
-        assert found["answers"] > 0, found
-        assert found["times"] > 0 or kind == "calm", found
-    assert campaign.end() == 0
+    try:
+        for kind in ("calm", "slow_template", "cancel_storm", "frames_of_resets"):
+            found = campaign.run(kind, 1.0)
+            assert (found["lost"], found["altered"]) == (0, 0), found
+            assert found["answers"] > 0, found
+            assert found["times"] > 0 or kind == "calm", found
+    finally:
+        exit_code = campaign.end()
+    assert exit_code == 0
 
 
 def test_a_lost_or_altered_answer_would_be_counted() -> None:

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc._cython import cygrpc
+from service.orders import Caller, submit
 from service.serving import (
     BOUND_SECONDS,
     HELLO,
@@ -26,6 +27,7 @@ from service.serving import (
     tokens_of,
     until,
 )
+from support.blackhole import BlackHole
 
 from lineclear.scheduler.rpc.outlet import Outlet
 from lineclear.scheduler.scheduling.events import FinishReason
@@ -91,6 +93,32 @@ def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
             await s.idle()
             assert s.engine.cancelled == [key]
             assert call.done()
+
+    run(scenario())
+
+
+def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> None:
+    """No packet arrives and no connection closes: only an unanswered keepalive ping shows that a client is gone."""
+    keepalive = {"keepalive_time_seconds": 1.0, "keepalive_timeout_seconds": 1.0}
+
+    async def scenario() -> None:
+        async with serving(tmp_path, listen="127.0.0.1:0", **keepalive) as s:
+            with BlackHole(s.server.address) as hole:
+                async with grpc.aio.insecure_channel(hole.target) as channel:
+                    stub = s.stub_of(channel)
+                    call = stub.Generate(text_request())
+                    session = Caller(s, channel)
+                    await session.order(submit(1))
+                    key, other = await s.engine.next_request(1), await s.engine.next_request(2)
+                    s.engine.start(key)
+                    await call.read()
+                    await asyncio.to_thread(hole.vanish)
+                    assert s.engine.cancelled == []
+                    await s.idle()
+                    assert sorted(s.engine.cancelled) == sorted([key, other])
+                    # A client nearby is served all the while.
+                    s.engine.answer = lambda request: [40]
+                    await read_all(s.generate())
 
     run(scenario())
 
