@@ -1,0 +1,96 @@
+"""Foreign clients against a running server: grpc-js, buf curl with reflection, and k6 where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service.processes import Running
+from support.buf import find_buf
+from support.npm import install
+from support.patience import PATIENCE_SECONDS
+from support.sources import REPOSITORY
+
+from lineclear.v1 import inference_pb2 as pb
+
+GRPC_JS = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.0")
+SUPPORT = REPOSITORY / "tests" / "support"
+SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
+SERVICE = "lineclear.v1.InferenceService"
+
+
+def output_of(*command: str, **environment: str) -> str:
+    """What the command prints. It must succeed."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_grpc_js_streams_cancels_and_has_deadlines(start: Callable[..., Running]) -> None:
+    modules = install("grpc-js", *GRPC_JS) / "node_modules"
+    server = start(**SLOW)
+    node = shutil.which("node") or "node"
+    printed = output_of(
+        node, str(SUPPORT / "grpc_js.js"), str(REPOSITORY / "protos"), server.address, NODE_PATH=str(modules)
+    )
+    said: dict[str, Any] = {line["name"]: line for line in map(json.loads, printed.splitlines())}
+    assert said["model"]["code"] == 0
+    assert said["model"]["answer"]["context_length"] > 0
+    assert (said["whole"]["code"], said["whole"]["tokens"]) == (0, 5)
+    assert said["whole"]["finished"]["reason"] == pb.FINISH_REASON_LENGTH
+    assert said["cancelled"]["code"] == 1
+    assert said["cancelled"]["tokens"] < 400
+    assert said["late"]["code"] == 4
+    assert said["wrong"]["code"] == 3
+    assert "top_p" in said["wrong"]["details"]
+    server.wait_for("request_ended", outcome="cancelled")
+
+
+@pytest.mark.parametrize("version", ["grpc-v1", "grpc-v1alpha"])
+def test_buf_curl_lists_and_calls_through_reflection(start: Callable[..., Running], version: str) -> None:
+    buf = find_buf()
+    server = start()
+    url = f"http://{server.address}"
+
+    def curl(*arguments: str) -> str:
+        protocol = ("--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version)
+        return output_of(buf, "curl", *protocol, *arguments)
+
+    services = {"grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection", SERVICE}
+    assert services <= set(curl("--list-services", url).split())
+    methods = set(curl("--list-methods", url).split())
+    assert {f"{SERVICE}/Generate", "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"} <= methods
+    request = json.dumps({"text": "once", "sampling": {"max_tokens": 3, "ignore_eos": True}})
+    assert "finished" in curl("--data", request, f"{url}/{SERVICE}/Generate")
+
+
+def test_k6_streams_through_reflection(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Only a k6 that is installed already: no registry that tests may use has one of its own makers."""
+    k6 = shutil.which("k6")
+    if k6 is None:
+        pytest.skip("k6 is not installed")
+    server = start()
+    script = tmp_path / "stream.js"
+    script.write_text(
+        "import { Client, Stream } from 'k6/net/grpc';\n"
+        "const client = new Client();\n"
+        "export const options = { vus: 2, iterations: 4 };\n"
+        "export default () => {\n"
+        f"  client.connect('{server.address}', {{ plaintext: true, reflect: true }});\n"
+        f"  const stream = new Stream(client, '{SERVICE}/Generate');\n"
+        "  stream.on('data', (message) => { if (message.finished) console.log('finished'); });\n"
+        "  stream.on('end', () => client.close());\n"
+        "  stream.write({ text: 'once', sampling: { max_tokens: 3, ignore_eos: true } });\n"
+        "  stream.end();\n"
+        "};\n"
+    )
+    done = subprocess.run([k6, "run", "--quiet", str(script)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (done.stdout + done.stderr).count("finished") >= 4, done.stdout + done.stderr

@@ -1,0 +1,31 @@
+"""Packages of npm for tests, installed once into the environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.patience import PATIENCE_SECONDS
+
+
+@cache
+def install(name: str, *packages: str) -> Path:
+    """Return the folder that holds node_modules with `packages`. Skips the test where npm is not there or fails."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm is not installed")
+    home = Path(sys.prefix) / name
+    mark = home / "installed"
+    if not mark.exists() or mark.read_text() != " ".join(packages):
+        home.mkdir(exist_ok=True)
+        command = [npm, "install", "--prefix", str(home), "--no-save", "--no-audit", "--no-fund", "--silent", *packages]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS, cwd=home)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"npm could not install {' '.join(packages)}: {type(error).__name__}")
+        mark.write_text(" ".join(packages))
+    return home
