@@ -95,14 +95,3 @@ sys.exit(serving.serve(flags, False))
     assert done.returncode == 78, done.stderr
     assert "nowhere" in done.stderr
     assert ("num_slots" in done.stderr) == (form == "json")
-
-
-def test_neither_the_compiler_nor_distributed_tensors_are_imported() -> None:
-    """They took half of the time of importing transformers. What keeps them out is undone afterwards."""
-    done = run("""
-import sys
-import lineclear.worker.start, torch
-print([name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules])
-print(torch.distributed.is_available(), torch.compiler.disable.__module__)
-""")
-    assert done.stdout == "[]\nTrue torch.compiler\n", done.stdout + done.stderr

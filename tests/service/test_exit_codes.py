@@ -51,7 +51,7 @@ def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> Non
         process.end()
 
 
-@pytest.mark.parametrize("part", ["scheduling.core.Scheduler.apply", "rpc.streams.Streams.dispatch"])
+@pytest.mark.parametrize("part", ["scheduling.core.Scheduler.apply", "rpc.stats.Stats.add_tokens"])
 def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(

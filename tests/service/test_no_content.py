@@ -136,8 +136,8 @@ from prometheus_client.core import GaugeMetricFamily
 from lineclear.scheduler.rpc import service
 texts = {}
 figures = service.families
-def families(stats, counted):
-    yield from figures(stats, counted)
+def families(*arguments, **named):
+    yield from figures(*arguments, **named)
     family = GaugeMetricFamily("lineclear_asked", "How often.", labels=["prompt"])
     for text, count in texts.items():
         family.add_metric([text], count)

@@ -433,7 +433,7 @@ def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
     code = (
         "import sys, types\n"
         "serving = types.ModuleType('lineclear.worker.serving')\n"
-        "serving.serve = lambda argv, supervised: print(open('/proc/self/limits').read()) or 0\n"
+        "serving.serve = lambda *arguments: print(open('/proc/self/limits').read()) or 0\n"
         "sys.modules[serving.__name__] = serving\n"
         "from lineclear.worker.main import main\n"
         "main([])\n"

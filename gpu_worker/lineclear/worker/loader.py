@@ -15,6 +15,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineclear import fingerprint
 
@@ -23,7 +24,6 @@ from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
-from .lean_transformers import AutoConfig, AutoModelForCausalLM
 from .linear import Packer, pack, plain, releasing
 from .model import LoadedModel, ModelFilesChanged, ModelRefused
 from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from .attention import AttentionBackend, IntArray, LayerSpec, on_device
 from .decoder import Decoder
-from .lean_transformers import AttentionInterface
 from .logits import Logits, of
 
 _PAGED = "lineclear"

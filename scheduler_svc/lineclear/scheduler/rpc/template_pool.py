@@ -124,7 +124,7 @@ class TemplatePool:
         renderer.end()
 
 
-_Connection = tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]
+_Connection = tuple["subprocess.Popen[bytes]", asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Renderer:
