@@ -6,5 +6,11 @@ import resource
 
 
 def disable() -> None:
-    """Set the limit for core files of this process and its children to 0. They cannot raise it again."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """Keep this process and its children from leaving a core file. They cannot undo it.
+
+    A limit of 0 is ignored where core_pattern names a program. Linux takes exactly 1 byte for "no dump" there as well
+    (fs/coredump.c), and no core file is that small.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    limit = 0 if hard == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))

@@ -51,9 +51,18 @@ def read(stats: pb.GetStatsResponse, figures: Stats) -> dict[str, float]:
     return {"".join([s.name, *(f" {k}={v}" for k, v in sorted(s.labels.items()))]): s.value for s in samples}
 
 
+def test_no_two_families_have_one_name() -> None:
+    """The text format allows one HELP and one TYPE line for a name; strict readers drop the whole page."""
+    figures = Stats(0.0)
+    figures.add_rejected("QUEUE_FULL")
+    names = [family.name for family in families(pb.GetStatsResponse(), figures)]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_every_counter_and_gauge_has_a_name() -> None:
     stats = pb.GetStatsResponse()
     whole = [f.name for f in pb.Totals.DESCRIPTOR.fields if f.cpp_type != f.CPPTYPE_DOUBLE]
+    whole.remove("requests_rejected")  # counted by reason, under the same name
     for value, name in enumerate(whole, 1):
         setattr(stats.totals, name, value)
     found = read(stats, Stats(0.0))

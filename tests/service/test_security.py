@@ -425,7 +425,7 @@ def core_limit(pid: int) -> list[str]:
 def test_neither_process_leaves_a_core_file(start: Callable[..., Running]) -> None:
     server = start()
     worker = server.wait_for("worker_started")["pid"]
-    assert core_limit(server.popen.pid) == core_limit(worker) == ["0", "0"]
+    assert core_limit(server.popen.pid) == core_limit(worker) in (["0", "0"], ["1", "1"])
 
 
 def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
@@ -442,4 +442,4 @@ def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("Max core file size"))
-    assert line.split()[4:6] == ["0", "0"]
+    assert line.split()[4:6] in (["0", "0"], ["1", "1"])

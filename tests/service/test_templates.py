@@ -202,6 +202,15 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Ca
     run(scenario())
 
 
+def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, template=TEMPLATE) as s:
+            found = await asyncio.gather(*(outcome(tokenize(s, "hello")) for _ in range(100)))
+            assert found == ["OK"] * 100
+
+    run(scenario())
+
+
 def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, max_tokenizing=10) as s:

@@ -113,6 +113,22 @@ def test_it_begins_with_one_thread_and_a_collapse_costs_one_step() -> None:
     assert chosen[0] == 1
 
 
+def test_a_long_step_that_is_the_first_one_has_all_cores() -> None:
+    """Of a large model it takes a minute with one thread."""
+    policy = ThreadPolicy(16)
+    assert policy.choose(256) == 16
+    policy.observe(256, 3.0)
+    assert policy.choose(1) == 1
+
+
+def test_decoding_after_a_single_prompt_step_is_soon_on_all_cores() -> None:
+    policy = ThreadPolicy(16)
+    policy.observe(256, 3.0)
+    for _ in range(8):
+        policy.observe(1, 0.5 / policy.choose(1))
+    assert policy.choose(1) == 16
+
+
 def test_all_cores_are_in_use_soon_on_a_quiet_machine() -> None:
     assert Drive(ThreadPolicy(16)).run(of_sixteen_cores(0), 0.5)[-1] == 16
 

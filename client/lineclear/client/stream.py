@@ -206,9 +206,11 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with interrupts.deferring():
-            self._leave()
-        self._interrupts.close()
+        try:
+            with interrupts.deferring():
+                self._leave()
+        finally:
+            self._interrupts.close()
 
     def __iter__(self) -> Iterator[Delta]:
         return self

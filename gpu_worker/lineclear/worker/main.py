@@ -6,6 +6,7 @@ still importing must take it along.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -45,8 +46,9 @@ def run() -> NoReturn:
     one by one) would only keep the next worker from the device.
     """
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it; the exit code must tell what it means all the same
+            stream.flush()
     os._exit(code)
 
 

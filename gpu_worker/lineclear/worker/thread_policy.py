@@ -25,6 +25,7 @@ _COLLAPSE = 3.0  # slower by this factor: even a single step as long as a window
 _MOST_EXCESS_SECONDS = 0.03  # a trial ends early when it has cost this much, or a whole step
 _LEAST_CHARGE_SECONDS = 0.01  # trials without a winner are at least a second apart
 _MOST_DEBT_SECONDS = 0.3
+_LONG_STEP_TOKENS = 32  # from here on a first step begins with all cores: of a large model it may take a minute on one
 
 
 class ThreadPolicy:
@@ -56,9 +57,13 @@ class ThreadPolicy:
     def _climber(self, num_tokens: int) -> _Climber:
         size = num_tokens.bit_length()
         if size not in self._climbers:
-            nearest = min(self._climbers, key=lambda known: abs(known - size), default=None)
-            rung = 0 if nearest is None else self._climbers[nearest].rung
-            self._climbers[size] = _Climber(rung, begins=nearest is None)
+            nearest = (
+                self._climbers[min(self._climbers, key=lambda known: abs(known - size))] if self._climbers else None
+            )
+            if nearest is None or nearest.begins:  # nothing is known yet
+                self._climbers[size] = _Climber(0 if num_tokens < _LONG_STEP_TOKENS else len(self._rungs) - 1)
+            else:
+                self._climbers[size] = _Climber(nearest.rung, begins=False)
         return self._climbers[size]
 
 

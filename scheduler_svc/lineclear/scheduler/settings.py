@@ -237,8 +237,8 @@ class SchedulerSettings(BaseSettings):
         64,
         ge=1,
         le=4096,
-        description="Most large inputs being or waiting to be tokenized, and as many conversations to be rendered. One "
-        "more is refused, for the tenant, or connection, that has most of them waiting.",
+        description="Most large inputs being or waiting to be tokenized. One more is refused, for the tenant, or"
+        " connection, that has most of them waiting. Conversations that wait to be rendered: as max_queue_size.",
     )
     max_chat_messages: int = Field(1024, ge=1, le=65_536, description="Most messages of a conversation.")
     template_processes: int = Field(
@@ -399,6 +399,10 @@ class SchedulerSettings(BaseSettings):
         self._check_security()
         if self.refuse_hopeless and self.order not in ("fifo", "prefill_first"):
             raise ValueError("refuse_hopeless needs order fifo or prefill_first: in others a late comer may go first")
+        if self.standby_worker and not self.spawn_worker:
+            raise ValueError(
+                "standby_worker needs spawn_worker; where another program starts workers, start two of them"
+            )
         if self.min_batch_size > self.max_batch_size:
             raise ValueError("min_batch_size is larger than max_batch_size")
         return self

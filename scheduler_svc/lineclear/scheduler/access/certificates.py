@@ -138,6 +138,8 @@ def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime
         what = error.reason or "not a certificate and its key in PEM form"
         problem = what.replace("_", " ").lower()
         raise ConfigurationError(f"tls_cert_file {chain_file} and tls_key_file {key_file}: {problem}") from None
+    except OSError as error:  # no descriptor or no memory is left; an SSLError is one, too, and comes first
+        raise ConfigurationError(f"tls_cert_file {chain_file} cannot be proven: {error.strerror}") from None
     except ValueError:
         raise ConfigurationError(f"tls_key_file {key_file} is locked by a password; give the key without one") from None
     try:

@@ -45,7 +45,7 @@ class Reading:
         """
         with self._connection(context) as connection:
             try:
-                async with asyncio.timeout(self._timeout_seconds), connection.places:
+                async with connection.places, asyncio.timeout(self._timeout_seconds):
                     return checked(await anext(requests, MALFORMED))
             except TimeoutError:
                 limit = f"{self._timeout_seconds:g}"
@@ -58,10 +58,12 @@ class Reading:
     def stream(self, context: Context) -> Iterator[None]:
         """Count a call with a stream of requests. Raises QueueFull where the connection has too many."""
         with self._connection(context) as connection:
-            if connection.num_streams >= self._max_streams:
+            # All callers of a unix socket have one name, so what they have open says nothing about any one of them.
+            if connection.num_streams >= self._max_streams and not context.peer().startswith("unix:"):
                 raise QueueFull(
                     f"{connection.num_streams} calls with a stream of requests are open on this connection, the limit "
                     f"is {self._max_streams}; open another connection, or raise max_sessions_per_connection",
+                    retry_after_seconds=1.0,
                     metadata={"limit": str(self._max_streams)},
                 )
             connection.num_streams += 1

@@ -31,7 +31,8 @@ def families(
         text = "When the certificate of the listeners expires, as a Unix timestamp."
         yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
     for name, value in _numbers(stats.totals):
-        if isinstance(value, int):  # a share can be had from the counters, over any time
+        # A share can be had from the counters, over any time; rejected requests are counted by reason below.
+        if isinstance(value, int) and name != "requests_rejected":
             yield CounterMetricFamily(f"lineclear_{name}", f"Totals.{name} of GetStats.", value=value)
     for name, value in _numbers(stats.gauges):
         yield GaugeMetricFamily(f"lineclear_{name}", f"Gauges.{name} of GetStats.", value=value)

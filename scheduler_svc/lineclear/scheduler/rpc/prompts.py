@@ -40,7 +40,9 @@ class TextLimits:
 
     threads: int = 2
     max_busy: int = 64
-    """Texts, and conversations, that are worked on or wait for that."""
+    """Large texts that are worked on or wait for that."""
+    max_conversations: int = 1024
+    """The same of conversations, which are all rendered one after the other, small ones too."""
     template_processes: int = 2
     template_seconds: float = 2.0
     max_prompt_bytes: int = 512 * 1024
@@ -60,7 +62,9 @@ class Prompts:
             max_bytes = _EXPANSION * limits.max_prompt_bytes + 65536
             self._pool = TemplatePool(chat, cpu_seconds=limits.template_seconds, max_bytes=max_bytes)
         self._texts = _gate(limits.threads, limits.max_busy, "inputs are being tokenized or wait for that")
-        self._templates = _gate(limits.template_processes, limits.max_busy, "conversations are or wait to be rendered")
+        self._templates = _gate(
+            limits.template_processes, limits.max_conversations, "conversations are or wait to be rendered"
+        )
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, limits.threads)
         self._num_processes = limits.template_processes

@@ -297,11 +297,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitResponse:
         """Admit, and let go: what comes is kept."""
         caller = identity.caller(context)
-        self._detached.refuse_duplicate(caller, request.request.request_id)
         seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         tenant = identity.tenant(caller, context)
         identity.divide_work(tenant, context)
         await self._admission.pace(request.request)
+        self._detached.refuse_duplicate(caller, request.request.request_id)  # nothing may happen before `open`
         ticket = self._admission.open(request.request, self._require_worker(), caller, tenant, seconds)
         try:
             await self._admission.submit(ticket, request.request)
@@ -405,6 +405,7 @@ def _text_limits(settings: SchedulerSettings) -> TextLimits:
     return TextLimits(
         threads=settings.tokenizer_threads,
         max_busy=settings.max_tokenizing,
+        max_conversations=settings.max_queue_size,
         template_processes=settings.template_processes,
         template_seconds=settings.max_template_seconds,
         max_prompt_bytes=settings.max_prompt_bytes,

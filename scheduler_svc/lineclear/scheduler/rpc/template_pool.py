@@ -23,7 +23,7 @@ from lineclear.scheduler.text.template_process import LENGTH, RENDERED, pack_con
 
 log = structlog.get_logger()
 
-_COMMAND = (sys.executable, "-m", "lineclear.scheduler.text.template_process")
+_COMMAND = (sys.executable, "-P", "-m", "lineclear.scheduler.text.template_process")
 _PATIENCE = 10  # a conversation may take so many times its CPU time where the machine is busy
 _START_SECONDS = 30.0
 _EXIT_LOOKS, _LOOK_SECONDS = 100, 0.01  # at a process whose connection closed: its exit code comes right after that
