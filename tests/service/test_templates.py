@@ -192,10 +192,10 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Ca
         async with serving(tmp_path) as s:
             prompts = s.service._prompts
             await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
-            flood = [work(s, **tenant("a")) for _ in range(40)]
-            await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 30)
+            flood = [work(s, **tenant("a")) for _ in range(60)]
+            await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 8)
             await work(s, **tenant("b"))
-            assert sum(not call.done() for call in flood) >= 20
+            assert sum(not call.done() for call in flood) >= 4
             for call in flood:
                 call.cancel()
 

@@ -217,7 +217,7 @@ def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path)
 
 def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_sessions_per_connection=2) as s:
+        async with serving(tmp_path, listen="127.0.0.1:0", max_sessions_per_connection=2) as s:
             callers = [Caller(s) for _ in range(2)]
             for caller in callers:  # both are there before the next one is opened
                 await caller.call.initial_metadata()
@@ -227,6 +227,18 @@ def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Pa
             callers[0].call.cancel()
             await until(lambda: len(s.service._sessions) == 1)
             await Caller(s).call.initial_metadata()
+
+    run(scenario())
+
+
+def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_path: Path) -> None:
+    """gRPC gives all of them the same peer name."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_sessions_per_connection=1) as s:
+            for _ in range(3):
+                await Caller(s).call.initial_metadata()
+            assert len(s.service._sessions) == 3
 
     run(scenario())
 
