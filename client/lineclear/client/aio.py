@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 
@@ -132,6 +132,30 @@ class AsyncClient:
         """The whole answer. Raises the LineclearError the call ended with."""
         return await self.stream(prompt, sampling, **params).read_all()
 
+    @overload
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: Literal[False],
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> AsyncGenerator[Generation, None]: ...
+    @overload
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> AsyncGenerator[Outcome, None]: ...
     async def generate_each(
         self,
         prompts: Iterable[Prompt | Request],
@@ -153,6 +177,28 @@ class AsyncClient:
             async for outcome in outcomes:
                 yield outcome
 
+    @overload
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: Literal[False] = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Generation]: ...
+    @overload
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Outcome]: ...
     async def generate_many(
         self,
         prompts: Iterable[Prompt | Request],
@@ -162,7 +208,7 @@ class AsyncClient:
         return_exceptions: bool = False,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> list[Any]:
+    ) -> list[Generation] | list[Outcome]:
         """All answers, in the order of the prompts, `concurrency` at a time. As `Client.generate_many`."""
         checked_concurrency(concurrency, None)
         batch = Batch(prompts, ALL_AT_ONCE, return_exceptions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar, cast
 
 from lineclear.errors import Cancelled
 
@@ -18,19 +18,24 @@ from .progress import Display
 from .results import Generation
 from .stream import Stream
 
+Answer = TypeVar("Answer", bound=Outcome, covariant=True)
 
-class Outcomes(Iterator[Outcome]):
-    """The answers of a batch, in order; to be read by one thread. Nothing is asked before the first is read."""
+
+class Outcomes(Iterator[Answer], Generic[Answer]):
+    """The answers of a batch, in order; to be read by one thread. Nothing is asked before the first is read.
+
+    `Outcomes[Generation]` where the first failure is raised, else `Outcomes[Generation | LineclearError]`.
+    """
 
     def __init__(self, crew: Crew[Any], shown: Display) -> None:
         self._crew = crew
         self._outcomes = crew.outcomes(shown)
         self._interrupts = interrupts.Canceller(crew.cancel)
 
-    def __next__(self) -> Outcome:
+    def __next__(self) -> Answer:
         try:
             with self._interrupts.guard():
-                return next(self._outcomes)
+                return cast("Answer", next(self._outcomes))
         except BaseException:
             self._interrupts.close()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 
@@ -17,7 +17,7 @@ from .calls import DEFAULT_TIMEOUT_SECONDS, settings
 from .channels import Options, Pairs, default_target
 from .crew import Crew, Outcomes
 from .kept import Snapshot, snapshot, submission
-from .many import ALL_AT_ONCE, Batch, checked_concurrency
+from .many import ALL_AT_ONCE, Batch, Outcome, checked_concurrency
 from .progress import Progress, display
 from .requests import (
     UNSET,
@@ -143,6 +143,19 @@ class Client:
         """The whole answer. Raises the LineclearError the call ended with. Ctrl-C cancels it on the server too."""
         return self.stream(prompt, sampling, **params).read_all()
 
+    @overload
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: Literal[False],
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> Outcomes[Generation]: ...
+    @overload
     def generate_each(
         self,
         prompts: Iterable[Prompt | Request],
@@ -153,7 +166,18 @@ class Client:
         return_exceptions: bool = True,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> Outcomes:
+    ) -> Outcomes[Outcome]: ...
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> Outcomes[Generation] | Outcomes[Outcome]:
         """Answers in the order of the prompts, each as soon as it and all before it are there.
 
         Prompts are read as they are needed: at most `window` (default: the larger of 256 and 8 * concurrency) are
@@ -163,6 +187,28 @@ class Client:
         batch = Batch(prompts, checked_concurrency(concurrency, window), return_exceptions)
         return self._each(batch, concurrency, progress, sampling, params)
 
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: Literal[False] = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Generation]: ...
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Outcome]: ...
     def generate_many(
         self,
         prompts: Iterable[Prompt | Request],
@@ -172,7 +218,7 @@ class Client:
         return_exceptions: bool = False,
         progress: Progress = None,
         **params: Unpack[Params],
-    ) -> list[Any]:
+    ) -> list[Generation] | list[Outcome]:
         """All answers, in the order of the prompts, `concurrency` at a time.
 
         `progress` is True for a bar on a terminal, or a function of (done, total). The first failure is raised and
@@ -257,7 +303,7 @@ class Client:
         progress: Progress,
         sampling: Sampling | None,
         params: Params,
-    ) -> Outcomes:
+    ) -> Outcomes[Outcome]:
         def open_stream(prompt: Prompt | Request) -> Stream:
             return self.stream(prompt, sampling, **params)
 
