@@ -1,7 +1,7 @@
 """Writes the reference pages from what they describe.
 
 docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree,
-docs/reliability.md from tests/faults.yaml.
+docs/exit-codes.md from lineclear.exit_codes, docs/reliability.md from tests/faults.yaml.
 
     python docs/generate.py [--out FOLDER]
 
@@ -23,7 +23,9 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from lineclear.errors import Foreign, LineclearError, tree
+from lineclear.exit_codes import TABLE, of_grpc
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.status import CODE_NUMBERS
 from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +126,32 @@ def protocol() -> str:
     return "\n".join([*lines, ""])
 
 
+def exit_codes() -> str:
+    """The page of exit codes."""
+    lines = [
+        "# Exit codes",
+        "",
+        "Made from `lineclear.exit_codes` by `docs/generate.py`; do not edit.",
+        "",
+        "A code has one meaning. `lineclear serve` becomes the scheduler and ends with its codes. Every other",
+        "`lineclear` command ends with one marked `command`, or with 100 plus the gRPC code of the error. A process",
+        "that a signal ends has no code of its own: shells and container runtimes show 128 plus the signal. So 137 is",
+        "SIGKILL, often by the kernel for want of memory. A traceback with code 1 is a bug.",
+        "",
+        "| code | of | what happened | starting again |",
+        "|---|---|---|---|",
+        *(f"| {row.code:d} | {row.of} | {_cell(row.happened)} | {row.again} |" for row in TABLE),
+        "",
+        "## Errors of calls",
+        "",
+        "| code | gRPC code |",
+        "|---|---|",
+        *(f"| {of_grpc(number)} | {code} |" for code, number in CODE_NUMBERS.items() if code != "OK"),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _file(file: pb.FileDescriptorProto) -> Iterator[str]:
     comments = {tuple(where.path): where.leading_comments.strip() for where in file.source_code_info.location}
     for s, service in enumerate(file.service):
@@ -169,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     out = parser.parse_args().out
     (out / "configuration.md").write_text(configuration(), encoding="utf-8")
+    (out / "exit-codes.md").write_text(exit_codes(), encoding="utf-8")
     (out / "protocol.md").write_text(protocol(), encoding="utf-8")
     (out / "reliability.md").write_text(reliability.page(), encoding="utf-8")
 

@@ -32,7 +32,7 @@ def service() -> Iterator[Service]:
         yield service
 
 
-@pytest.mark.parametrize("page", ["configuration.md", "protocol.md", "reliability.md"])
+@pytest.mark.parametrize("page", ["configuration.md", "exit-codes.md", "protocol.md", "reliability.md"])
 def test_a_page_made_from_code_is_fresh(page: str, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, REPOSITORY / "docs/generate.py", "--out", tmp_path], check=True, timeout=PATIENCE_SECONDS

@@ -31,7 +31,7 @@ SETTINGS = ("pydantic", "pydantic_settings")
 CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.status", "lineclear.v1")
 HOUSEKEEPING = (
     *("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags"),
-    *("lineclear.core_dumps", "lineclear.standby"),
+    *("lineclear.core_dumps", "lineclear.standby", "lineclear.exit_codes"),
 )
 
 
@@ -168,7 +168,7 @@ ROOMS = {
         ("lineclear.cli",),
         (
             *("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors"),
-            *("lineclear.extras", "lineclear.status"),
+            *("lineclear.extras", "lineclear.status", "lineclear.exit_codes"),
         ),
     ),
 }

@@ -13,10 +13,10 @@ import select
 import signal
 import threading
 
+from lineclear.exit_codes import ExitCode
+
 _VARIABLE = "LINECLEAR_LIFELINE"  # "<pid of the scheduler>:<reading end of its pipe>"
 _PR_SET_PDEATHSIG = 1
-ORPHANED = 71
-"""Exit code of a worker that found its scheduler gone."""
 
 
 class Lifeline:
@@ -56,7 +56,7 @@ def hold() -> bool:
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died between our exec and the line above: no signal will come
-        os._exit(ORPHANED)
+        os._exit(ExitCode.ORPHANED)
     threading.Thread(target=_watch, args=(descriptor,), name="lifeline", daemon=True).start()
     return True
 
@@ -65,4 +65,4 @@ def _watch(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLHUP)
     poll.poll()
-    os._exit(ORPHANED)
+    os._exit(ExitCode.ORPHANED)

@@ -33,7 +33,7 @@ def test_a_conversation_is_sent_whole(cli: Any, server: Any) -> None:
 def test_an_error_ends_a_conversation_that_nobody_watches(cli: Any, server: Any) -> None:
     server.failures = [errors.NoChatTemplate("this model has no chat template")]
     result = cli("chat", *QUICK, input="hello\nagain\n")
-    assert result.exit_code == 64 + 9
+    assert result.exit_code == 109
     assert len(server.requests) == 1
 
 

@@ -22,6 +22,7 @@ from lineclear.cli.app import app
 from lineclear.cli.flags import SamplingFlags
 from lineclear.client import Sampling, local
 from lineclear.errors import LineclearError, tree
+from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
 from lineclear.status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
@@ -173,7 +174,7 @@ def test_a_prompt_that_fails_is_reported_in_its_line(cli: Any, server: Any) -> N
 
     server.script = script
     result = cli("generate", "good", "bad", "good", *QUICK)
-    assert result.exit_code == exits.SOME_FAILED
+    assert result.exit_code == ExitCode.NEGATIVE
     assert [line.get("error", {}).get("reason") for line in lines(result.stdout)] == [None, "PROMPT_TOO_LONG", None]
 
 
@@ -189,7 +190,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 
     server.script = script
     arguments = ("generate", "--file", str(prompts), "--out", str(out), "--concurrency", "1", *QUICK)
-    assert cli(*arguments).exit_code == 64 + 14
+    assert cli(*arguments).exit_code == 114
     assert [line["text"] for line in lines(out.read_text("utf-8"))] == ["a", "b"]
     with out.open("a") as file:
         file.write('{"index": 2, "prom')  # as a full disk or a lost machine leaves it
@@ -209,7 +210,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kind: type[LineclearError]) -> None:
     server.failures = [kind("what happened")]
     result = cli("generate", "x", "--json", *QUICK)
-    assert result.exit_code == 64 + CODE_NUMBERS[kind.code]
+    assert result.exit_code == 100 + CODE_NUMBERS[kind.code]
     assert "what happened" in result.stderr
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
@@ -224,7 +225,7 @@ def test_help_lists_every_exit_code(cli: Any) -> None:
     text = " ".join(cli("--help").output.split())
     for code, number in CODE_NUMBERS.items():
         if code != "OK":
-            assert f"{64 + number} {code}" in text
+            assert f"{100 + number} {code}" in text
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_what_the_system_refuses_is_a_sentence(cli: Any) -> None:
 
 def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
     result = cli("generate", "x", "--target", f"unix:{tmp_path}/nobody", *QUICK)
-    assert result.exit_code == 64 + 14
+    assert result.exit_code == 114
     assert "lineclear serve" in result.stderr
 
 
@@ -350,7 +351,7 @@ def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyP
 def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     monkeypatch.setattr(local, "_installed", lambda name: name not in ("pyzmq", "torch"))
     result = cli("serve", "--demo")
-    assert result.exit_code == 2
+    assert result.exit_code == 78
     assert "pyzmq, torch is not installed" in result.stderr
     assert install_command("all") in " ".join(result.stderr.split())
 

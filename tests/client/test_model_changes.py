@@ -180,7 +180,7 @@ def test_the_command_shows_the_new_answer_alone_and_fails_by_default(server: Any
 
     server.script = replaced()
     failed = cli("generate", "x")
-    assert failed.exit_code == 64 + 10
+    assert failed.exit_code == 110
     assert failed.stdout == "one two\n"
     server.script = replaced()
     done = cli("generate", "x", "--on-model-change", "restart")

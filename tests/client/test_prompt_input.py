@@ -99,7 +99,7 @@ def test_a_file_that_changes_between_counting_and_asking_is_an_error(
 
     monkeypatch.setattr(batch, "several", change_and_ask)
     done = cli("generate", "--file", str(path))
-    assert done.exit_code == 64 + CODE_NUMBERS["DATA_LOSS"]
+    assert done.exit_code == 100 + CODE_NUMBERS["DATA_LOSS"]
     assert "3 prompts were counted" in done.stderr
     assert [(line["prompt"], line["text"]) for line in lines(done.stdout)] == [(p, p) for p in change.split()]
 

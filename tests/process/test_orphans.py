@@ -16,7 +16,8 @@ from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
 
-from lineclear.lifeline import ORPHANED, Lifeline, hold
+from lineclear.exit_codes import ExitCode
+from lineclear.lifeline import Lifeline, hold
 
 STEPPING = ToyOptions(min_step_seconds=0.003, max_step_seconds=0.003)
 
@@ -65,7 +66,7 @@ def test_the_pipe_alone_is_enough(directory: Path) -> None:
         pass_fds=lifeline.inherited,
     )
     lifeline.close()
-    assert worker.wait(PATIENCE_SECONDS) == ORPHANED
+    assert worker.wait(PATIENCE_SECONDS) == ExitCode.ORPHANED
 
 
 def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> None:
@@ -75,7 +76,7 @@ def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> N
     done = subprocess.run([sys.executable, "-c", code], env=environment, pass_fds=(reading,), stdout=subprocess.PIPE)
     os.close(reading)
     os.close(writing)
-    assert (done.returncode, done.stdout) == (ORPHANED, b"")
+    assert (done.returncode, done.stdout) == (ExitCode.ORPHANED, b"")
 
 
 def test_without_a_lifeline_there_is_nothing_to_hold() -> None:

@@ -18,13 +18,13 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
 
-def test_workers_that_die_too_often_end_it_with_1(start: Callable[..., Running]) -> None:
+def test_workers_that_die_too_often_end_it_with_69(start: Callable[..., Running]) -> None:
     server = start("--max-worker-crashes", "1", fault="exit", fault_step=1)
     # Two: one by itself would be suspected, and with so small a budget maybe convicted before the server gives up.
     calls = [server.stub.Generate(endless()) for _ in range(2)]
     for error in map(error_of, calls):
         assert (error.code, error.reason) == ("UNAVAILABLE", "WORKER_UNAVAILABLE")
-    assert server.exit_code() == 1
+    assert server.exit_code() == 69
 
 
 def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> None:

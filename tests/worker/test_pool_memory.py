@@ -13,10 +13,10 @@ from support.families import tiny_model
 from support.natives import needs_kernels
 from torch import Tensor
 
+from lineclear.exit_codes import ExitCode
 from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
 from lineclear.worker.attention import AttentionBackend
 from lineclear.worker.loader import adopt
-from lineclear.worker.loop import Exit
 from lineclear.worker.model import ModelRefused
 from lineclear.worker.pool_memory import PoolMemory
 from lineclear.worker.runner import ModelRunner
@@ -129,7 +129,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
     tiny_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr("lineclear.worker.memory._available_bytes", lambda: 1_000_000)
     flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
-    assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == Exit.CONFIGURATION
+    assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
     assert "preallocate_kv_cache: 4096 blocks need" in capfd.readouterr().err
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
+from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
 
 
 def main() -> None:
-    """Run the command line in sys.argv and exit with its code (see `exits`)."""
+    """Run the command line in sys.argv and exit with its code (see `exit_codes`)."""
     # Else gRPC, once imported, notes on standard error that a server has left, and the like.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
@@ -17,7 +18,7 @@ def main() -> None:
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
         print(f"the lineclear command needs the package {error.name}; run: {install_command('cli')}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.USAGE)
     try:
         from .app import app
 
@@ -26,4 +27,4 @@ def main() -> None:
                 stream.reconfigure(errors="replace")  # an answer the terminal cannot show is no reason to fail
         app(prog_name="lineclear")
     except KeyboardInterrupt:  # before a command was there to take it
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lineclear.client.requests import Request
+from lineclear.exit_codes import ExitCode
 
 from . import batch, chat, exits, screen
 from .commands import command
@@ -90,7 +91,7 @@ def generate(
     with connection.client() as client:
         failed = batch.several(client, entries, out, resume, concurrency, not shown.quiet)
     if failed:
-        raise typer.Exit(exits.SOME_FAILED)
+        raise typer.Exit(ExitCode.NEGATIVE)
 
 
 @command(epilog="Example: lineclear result \"$(lineclear submit 'Once upon a time' -n 64)\"")
@@ -143,7 +144,7 @@ def result(
         submitted = client.submitted(request_id)
         if cancel:
             if not submitted.cancel():
-                raise typer.Exit(exits.SOME_FAILED)
+                raise typer.Exit(ExitCode.NEGATIVE)
             return
         if wait:
             found = submitted.result()

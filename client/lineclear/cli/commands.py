@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from lineclear.errors import LineclearError
+from lineclear.exit_codes import ExitCode
 
 from . import exits, screen
 from .flags import expanded
@@ -39,12 +40,12 @@ def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 raise typer.Exit(exits.exit_code(error)) from None
             except KeyboardInterrupt:
                 screen.note("interrupted")
-                raise typer.Exit(exits.INTERRUPTED) from None
+                raise typer.Exit(ExitCode.INTERRUPTED) from None
             except BrokenPipeError:
                 raise  # whoever read our output left: typer ends quietly
             except OSError as error:
                 screen.note(f"error: {screen.refused(error)}", "bold red")
-                raise typer.Exit(exits.USAGE) from None
+                raise typer.Exit(ExitCode.USAGE) from None
 
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
         guarded.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from lineclear.errors import LineclearError, Unreachable
+from lineclear.exit_codes import ExitCode, of_grpc
 from lineclear.status import CODE_NUMBERS
-
-SOME_FAILED = 1  # of several prompts; also: `health` found the server not serving
-USAGE = 2
-FIRST = 64  # plus the number of the gRPC code
-INTERRUPTED = 130
 
 
 def exit_code(error: LineclearError) -> int:
-    """64 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 78."""
-    return FIRST + CODE_NUMBERS.get(error.code, CODE_NUMBERS["UNKNOWN"])
+    """100 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 114."""
+    return of_grpc(CODE_NUMBERS.get(error.code, CODE_NUMBERS["UNKNOWN"]))
 
 
 def table() -> str:
     """The codes in one paragraph, for --help."""
-    named = ", ".join(f"{FIRST + number} {code}" for code, number in CODE_NUMBERS.items() if code != "OK")
+    named = ", ".join(f"{of_grpc(number)} {code}" for code, number in CODE_NUMBERS.items() if code != "OK")
     return (
-        f"Exit codes: 0 success; {SOME_FAILED} some of several prompts failed, or the server is not serving (health); "
-        f"{USAGE} wrong usage; {INTERRUPTED} interrupted; {FIRST} + the gRPC code of the error: {named}."
+        f"Exit codes: 0 success; {ExitCode.NEGATIVE:d} some of several prompts failed, or the server is not serving"
+        f" (health); {ExitCode.USAGE:d} wrong usage; {ExitCode.INTERRUPTED:d} interrupted;"
+        f" {ExitCode.FIRST_OF_GRPC:d} + the gRPC code of the error: {named}. `serve` ends with the codes of its"
+        " processes, 69 to 79."
     )
 
 

@@ -15,8 +15,9 @@ from lineclear.client import methods
 from lineclear.client.operator import LogLevel, Operator
 from lineclear.client.results import HealthStatus
 from lineclear.errors import LineclearError
+from lineclear.exit_codes import ExitCode
 
-from . import batch, exits, screen, serve
+from . import batch, screen, serve
 from .commands import command
 from .flags import Connection, Json
 
@@ -65,7 +66,7 @@ def health(
     else:
         screen.show(f"{found}\n")
     if found is not HealthStatus.SERVING:
-        raise typer.Exit(exits.SOME_FAILED)
+        raise typer.Exit(ExitCode.NEGATIVE)
 
 
 @command()

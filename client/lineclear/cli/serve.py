@@ -10,9 +10,10 @@ from typing import NoReturn
 import typer
 
 from lineclear.client.local import command, missing
+from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
 
-from . import exits, screen
+from . import screen
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
@@ -20,7 +21,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     if absent := missing():
         screen.note(f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red")
         screen.note(f"this brings scheduler and worker: {install_command('all')}")
-        raise typer.Exit(exits.USAGE)
+        raise typer.Exit(ExitCode.CONFIGURATION)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command(arguments))

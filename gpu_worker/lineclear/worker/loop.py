@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +29,7 @@ import structlog
 import zmq
 
 from lineclear import logs
+from lineclear.exit_codes import ExitCode
 from lineclear.sockets import Sockets, private_sockets
 from lineclear.wire.codec import ProtocolMismatch
 from lineclear.wire.types import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult, Stopping
@@ -38,15 +39,6 @@ from lineclear.worker.link import Bell, PlanSocket, ResultSocket
 from lineclear.worker.protocol import Flight, Runner, StepFailed
 
 log = structlog.get_logger()
-
-
-class Exit(IntEnum):
-    """Exit codes of a worker. A supervisor starts it again after all of them but CONFIGURATION."""
-
-    STOPPED = 0
-    BROKEN = 70  # a step failed in a way after which the device cannot be trusted
-    REFUSED = 75  # another worker is joined
-    CONFIGURATION = 78  # starting again cannot help
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,7 @@ class LoopLimits:
     """How long a joined worker that was told to stop runs plans for its scheduler."""
 
 
-def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> Exit:
+def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> ExitCode:
     """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
 
     A joined worker drains first (`LoopLimits.drain_timeout_seconds`), and a second signal ends the process. Either may
@@ -93,10 +85,10 @@ class _Ending(Enum):
 
 
 _EXIT_AFTER = {
-    _Ending.STOPPED: Exit.STOPPED,
-    _Ending.REFUSED: Exit.REFUSED,
-    _Ending.BROKEN: Exit.BROKEN,
-    _Ending.MISMATCH: Exit.CONFIGURATION,
+    _Ending.STOPPED: ExitCode.OK,
+    _Ending.REFUSED: ExitCode.ALREADY_JOINED,
+    _Ending.BROKEN: ExitCode.INTERNAL,
+    _Ending.MISMATCH: ExitCode.CONFIGURATION,
 }
 
 
@@ -143,7 +135,7 @@ class _Loop:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def run(self, supervised: bool) -> Exit:
+    def run(self, supervised: bool) -> ExitCode:
         """One epoch after the other."""
         log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
         while not self._stopping or self._drain_ends_at is not None:
@@ -152,7 +144,7 @@ class _Loop:
                 self._bell.wait(self._limits.standby_seconds)
             elif ending is not _Ending.REJOIN:
                 return _EXIT_AFTER[ending]
-        return Exit.STOPPED
+        return ExitCode.OK
 
     def close(self) -> None:
         """End the threads; the last message gets `farewell_seconds` to leave."""

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lineclear import core_dumps, lifeline
+from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
 from lineclear.standby import Standby
 
-_CONFIGURATION = 78  # see `loop.Exit`, which cannot be imported yet
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until it is told to stop; the exit code (see `loop.Exit`)."""
+    """Run a worker until it is told to stop; the exit code (see `exit_codes`)."""
     supervised = lifeline.hold()
     core_dumps.disable()
     standby = Standby.claim()
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sentence = f"the package {error.name} is not installed; run: {install_command('worker')}"
         print(f"lineclear-worker: {sentence}", file=sys.stderr)
-        return _CONFIGURATION
+        return ExitCode.CONFIGURATION
 
     return serve(sys.argv[1:] if argv is None else argv, supervised, standby)
 

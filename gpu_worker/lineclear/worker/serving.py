@@ -13,23 +13,24 @@ from typing import Any, NamedTuple
 import structlog
 
 from lineclear import logs
+from lineclear.exit_codes import ExitCode
 from lineclear.sockets import SocketError
 from lineclear.standby import Standby
 
 from . import host
-from .loop import Exit, LoopLimits, run
+from .loop import LoopLimits, run
 from .settings import ConfigurationError, WorkerSettings, load
 
 log = structlog.get_logger()
 
 
 def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None) -> int:
-    """Run a worker until it is told to stop; the exit code (see `loop.Exit`). A standby waits to be promoted first."""
+    """Run a worker until it is told to stop; the exit code (see `exit_codes`). A standby waits to be promoted first."""
     try:
         settings = load(argv)
     except ConfigurationError as error:
         print(f"lineclear-worker: {error}", file=sys.stderr)
-        return Exit.CONFIGURATION
+        return ExitCode.CONFIGURATION
     writer = logs.configure("worker", settings.log_level, settings.log_format)
     try:
         return _serve(settings, supervised, standby)
@@ -52,13 +53,13 @@ def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) 
         runner = imported.make_runner(settings)
     except imported.refusals as error:
         log.error("model_refused", reason=str(error))
-        return Exit.CONFIGURATION
+        return ExitCode.CONFIGURATION
     except imported.self_test_failed as error:
         log.error("self_test_failed", reason=str(error))
-        return Exit.BROKEN
+        return ExitCode.INTERNAL
     except imported.model_files_changed as error:
         log.error("model_files_changed", reason=str(error))
-        return Exit.BROKEN
+        return ExitCode.INTERNAL
     hello = runner.hello(0)
     log.info(
         "model_loaded",
@@ -83,7 +84,7 @@ def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) 
         return run(runner, Path(settings.directory), supervised=supervised, limits=limits)
     except SocketError as error:
         log.error("sockets_refused", reason=str(error))
-        return Exit.CONFIGURATION
+        return ExitCode.CONFIGURATION
 
 
 class _Imported(NamedTuple):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
-
-_CONFIGURATION = 78  # see `leaving`, which cannot be imported yet
 
 
 def main() -> int:
@@ -18,5 +17,5 @@ def main() -> int:
             raise
         sentence = f"the package {error.name} is not installed; run: {install_command('scheduler')}"
         print(f"lineclear-scheduler: {sentence}", file=sys.stderr)
-        return _CONFIGURATION
+        return ExitCode.CONFIGURATION
     return run()

@@ -13,23 +13,10 @@ from typing import Any
 
 import structlog
 
+from lineclear.exit_codes import ExitCode
 from lineclear.wire.codec import ProtocolMismatch
 
 log = structlog.get_logger()
-
-CLEAN = 0
-NO_WORKER = 1
-"""Workers died too often."""
-INTERNAL = 70
-"""A part of this process died: a bug of ours."""
-WORKER_STUCK = 75
-"""A worker could not be killed, and holds its device: another one would find it taken."""
-OTHER_FILES = 76
-"""The worker has read other model files than this process. Started again, both read the same ones."""
-CONFIGURATION = 78
-"""The process cannot run as configured; the same command will fail again."""
-WORKER_CONFIGURATION = 79
-"""The same of the worker: its model or its flags. Its last log line says why."""
 
 
 class Leaving:
@@ -37,7 +24,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
-        self.exit_code = CLEAN
+        self.exit_code: int = ExitCode.OK
         self.failure: BaseException = RuntimeError()
         """What a part of this process died of, if one did."""
         self._hurry = asyncio.Event()
@@ -59,11 +46,11 @@ class Leaving:
         """Leave; at once if that was going on already and can now not be finished."""
         if not self.begun.is_set():
             self.exit_code = exit_code
-            log.info("leaving", reason=reason, exit_code=exit_code)
+            log.info("leaving", reason=reason, exit_code=int(exit_code))
             self.begun.set()
-        elif self.exit_code == CLEAN:
+        elif self.exit_code == ExitCode.OK:
             self.exit_code = exit_code
-            log.error("leaving_at_once", reason=reason, exit_code=exit_code)
+            log.error("leaving_at_once", reason=reason, exit_code=int(exit_code))
             self._hurry.set()
 
     def begin_from_any_thread(self, exit_code: int, reason: str) -> None:
@@ -73,15 +60,15 @@ class Leaving:
     def ask(self, reason: str) -> None:
         """Leave in peace, if that is not going on already. Asking twice is no hurry."""
         if not self.begun.is_set():
-            self.begin(CLEAN, reason)
+            self.begin(ExitCode.OK, reason)
 
     def on_fatal(self, error: BaseException) -> None:
         """The engine, or what delivers its events, died. Any thread."""
         self.failure = error
         if isinstance(error, ProtocolMismatch):
-            self._loop.call_soon_threadsafe(self.begin, CONFIGURATION, str(error))
+            self._loop.call_soon_threadsafe(self.begin, ExitCode.CONFIGURATION, str(error))
         else:
-            self._loop.call_soon_threadsafe(self.begin, INTERNAL, "a part of this process died")
+            self._loop.call_soon_threadsafe(self.begin, ExitCode.INTERNAL, "a part of this process died")
 
     def _wait_for_the_end(self) -> None:
         with contextlib.suppress(OSError):
@@ -99,7 +86,7 @@ class Leaving:
         elif self.begun.is_set():
             log.info("already_leaving", reason=number.name)
         else:
-            self.begin(CLEAN, number.name)
+            self.begin(ExitCode.OK, number.name)
 
     async def unless_hurried(self, step: Coroutine[Any, Any, object]) -> bool:
         """Do a step of leaving; False if it was given up because of the hurry. What it raises is raised here."""

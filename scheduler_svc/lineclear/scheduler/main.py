@@ -24,16 +24,9 @@ import structlog
 import uvloop
 
 from lineclear import core_dumps, logs
+from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.access.vacancy import require_vacant
-from lineclear.scheduler.leaving import (
-    CLEAN,
-    CONFIGURATION,
-    INTERNAL,
-    NO_WORKER,
-    WORKER_CONFIGURATION,
-    WORKER_STUCK,
-    Leaving,
-)
+from lineclear.scheduler.leaving import Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
@@ -44,10 +37,10 @@ log = structlog.get_logger()
 
 _WORKER_DRAIN_MARGIN_SECONDS = 10.0
 _WITHOUT_WORKER = {
-    GiveUp.CRASHES: NO_WORKER,
-    GiveUp.CONFIGURATION: WORKER_CONFIGURATION,
-    GiveUp.STUCK: WORKER_STUCK,
-    GiveUp.BUG: INTERNAL,
+    GiveUp.CRASHES: ExitCode.NO_WORKER,
+    GiveUp.CONFIGURATION: ExitCode.WORKER_CONFIGURATION,
+    GiveUp.STUCK: ExitCode.WORKER_STUCK,
+    GiveUp.BUG: ExitCode.INTERNAL,
 }
 
 
@@ -65,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, worker_flags = load(arguments)
     except ConfigurationError as error:
         print(f"lineclear-scheduler: {error}", file=sys.stderr)
-        return CONFIGURATION
+        return ExitCode.CONFIGURATION
     writer = logs.configure("scheduler", settings.log_level, settings.log_format)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes of its own between the lines of the log
     try:
@@ -73,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return runner.run(_serve(settings, worker_flags))
     except (ConfigurationError, SocketError) as error:
         log.error("configuration", problem=str(error))
-        return CONFIGURATION
+        return ExitCode.CONFIGURATION
     finally:
         writer.close()
 
@@ -108,8 +101,8 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             if settings.spawn_worker:
                 # Before the engine stops, which tells the worker that it may end. In a hurry the worker is not waited
                 # for: it ends with us, see lifeline.
-                await leaving.unless_hurried(supervisor.stop(kill=leaving.exit_code != CLEAN))
-    log.info("left", exit_code=leaving.exit_code)
+                await leaving.unless_hurried(supervisor.stop(kill=leaving.exit_code != ExitCode.OK))
+    log.info("left", exit_code=int(leaving.exit_code))
     return leaving.exit_code
 
 

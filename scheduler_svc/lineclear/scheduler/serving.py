@@ -19,9 +19,10 @@ import structlog
 from prometheus_client.core import Metric
 
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
+from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.access.interceptor import anatomy, incident
 from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.leaving import CLEAN, INTERNAL, OTHER_FILES, Leaving
+from lineclear.scheduler.leaving import Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.operations import Operations
 from lineclear.scheduler.pulse import Pulse
@@ -120,7 +121,7 @@ def _same_files(ours: str, leaving: Leaving) -> Callable[[Hello], bool]:
             "give both the same model directory and start the scheduler again"
         )
         log.error("worker_refused", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
-        leaving.begin_from_any_thread(OTHER_FILES, reason)
+        leaving.begin_from_any_thread(ExitCode.OTHER_FILES, reason)
         return False
 
     return accepts
@@ -182,10 +183,10 @@ async def _leave(leaving: Leaving, settings: SchedulerSettings, service: Inferen
     exit_code = leaving.exit_code
     server.leave()
     linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
-    if exit_code == CLEAN:
+    if exit_code == ExitCode.OK:
         await service.drain(settings.drain_timeout_seconds)
     else:
-        error = _died(leaving.failure) if exit_code == INTERNAL else _no_worker
+        error = _died(leaving.failure) if exit_code == ExitCode.INTERNAL else _no_worker
         service.refuse(error)
         service.fail_all(lambda mailbox: error())
     with contextlib.suppress(TimeoutError):

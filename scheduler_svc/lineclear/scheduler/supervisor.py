@@ -19,6 +19,7 @@ from enum import Enum
 
 import structlog
 
+from lineclear.exit_codes import ExitCode
 from lineclear.lifeline import Lifeline
 from lineclear.scheduler.crash_budget import Backoff, CrashBudget
 from lineclear.scheduler.worker_process import StandbyKeeper, WorkerProcess
@@ -27,7 +28,6 @@ from lineclear.wire.types import Hello
 
 log = structlog.get_logger()
 
-_EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: the same command will fail again
 _PROMOTION_SECONDS = 2.0  # for a standby that is ready to acknowledge; it only reads and writes a byte
 _TRANSIENT_ERRORS = frozenset(
     {
@@ -261,7 +261,7 @@ class Supervisor:
         log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
         if not was_promoted:
             self._spawn()
-        elif code == _EXIT_CONFIGURATION and not self._has_joined:
+        elif code == ExitCode.CONFIGURATION and not self._has_joined:
             self._give_up(GiveUp.CONFIGURATION, "the worker cannot run as it is configured; its last log line says why")
         else:
             self._start_again()
