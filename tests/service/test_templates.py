@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ from service.serving import TEMPLATE, TOKENIZER, Serving, error_of, run, serving
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
+from lineclear.scheduler.rpc.validation import check_detokenize
 from lineclear.scheduler.text.chat import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.rendering import Turn
@@ -242,6 +244,39 @@ def test_the_loop_turns_while_tokens_become_text(tmp_path: Path) -> None:
                 turns += 1
             assert turns > 50
             assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+
+    run(scenario())
+
+
+class _Sliced(list[int]):
+    """Tokens of which only a few may be read at a time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.largest = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.largest = max(self.largest, len(found) if isinstance(found, list) else 1)
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all of them are read at once")
+
+
+def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Path) -> None:
+    """All at once, 65,000 of them would hold up every stream for 5 ms."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            ids = _Sliced([5] * 20_000)
+            check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
+            text = await s.service._prompts.decode(ids, keep_special=False, vocab_size=6)
+            assert 0 < ids.largest <= 1024
+            assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+            wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
+            error = await error_of(s.stub.Detokenize(wrong))
+            assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
 
     run(scenario())
 

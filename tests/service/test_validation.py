@@ -16,6 +16,7 @@ from lineclear.scheduler.rpc.validation import (
     Bounds,
     check,
     check_detokenize,
+    check_token_ids,
     check_tokenize,
     resolve,
 )
@@ -218,10 +219,13 @@ def test_an_empty_text_may_be_tokenized() -> None:
 
 
 def test_bad_detokenize_requests() -> None:
-    with pytest.raises(TokenOutOfVocabulary):
-        check_detokenize(pb.DetokenizeRequest(token_ids=[VOCABULARY]), VOCABULARY, 10)
+    with pytest.raises(TokenOutOfVocabulary) as caught:
+        check_token_ids([1, 2, VOCABULARY], 512, VOCABULARY)
+    assert [v.field for v in caught.value.violations] == ["token_ids[514]"]
+    check_token_ids([1, 2, VOCABULARY - 1], 512, VOCABULARY)
     with pytest.raises(InvalidRequest, match="more than 10"):
-        check_detokenize(pb.DetokenizeRequest(token_ids=[1] * 11), VOCABULARY, 10)
+        check_detokenize(pb.DetokenizeRequest(token_ids=[1] * 11), 10)
+    check_detokenize(pb.DetokenizeRequest(token_ids=[1] * 10), 10)
 
 
 def test_only_good_defaults_are_taken_from_the_model() -> None:

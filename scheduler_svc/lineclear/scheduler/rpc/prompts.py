@@ -116,11 +116,19 @@ class Prompts:
         )
         return await self._encode(self.tokenizer.encode_sealed, text)
 
-    async def decode(self, ids: Sequence[int], *, keep_special: bool) -> str:
-        """The text of tokens."""
+    async def decode(self, ids: Sequence[int], *, keep_special: bool, vocab_size: int) -> str:
+        """The text of tokens. Raises TokenOutOfVocabulary."""
         decoder = IncrementalDecoder(self.tokenizer, keep_special=keep_special)
         parts: list[str] = []
-        await self._in_slices(ids, lambda some: parts.append("".join(map(decoder.push, some))))
+        done = 0
+
+        def push(some: Sequence[int]) -> None:
+            nonlocal done
+            validation.check_token_ids(some, done, vocab_size)  # here, because all at once would hold up the loop
+            done += len(some)
+            parts.append("".join(map(decoder.push, some)))
+
+        await self._in_slices(ids, push)
         return "".join(parts) + decoder.flush()
 
     async def replay(self, text: AnswerText, received: Sequence[int]) -> None:

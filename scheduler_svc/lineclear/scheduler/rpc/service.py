@@ -356,9 +356,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         bounds = self._know_worker()
         vocab_size = self._prompts.tokenizer.vocab_size if bounds is None else bounds.vocab_size
         limit = max(self._settings.max_prompt_bytes // _BYTES_PER_TOKEN, 0 if bounds is None else bounds.context_length)
-        validation.check_detokenize(request, vocab_size, limit)
+        validation.check_detokenize(request, limit)
         identity.divide_work(identity.tenant(identity.caller(context), context), context)
-        text = await self._prompts.decode(request.token_ids, keep_special=request.keep_special_tokens)
+        text = await self._prompts.decode(
+            request.token_ids, keep_special=request.keep_special_tokens, vocab_size=vocab_size
+        )
         return pb.DetokenizeResponse(text=text)
 
     # --- GetModel and GetStats ---------------------------------------------------------------------------------------

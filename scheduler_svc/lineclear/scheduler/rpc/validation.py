@@ -225,16 +225,26 @@ def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int, max_chat_
 def check_roles(chat: pb.ChatMessages, knows_role: Callable[[str], bool]) -> None:
     """Raises InvalidRequest for roles that the model's template does not know."""
     faults = _Faults()
-    for index, message in enumerate(chat.messages):
-        if not knows_role(message.role):
+    roles = [message.role for message in chat.messages]
+    unknown = {role for role in set(roles) if not knows_role(role)}
+    for index, role in enumerate(roles) if unknown else ():
+        if role in unknown:
             faults.add(f"chat.messages[{index}].role", "is not a role that the model's chat template knows")
     faults.raise_if_any()
 
 
-def check_detokenize(request: pb.DetokenizeRequest, vocab_size: int, max_tokens: int) -> None:
-    """Raises InvalidRequest or TokenOutOfVocabulary for a wrong request."""
+def check_detokenize(request: pb.DetokenizeRequest, max_tokens: int) -> None:
+    """Raises InvalidRequest for too many tokens. `check_token_ids` is for the tokens, a slice at a time."""
     faults = _Faults()
-    _ids("token_ids", request.token_ids, max_tokens, vocab_size, faults)
+    if len(request.token_ids) > max_tokens:
+        faults.add("token_ids", f"has more than {max_tokens} entries")
+    faults.raise_if_any()
+
+
+def check_token_ids(ids: Sequence[int], start: int, vocab_size: int) -> None:
+    """Raises TokenOutOfVocabulary. `start` is the index of the first of `ids` in the request's `token_ids`."""
+    faults = _Faults()
+    _check_vocabulary("token_ids", ids, vocab_size, faults, start)
     faults.raise_if_any()
 
 
@@ -288,8 +298,10 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     if len(chat.messages) > max_messages:
         faults.add(f"{path}.messages", f"has {len(chat.messages)} entries, the limit is {max_messages}")
         return
-    for index, message in enumerate(chat.messages):
-        if not _ROLE.fullmatch(message.role):
+    roles = [message.role for message in chat.messages]
+    wrong = {role for role in set(roles) if not _ROLE.fullmatch(role)}
+    for index, role in enumerate(roles) if wrong else ():
+        if role in wrong:
             faults.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
     _check_text_size(f"{path}.messages", [m.content for m in chat.messages], max_bytes, faults)
 
@@ -366,10 +378,10 @@ def _ids(path: str, ids: Sequence[int], limit: int, vocab_size: int, faults: _Fa
     return tuple(ids)
 
 
-def _check_vocabulary(path: str, ids: Sequence[int], vocab_size: int, faults: _Faults) -> None:
+def _check_vocabulary(path: str, ids: Sequence[int], vocab_size: int, faults: _Faults, start: int = 0) -> None:
     if not ids or max(ids) < vocab_size:
         return
-    index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
+    index = next(index for index, token_id in enumerate(ids, start) if token_id >= vocab_size)
     _add_out_of_vocabulary(f"{path}[{index}]", vocab_size, faults)
 
 
