@@ -74,11 +74,12 @@ fuzz: $(STAMP) ## 100,000 damaged frames against the decoder and a live link, as
 	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
-chaos: $(STAMP) ## 3,000 kills of the toy worker under 32 streams, 300 of the scheduler, 60 of the torch worker; 100 updates of the model
+chaos: $(STAMP) ## 3,000 kills of the toy worker under 32 streams, 300 of the scheduler, 90 of the torch worker; 100 updates of the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --dtype bfloat16
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --standby
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 mutants: $(STAMP) ## Plant every listed bug: in the core for the simulation, and for rows of tests/faults.yaml; which are caught?

@@ -42,13 +42,26 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     """Answers by what else of them was not right: their text, their end, their log probabilities."""
     failed: Counter[str] = field(default_factory=Counter)
-    tied: list[tuple[Question, Answer, int]] = field(default_factory=list)
-    """Answers that took the other of two nearly equal tokens, and where: what follows has to be compared anew."""
+    tied: list[Complete] = field(default_factory=list)
+    """Answers that took the other of two nearly equal tokens: `ties` compares them with another right answer."""
 
     @property
     def is_clean(self) -> bool:
         """Nothing was lost, repeated, changed or refused."""
         return not (self.lost or self.duplicated or self.altered or self.wrong or self.failed)
+
+    def compare(self, done: Complete, right: Answer, tolerance: Tolerance) -> None:
+        """Count how a complete answer differs from the right one. Under `lock`."""
+        tokens, answer = done.reading.tokens, done.answer
+        self.lost += max(0, len(right.token_ids) - len(tokens))
+        self.duplicated += max(0, len(tokens) - len(right.token_ids))
+        self.altered += sum(a != b for a, b in zip(tokens, right.token_ids, strict=False))
+        self.ends[answer.finish_reason.value] += 1
+        self.wrong.update({*done.reading.problems, *differences(right, answer, tolerance)})
+        self.wrong["tokens of the result"] += tuple(tokens) != answer.token_ids
+        # What a listener to a submitted request gets may begin inside a character.
+        self.wrong["pieces of text"] += done.question.route != "submit" and done.reading.text != answer.text
+        self.wrong = +self.wrong
 
 
 class Reader(threading.Thread):
@@ -82,7 +95,7 @@ class Reader(threading.Thread):
         """Read."""
         while not self._stopped.is_set():
             self.busy_with = question = self._ask()
-            reading = _Reading()
+            reading = Pieces()
             try:
                 got = (
                     self._submitted(question, reading) if question.route == "submit" else self._read(question, reading)
@@ -94,13 +107,13 @@ class Reader(threading.Thread):
                 self._count(question, reading, None, f"{type(error).__name__}: {error}")
         self.busy_with = None
 
-    def _read(self, question: Question, reading: _Reading) -> Generation:
+    def _read(self, question: Question, reading: Pieces) -> Generation:
         client = self._clients[question.route]
         with client.stream(list(question.prompt), question.sampling, **question.params) as stream:
             self._follow(stream, reading)
         return stream.result
 
-    def _submitted(self, question: Question, reading: _Reading) -> Generation:
+    def _submitted(self, question: Question, reading: Pieces) -> Generation:
         """Submit, listen to the beginning, hang up, listen from there on, and compare with what is kept."""
         client = self._clients[question.route]
         while True:
@@ -124,7 +137,7 @@ class Reader(threading.Thread):
                     self._tally.forgotten += 1
                 reading.begin_again()
 
-    def _follow(self, deltas: Iterable[Delta], reading: _Reading, most: int | None = None) -> None:
+    def _follow(self, deltas: Iterable[Delta], reading: Pieces, most: int | None = None) -> None:
         for delta in deltas:
             reading.take(delta)
             if delta.token_ids:
@@ -133,40 +146,40 @@ class Reader(threading.Thread):
             if most is not None and len(reading.tokens) >= most:
                 return
 
-    def _count(self, question: Question, reading: _Reading, got: Generation | None, error: str) -> None:
-        right, tally, tokens = question.right, self._tally, reading.tokens
-        answer = None if got is None else Answer.of(got)
-        tie = self._tie(right, tokens)
+    def _count(self, question: Question, reading: Pieces, got: Generation | None, error: str) -> None:
+        tally = self._tally
         with tally.lock:
             tally.answers += 1
-            tally.tokens += len(tokens)
+            tally.tokens += len(reading.tokens)
             tally.routes[question.route] += 1
-            tally.resumes += 0 if got is None else got.resumes
             tally.lost += reading.lost
             tally.duplicated += reading.duplicated
-            if answer is None:
+            if got is None:
                 tally.failed[error] += 1
-            if answer is not None and tie is not None:
-                tally.tied.append((question, answer, tie))
+                tally.altered += not _is_beginning(reading.tokens, question.right, self._tolerance)
                 return
-            tally.duplicated += max(0, len(tokens) - len(right.token_ids))
-            tally.altered += sum(a != b for a, b in zip(tokens, right.token_ids, strict=False))
-            if answer is not None:
-                tally.ends[answer.finish_reason.value] += 1
-                tally.lost += max(0, len(right.token_ids) - len(tokens))
-                tally.wrong.update({*reading.problems, *differences(right, answer, self._tolerance)})
-                if question.route != "submit" and reading.text != answer.text:
-                    tally.wrong["pieces of text"] += 1
+            tally.resumes += got.resumes
+            done = Complete(question, reading, Answer.of(got))
+            if find_tie(question.right, reading.tokens, self._tolerance) is None:
+                tally.compare(done, question.right, self._tolerance)
+            else:
+                tally.tied.append(done)
 
-    def _tie(self, right: Answer, tokens: Sequence[int]) -> int | None:
-        """Where the answer took the other of two nearly equal tokens; None where it did not."""
-        at = next((i for i, (a, b) in enumerate(zip(tokens, right.token_ids, strict=False)) if a != b), None)
-        return at if at is not None and is_tie(right, at, tokens[at], self._tolerance) else None
+
+def _is_beginning(tokens: Sequence[int], right: Answer, tolerance: Tolerance) -> bool:
+    """Whether an answer that failed was right as far as it came; nothing is known of what follows a tie."""
+    return tuple(tokens) == right.token_ids[: len(tokens)] or find_tie(right, tokens, tolerance) is not None
+
+
+def find_tie(right: Answer, tokens: Sequence[int], tolerance: Tolerance) -> int | None:
+    """Return where `tokens` first differ from the right ones, if they took the other of two nearly equal tokens."""
+    at = next((i for i, (a, b) in enumerate(zip(tokens, right.token_ids, strict=False)) if a != b), None)
+    return at if at is not None and is_tie(right, at, tokens[at], tolerance) else None
 
 
 def is_tie(right: Answer, at: int, token: int, tolerance: Tolerance) -> bool:
     """Whether `token` may stand at `at` for the token of the right answer, which asked for the two most likely."""
-    if tolerance.tie <= 0 or len(right.logprobs) <= at:
+    if tolerance.tie <= 0 or len(right.logprobs) <= at or len(right.logprobs[at][1]) < 2:
         return False
     (best, first), (second, other) = right.logprobs[at][1][:2]
     return {token, right.token_ids[at]} == {best, second} and first - other < tolerance.tie
@@ -184,15 +197,23 @@ def differences(right: Answer, got: Answer, tolerance: Tolerance) -> list[str]:
 
 
 def _same_top(right: Sequence[tuple[int, float]], got: Sequence[tuple[int, float]], tolerance: Tolerance) -> bool:
-    """Whether candidates are the same. With a tolerance, two that are nearly equal may change places."""
-    if tolerance.logprob == 0:
+    """Whether candidates are the same. With a tolerance, those that are nearly equal may change places."""
+    if tolerance.logprob == 0 or not right:
         return tuple(right) == tuple(got)
-    return len(right) == len(got) and all(
-        abs(a - b) <= tolerance.logprob for (_, a), (_, b) in zip(right, got, strict=True)
+    known, come = dict(right), dict(got)
+    if len(come) != len(got) or len(got) != len(right) or list(got) != sorted(got, key=lambda entry: -entry[1]):
+        return False
+    # A candidate of one list alone is below the other list's end, or near it.
+    bounds = min(known.values()) + tolerance.logprob, min(come.values()) + tolerance.logprob
+    return all(
+        abs(known[token] - come[token]) <= tolerance.logprob
+        if token in known and token in come
+        else (known.get(token, bounds[1]) <= bounds[1] and come.get(token, bounds[0]) <= bounds[0])
+        for token in known | come
     )
 
 
-class _Reading:
+class Pieces:
     """The pieces of one answer as they come."""
 
     def __init__(self) -> None:
@@ -213,3 +234,12 @@ class _Reading:
         self.text += delta.text
         if delta.logprobs and len(delta.logprobs) != len(delta.token_ids):
             self.problems.append("logprobs of a piece")
+
+
+@dataclass(frozen=True)
+class Complete:
+    """An answer that came to its end: what was asked, its pieces as they came, and the whole."""
+
+    question: Question
+    reading: Pieces
+    answer: Answer

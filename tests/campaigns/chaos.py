@@ -15,6 +15,7 @@ answer was there once and right, no answer failed, and no process stayed behind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -31,9 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Reader, Tally, Tolerance, is_tie
+from campaigns.answers import Reader, Tally, Tolerance
 from campaigns.questions import ROUTES, Answer, Ask, Question, toy_questions
 from campaigns.server import BOUND_SECONDS, Server, is_running
+from campaigns.ties import settle
 from service.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
 
@@ -46,6 +48,8 @@ _ORPHAN_SECONDS = 2.0
 TENANTS = ("one", "two", "three")
 _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
 """How a worker dies, and how often. One that is stopped is noticed after heartbeat_timeout_seconds only."""
+_DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
+"""The standby may die with the worker."""
 FP32 = Tolerance(logprob=1e-3)
 BF16 = Tolerance(logprob=0.25, tie=0.125)
 """bf16 has 8 bits of mantissa: logits near 16 are 0.0625 apart, and two roundings may differ by one step each."""
@@ -77,9 +81,14 @@ class Campaign:
     recovered: list[float] = field(default_factory=list)
     how: Counter[str] = field(default_factory=Counter)
     orphans: int = 0
+    promoted: int | None = None
+    """Standbys that became the worker; None where none are asked for."""
+    of: str = ""
+    """What is killed."""
 
     def run(self, of: str, kills: int) -> None:
         """Kill so often, then let every answer end."""
+        self.of = of
         server = self.make_server()
         server.wait_for("worker_joined")
         with ExitStack() as stack:
@@ -94,8 +103,8 @@ class Campaign:
             for reader in readers:
                 reader.join(BOUND_SECONDS)
                 assert not reader.is_alive(), f"an answer did not end: {reader.busy_with}"
-            self._settle_ties(self._client(stack, 0, "generate"))
-        pids = server.worker_pids()
+            settle(self.tally, self._client(stack, 0, "generate"), self.tolerance)
+        pids = self._children(server)
         code = server.end(signal.SIGTERM)
         assert code == 0, f"the server left with {code}"
         self._count_orphans(pids)
@@ -122,7 +131,10 @@ class Campaign:
         if how == "term":
             self._terminate(server, readers, pid, began)
         else:
-            os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            if how == "both" and (standby := server.standby_pid()) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(standby, signal.SIGKILL)
         lost = server.wait_for("worker_lost", began)[0]
         if how == "kill":
             self.detected.append(lost - began)
@@ -143,7 +155,7 @@ class Campaign:
             )
 
     def _kill_server(self, server: Server, readers: Sequence[Reader]) -> Server:
-        pids = server.worker_pids()
+        pids = self._children(server)
         began = time.monotonic()
         self.how["kill"] += 1
         server.end(signal.SIGKILL)
@@ -161,6 +173,12 @@ class Campaign:
         _wait(server, lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
         self.recovered.append(max(reader.last_at for reader in readers) - began)
 
+    def _children(self, server: Server) -> list[int]:
+        """Count what the standbys of this server did. Returns the pids of all its workers and standbys."""
+        if self.promoted is not None:
+            self.promoted += sum(bool(event.get("standby")) for event in server.said("worker_started"))
+        return [*server.worker_pids(), *server.standby_pids()]
+
     def _count_orphans(self, pids: Sequence[int]) -> None:
         end = time.monotonic() + _ORPHAN_SECONDS
         while any(map(is_running, pids)) and time.monotonic() < end:
@@ -168,29 +186,6 @@ class Campaign:
         self.orphans += sum(map(is_running, pids))
 
     # --- the verdict ------------------------------------------------------------------------------------------------
-
-    def _settle_ties(self, client: Client) -> None:
-        """Answers that took the other of two nearly equal tokens: what follows is right if a calm server, asked from
-        there, says the same, or differs by a tie again."""
-        for question, got, at in self.tally.tied:
-            index = at
-            while index < len(got.token_ids):
-                begun = (*question.prompt, *got.token_ids[: index + 1])
-                left = len(got.token_ids) - index - 1
-                if not left:
-                    break
-                sampling = question.sampling.replace(max_tokens=left)
-                right = Answer.of(client.generate(list(begun), sampling, **question.params))
-                rest = got.token_ids[index + 1 :]
-                pairs = enumerate(zip(rest, right.token_ids, strict=False))
-                other = next((i for i, (a, b) in pairs if a != b), None)
-                if other is None:
-                    self.tally.lost += max(0, len(right.token_ids) - len(rest))
-                    break
-                if not is_tie(right, other, rest[other], self.tolerance):
-                    self.tally.altered += 1
-                    break
-                index += 1 + other
 
     def figures(self) -> dict[str, Any]:
         """All that was counted."""
@@ -201,16 +196,29 @@ class Campaign:
             **{name: getattr(tally, name) for name in names},
             **{name: dict(getattr(tally, name)) for name in counters},
             "tied": len(tally.tied),
+            "never": self.never(),
             "deaths": dict(self.how),
+            "promoted": self.promoted or 0,
             "orphans": self.orphans,
             "detection_seconds": quantiles(self.detected),
             "recovery_seconds": quantiles(self.recovered),
         }
 
+    def never(self) -> list[str]:
+        """Name what this campaign is about and did not do: without it, the rest proves nothing."""
+        did = {
+            **{route: self.tally.routes[route] for route in ROUTES},
+            "deaths": self.how.total(),
+            "recoveries": len(self.recovered),
+            "resumes": self.tally.resumes if self.of == "scheduler" else 1,
+            "promotions": 1 if self.promoted is None else self.promoted,
+        }
+        return [name for name, times in did.items() if not times]
+
     @property
     def is_clean(self) -> bool:
         """Nobody noticed anything but a pause."""
-        return self.tally.is_clean and not self.orphans
+        return self.tally.is_clean and not self.orphans and not self.never()
 
 
 def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
@@ -280,16 +288,19 @@ def campaign(
     seed: int,
     model: str = "",
     dtype: str = "float32",
+    weights: str = "",
+    standby: bool = False,
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
     """Run one. What it does not forgive is in `is_clean`."""
     target = f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder)
-    flags = ["--token-file", str(path)]
+    flags = ["--token-file", str(path), *(["--standby-worker"] if standby else [])]
+    quantised = ["--weights", weights] if weights else []
 
     def make_server() -> Server:
         if model:
-            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype])
+            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype, *quantised])
         return Server(target, [*flags, "--model", str(save(folder, byte_level()))], toy=_TOY)
 
     is_rounded = bool(model) and dtype != "float32"
@@ -300,7 +311,9 @@ def campaign(
     if is_rounded:
         tolerance = BF16
     dice = random.Random(seed)
-    chosen = Campaign(target, make_server, ask, streams, dice, tokens, tolerance, dict(deaths or _DEATHS))
+    usual = _DEATHS_WITH_STANDBY if standby else _DEATHS
+    chosen = Campaign(target, make_server, ask, streams, dice, tokens, tolerance, dict(deaths or usual))
+    chosen.promoted = 0 if standby else None
     chosen.run(of, kills)
     return chosen
 
@@ -341,11 +354,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="a model directory: kills the torch worker")
     parser.add_argument("--dtype", default="float32", help="of the torch worker")
+    parser.add_argument("--weights", default="", help="int8: those of the torch worker are quantised")
+    parser.add_argument("--standby", action="store_true", help="a standby worker waits to take over")
     parser.add_argument("--parallel", type=int, default=1, help="so many campaigns at a time share the kills")
     chosen = parser.parse_args(argv)
     began = time.monotonic()
     if chosen.parallel > 1:
-        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype")]
+        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "weights")]
+        arguments += ["--standby"] if chosen.standby else []
         figures, clean = together(arguments, chosen.parallel, chosen.seed, chosen.kills)
         print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - began, 1)}))
         return 0 if clean else 1

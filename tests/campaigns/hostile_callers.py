@@ -2,13 +2,15 @@
 
     python -m campaigns.hostile_callers NAME DATA_PORT HEALTH_PORT METRICS_PORT SECONDS
 
-Prints how often it did what it does. Errors are expected: a server defends itself by refusing and by hanging up.
+Prints how often it did what it does, and what came of it, as JSON. Errors are expected: a server defends itself by
+refusing and by hanging up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import select
@@ -17,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +33,21 @@ from lineclear.v1 import inference_pb2_grpc
 
 SLOW = "777"
 """A conversation that begins with this is slow in the campaign's template."""
-_NICENESS = 15  # on the server's own machine; elsewhere they would take none of its processors
 _METHOD = b"/lineclear.v1.InferenceService/"
 _THREADS = 4
+_outcomes: Counter[str] = Counter()
+"""How calls ended: by the name of the status code, `OK` for one that did what it asked for."""
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    """Count how a call ended."""
+    outcome = "OK"
+    try:
+        yield
+    except grpc.RpcError as error:
+        outcome = error.code().name
+    _outcomes[outcome] += 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ def _in_threads(where: Where, call: Callable[[Any], object]) -> int:
         with where.channel() as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             while not (counts[number] and where.is_over):  # once at least, however busy the machine
-                with contextlib.suppress(grpc.RpcError):
+                with _counted():
                     call(stub)
                 counts[number] += 1
 
@@ -109,12 +124,14 @@ def tokenize_flood(where: Where) -> int:
 
 def resume_flood(where: Where) -> int:
     """Requests that resume after as many tokens as the context has, with stop strings to look for in them."""
-    received = [300] * 7000
+    with where.channel() as channel:
+        model = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(pb.GetModelRequest())
+    length = min(7000, model.context_length - 2)
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[5]),
-        sampling={"max_tokens": 7001, "seed": 1, "ignore_eos": True},
+        sampling={"max_tokens": length + 1, "seed": 1, "ignore_eos": True},
         stop={"strings": ["zyxwvut" * 9] * 8},
-        resume=pb.Resume(token_ids=received, model_fingerprint="toy"),
+        resume=pb.Resume(token_ids=[300] * length, model_fingerprint=model.model_fingerprint),
     )
     return _in_threads(where, lambda stub: list(stub.Generate(request)))
 
@@ -181,7 +198,7 @@ def oversized_orders(where: Where) -> int:
     orders = pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request))
 
     def call(stub: Any) -> None:
-        with contextlib.suppress(grpc.RpcError):
+        with _counted():
             list(stub.Generate(request))
         list(stub.Session(iter([orders])))
 
@@ -201,7 +218,7 @@ def heavy_orders(where: Where) -> int:
     orders = pb.SessionRequest(submits=[pb.SessionSubmit(handle=handle, request=request) for handle in range(32)])
 
     def call(stub: Any) -> None:
-        with contextlib.suppress(grpc.RpcError):
+        with _counted():
             list(stub.Generate(request))
         list(stub.Session(iter([orders])))
 
@@ -411,6 +428,9 @@ def _take_windows(connection: socket.socket, window: list[int]) -> None:
         data = data[9 + length :]
 
 
+SERVED = ("template_flood", "detokenize_flood", "tokenize_flood", "resume_flood", "kept_answers", "figures_flood")
+"""Kinds that prove nothing unless some of their calls get what they ask for."""
+
 KINDS: dict[str, Callable[[Where], int]] = {
     kind.__name__: kind
     for kind in (
@@ -441,9 +461,9 @@ def main() -> None:
     """Do one of them for so many seconds."""
     kind, *numbers = sys.argv[1:]
     data, health, metrics, seconds = map(float, numbers)
-    os.nice(_NICENESS)
     where = Where(int(data), int(health), int(metrics), time.monotonic() + seconds)
-    print(KINDS[kind](where))
+    times = KINDS[kind](where)
+    print(json.dumps({"times": times, "outcomes": _outcomes}))
 
 
 if __name__ == "__main__":

@@ -70,8 +70,21 @@ class Server:
 
     def worker_pids(self) -> list[int]:
         """Of all workers started so far, the last one last."""
+        return [event["pid"] for event in self.said("worker_started")]
+
+    def standby_pids(self) -> list[int]:
+        """Of all standbys started so far, promoted or not."""
+        return [event["pid"] for event in self.said("standby_started")]
+
+    def standby_pid(self) -> int | None:
+        """Of the standby that waits."""
+        gone = {*self.worker_pids(), *(event["pid"] for event in self.said("standby_ended"))}
+        return next((pid for pid in self.standby_pids()[-1:] if pid not in gone), None)
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        """All log lines of that event so far."""
         with self._heard:
-            return [e["pid"] for _, e in self.events if e.get("event") == "worker_started"]
+            return [said for _, said in self.events if said.get("event") == event]
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""
