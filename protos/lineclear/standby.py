@@ -101,7 +101,8 @@ class Standby:
         with contextlib.suppress(OSError):
             self._line.send(READY)
             if self._line.recv(1) == PROMOTE:
-                self._line.send(PROMOTED)
+                with contextlib.suppress(OSError):
+                    self._line.send(PROMOTED)
                 self._line.close()
                 return
         os._exit(0)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+from support.patience import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
@@ -14,6 +20,7 @@ from lineclear.scheduler import supervisor as supervisor_module
 from lineclear.scheduler import worker_process
 from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
 from lineclear.standby import PROMOTED, READY, Standby, StandbyLine
+from lineclear.wire.types import Hello
 
 OPTIONS = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004)
 
@@ -32,9 +39,20 @@ def ready_standby(supervisor: Supervisor) -> int:
     return pid
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait on the event loop."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 (nothing else tells)
+            await asyncio.sleep(0.001)
+
+
 def kill(pid: int | None, number: signal.Signals = signal.SIGKILL) -> None:
     assert pid is not None
     os.kill(pid, number)
+
+
+def hello(pid: int) -> Hello:
+    return Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid)
 
 
 def test_the_standby_takes_over_and_another_one_is_kept() -> None:
@@ -98,8 +116,9 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
         assert world.give_ups == []
 
 
-def test_a_worker_that_dies_while_its_standby_still_imports_is_replaced_by_it() -> None:
-    with World(options=OPTIONS) as world:
+def test_a_standby_that_still_imports_is_not_promoted() -> None:
+    """It imports at a low priority that it cannot raise: beside a busy process a new worker is ready before it."""
+    with World(options=replace(OPTIONS, import_seconds=1.0)) as world:
 
         def body(supervisor: Supervisor) -> None:
             world.wait_joined()
@@ -107,7 +126,56 @@ def test_a_worker_that_dies_while_its_standby_still_imports_is_replaced_by_it() 
             keeper = supervisor._standby
             assert keeper is not None
             eventually(lambda: keeper.pid is not None)
-            standby = keeper.pid
+            importing, worker = keeper.pid, supervisor.pid
+            kill(worker)
+            world.wait_joined(2)
+            assert supervisor.pid not in (importing, worker)
+            # It goes on, and is there for the next end.
+            assert ready_standby(supervisor) == importing
+            kill(supervisor.pid)
+            world.wait_joined(3)
+            assert supervisor.pid == importing
+            world.wait_ended([stream])
+            stream.check(world.options.vocab_size)
+
+        supervised(world, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["one that is killed", "one that is due"])
+def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with World(options=OPTIONS) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            keeper, loop = supervisor._standby, supervisor._loop
+            assert keeper is not None
+            assert loop is not None
+            if number is not None:
+                standby = ready_standby(supervisor)
+                loop.call_soon_threadsafe(supervisor.drain)
+                kill(standby, number)
+                eventually(lambda: keeper.pid != standby)
+            else:
+                eventually(lambda: keeper._timer is not None)
+                loop.call_soon_threadsafe(supervisor.drain)
+            time.sleep(1.0)  # hundred times the pause before a start
+            assert keeper.pid is None
+
+        if number is None:
+            monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.5)
+        supervised(world, body, standby=True)
+
+
+def test_a_standby_that_is_ready_when_a_drain_begins_still_takes_over() -> None:
+    with World(options=OPTIONS) as world:
+
+        def body(supervisor: Supervisor) -> None:
+            world.wait_joined()
+            stream = world.submit(request(1, max_tokens=400))
+            world.wait(lambda: len(stream.tokens) > 4)
+            standby = ready_standby(supervisor)
+            assert supervisor._loop is not None
+            supervisor._loop.call_soon_threadsafe(supervisor.drain)
             kill(supervisor.pid)
             world.wait_joined(2)
             assert supervisor.pid == standby
@@ -115,6 +183,48 @@ def test_a_worker_that_dies_while_its_standby_still_imports_is_replaced_by_it() 
             stream.check(world.options.vocab_size)
 
         supervised(world, body, standby=True)
+
+
+WILLING = """
+import signal
+from lineclear.standby import Standby
+standby = Standby.claim()
+if standby is not None:
+    standby.wait_until_promoted()
+signal.pause()
+"""
+
+
+def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> None:
+    """The supervisor reads both in one turn of its loop, in either order. A timer set then would kill the worker."""
+
+    async def scenario() -> None:
+        exits: list[int] = []
+        supervisor = Supervisor(
+            [sys.executable, "-c", WILLING],
+            limits=SupervisorLimits(start_timeout_seconds=1.0),
+            standby=True,
+            on_exit=lambda pid, code: exits.append(pid),
+        )
+        supervisor.start()
+        first = supervisor.pid
+        assert first is not None
+        supervisor.worker_joined(hello(first))
+        await until(lambda: supervisor.standby_pid is not None)
+        standby = supervisor.standby_pid
+        assert standby is not None
+        kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
+        kill(first)
+        await until(lambda: supervisor.pid == standby)
+        supervisor.worker_joined(hello(standby))
+        await asyncio.sleep(0.01)
+        kill(standby, signal.SIGCONT)
+        await asyncio.sleep(1.5)  # longer than a start may take
+        assert exits == [first]
+        assert supervisor.pid == standby
+        await supervisor.stop()
+
+    asyncio.run(scenario())
 
 
 def claimed(line: StandbyLine, monkeypatch: pytest.MonkeyPatch) -> Standby:

@@ -27,6 +27,8 @@ class ToyOptions:
     seed: int = 0
     min_step_seconds: float = 0.0
     max_step_seconds: float = 0.0
+    import_seconds: float = 0.0
+    """How long a standby imports."""
     load_seconds: float = 0.0
     """Between the start of the process and its first Hello."""
     fault: str = ""
@@ -67,6 +69,7 @@ def main() -> int:
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")
     if standby is not None:
+        time.sleep(options.import_seconds)
         standby.wait_until_promoted()
     time.sleep(options.load_seconds)
     limits = LoopLimits(

@@ -23,12 +23,12 @@ from lineclear.exit_codes import ExitCode
 from lineclear.lifeline import Lifeline
 from lineclear.scheduler.crash_budget import Backoff, CrashBudget
 from lineclear.scheduler.worker_process import StandbyKeeper, WorkerProcess
-from lineclear.standby import PROMOTED, StandbyLine
+from lineclear.standby import StandbyLine
 from lineclear.wire.types import Hello
 
 log = structlog.get_logger()
 
-_PROMOTION_SECONDS = 2.0  # for a standby that is ready to acknowledge; it only reads and writes a byte
+_PROMOTION_SECONDS = 2.0  # for a standby to acknowledge; it only reads and writes a byte
 _TRANSIENT_ERRORS = frozenset(
     {
         *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOSPC, errno.ENOBUFS),
@@ -75,7 +75,8 @@ class Supervisor:
     starting (a volume that is away, a want of memory or processes) is a failed start like any other, tried again.
     The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
     With `standby`, a second process imports what a worker needs and waits (see `lineclear.standby`): when the worker
-    ends, it goes on where a new process would have to begin. Its own ends cost no stream and do not count.
+    ends and the standby is ready, it is promoted, and a new process is started otherwise. A standby that ends costs no
+    stream and does not count.
     """
 
     def __init__(
@@ -159,8 +160,13 @@ class Supervisor:
             self._give_up(GiveUp.BUG, f"the supervisor failed: {type(error).__name__}: {error}")
 
     def drain(self) -> None:
-        """Do not replace a worker that exits with code 0: it was told to stop too, and no request needs another one."""
+        """Do not replace a worker that exits with code 0: it was told to stop too, and no request needs another one.
+
+        No standby is started from now on. One that is ready is still promoted when the worker crashes.
+        """
         self._draining = True
+        if self._standby is not None:
+            self._standby.drain()
 
     async def stop(self, *, kill: bool = False) -> bool:
         """End the worker. False if it could not be killed: then its device is not free.
@@ -216,27 +222,32 @@ class Supervisor:
         self._loop.add_reader(worker.pidfd, self._guard, self._ended, worker)
 
     def _promote(self, standby: WorkerProcess) -> None:
-        """Let the standby go on as the worker. Until it has acknowledged, its end counts as no death."""
+        """Promote a standby that is ready. Until it has acknowledged, its end does not count as a crash."""
         assert self._loop is not None
         assert standby.line is not None
         self._watch(standby)
-        self._loop.add_reader(standby.line.fileno, self._guard, self._hear, standby)
+        self._loop.add_reader(standby.line.fileno, self._guard, self._acknowledged, standby)
         standby.line.promote()
-        seconds = _PROMOTION_SECONDS if standby.is_ready else self._limits.start_timeout_seconds
-        self._set_timer(seconds, self._kill, standby.pid, "the standby did not answer")
+        self._set_timer(_PROMOTION_SECONDS, self._kill, standby.pid, "the standby did not answer")
         log.info("worker_started", pid=standby.pid, start=self.num_starts, standby=True)
 
-    def _hear(self, standby: WorkerProcess) -> None:
+    def _acknowledged(self, standby: WorkerProcess) -> None:
+        """The promoted standby has written to its line, or closed it."""
         assert self._loop is not None
         assert standby.line is not None
-        said = standby.line.receive()
-        if PROMOTED not in said and said:
-            return  # READY, of one that was promoted before it was
-        self._loop.remove_reader(standby.line.fileno)
-        if said:
-            standby.line.close()
-            standby.line = None
+        if standby.line.receive():
+            self._close_line(standby)
             self._set_timer(self._limits.start_timeout_seconds, self._kill, standby.pid, "it did not join in time")
+        else:  # it has ended, which its pidfd tells
+            self._loop.remove_reader(standby.line.fileno)
+
+    def _close_line(self, worker: WorkerProcess) -> None:
+        """From here on `worker` is a worker like any other."""
+        assert self._loop is not None
+        if worker.line is not None:
+            self._loop.remove_reader(worker.line.fileno)
+            worker.line.close()
+            worker.line = None
 
     def _start_process(self, line: StandbyLine | None = None) -> WorkerProcess:
         assert self._lifeline is not None
@@ -277,7 +288,7 @@ class Supervisor:
             )
         else:
             pause = self._backoff.next_seconds()
-            has_standby = self._standby is not None and self._standby.pid is not None
+            has_standby = self._standby is not None and self._standby.is_ready
             self._set_timer(0.0 if has_standby else pause, self._spawn)
 
     def _give_up(self, kind: GiveUp, reason: str) -> None:
@@ -295,7 +306,8 @@ class Supervisor:
             self._has_joined = True
             self._backoff.reset()
             self._set_timer(None)
-            if self._standby is not None and not self._draining:
+            self._close_line(self._worker)  # its acknowledgement may not be read yet, and would set the timer again
+            if self._standby is not None:
                 self._standby.keep()
 
     def _kill(self, pid: int, reason: str) -> None:

@@ -87,7 +87,8 @@ class StandbyKeeper:
     """Keeps one standby ready from the first `keep` on. All of it is for the event loop.
 
     A standby that ends is replaced, at most once a minute if it does so again and again; one that is not ready within
-    `ready_timeout_seconds` is killed. Neither concerns the worker that serves, nor the crash budget.
+    `ready_timeout_seconds` is killed. Neither concerns the worker that serves, nor the crash budget. None is started
+    during a drain.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class StandbyKeeper:
         self._standby: WorkerProcess | None = None
         self._backoff = Backoff(_STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS)
         self._timer: asyncio.TimerHandle | None = None
-        self._stopped = False
+        self._draining = False
 
     @property
     def pid(self) -> int | None:
@@ -117,21 +118,34 @@ class StandbyKeeper:
 
     def keep(self) -> None:
         """Have a standby in a moment: a worker has joined, and its streams recover first."""
-        if self._standby is None and not self._stopped:
+        if self._standby is None and not self._draining:
             self._backoff.reset()
             self._set_timer(_STANDBY_DELAY_SECONDS, self._start)
 
     def take(self) -> WorkerProcess | None:
-        """Hand over the standby, not promoted yet and watched by nobody; None if there is none."""
-        standby, self._standby = self._standby, None
-        self._set_timer(None)
-        if standby is not None:
+        """Hand over the standby if it is ready, not promoted yet and watched by nobody.
+
+        One that still imports stays: it does so at a low priority that it cannot raise, so a new process may well be
+        faster. One that is due is not started before a worker has joined, which needs the processor now.
+        """
+        standby = self._standby
+        if standby is None:
+            self._set_timer(None)
+        elif standby.is_ready:
+            self._standby = None
             self._forget(standby)
-        return standby
+            return standby
+        return None
+
+    def drain(self) -> None:
+        """Start no standby from now on. The one there is stays, and can be taken."""
+        self._draining = True
+        if self._standby is None:
+            self._set_timer(None)
 
     async def stop(self, seconds: float) -> None:
         """End the standby and start no other one."""
-        self._stopped = True
+        self._draining = True
         self._set_timer(None)
         if (standby := self._standby) is not None:
             standby.send(signal.SIGKILL)
@@ -169,7 +183,8 @@ class StandbyKeeper:
         self._forget(standby)
         code = standby.reap()
         self._standby = None
-        if self._stopped:
+        self._set_timer(None)
+        if self._draining:
             return
         log.warning("standby_ended", pid=standby.pid, exit_code=code)
         self._set_timer(self._backoff.next_seconds(), self._start)
