@@ -6,8 +6,10 @@ import random
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from support.patience import PATIENCE_SECONDS
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
-from lineclear.worker import kernels
+from lineclear.worker import kernels, probe, start
+from lineclear.worker import model as model_module
+from lineclear.worker import threads as threads_module
 from lineclear.worker.host import usable_cores
 from lineclear.worker.loader import adopt, fuse, to_int8
 from lineclear.worker.runner import ModelRunner
@@ -185,3 +189,41 @@ def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=threads))
     assert (runner._threads is not None) == tuned
+
+
+@needs_kernels
+@pytest.mark.parametrize(("bytes_per_thread", "threads"), [(2**28, {1}), (1, {2})], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"weights": "int8"}, {"fused_forward": False}], ids=["as it is", "int8", "plain"]
+)
+def test_a_small_model_is_tried_with_one_thread(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_thread: int,
+    threads: set[int],
+    flags: dict[str, Any],
+) -> None:
+    """Beside a busy process two threads took ten times as long for it, which every crash's gap contained."""
+    found = set[int]()
+    forward, logits = model_module.forward, model_module.LoadedModel.logits
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            found.add(torch.get_num_threads())
+            return call(*arguments, **options)
+
+        return watched
+
+    monkeypatch.setattr(model_module, "forward", watch(forward))
+    monkeypatch.setattr(probe, "forward", watch(forward))
+    monkeypatch.setattr(model_module.LoadedModel, "logits", watch(logits))
+    monkeypatch.setattr(start, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads_module, "_WEIGHT_BYTES_PER_THREAD", bytes_per_thread)
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, **flags))
+        assert found == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -26,7 +26,8 @@ from .families import VERIFIED
 from .int8 import pack_int8
 from .linear import Packer, pack, plain, releasing
 from .model import LoadedModel, ModelFilesChanged, ModelRefused
-from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error
+from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error, weight_bytes
+from .threads import trying
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +67,7 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     """
     model.eval().requires_grad_(False)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), trying(weight_bytes(model)):
             loaded = describe(model, model_id, max_model_len)
             loaded = replace(loaded, probed=check_against_eager(loaded))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
@@ -104,7 +105,7 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
             f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
             " leave weights at auto"
         )
-    with torch.inference_mode():
+    with torch.inference_mode(), trying(loaded.weight_bytes):
         wanted = paged_logits(exact)
     quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else releasing(pack_int8), wanted)
     if not error <= _INT8_TOLERANCE:
@@ -121,7 +122,8 @@ def _with_decoder(loaded: LoadedModel, packer: Packer, wanted: Tensor) -> tuple[
     with torch.inference_mode():
         decoder = Decoder(loaded.model, *_shape(loaded.layers[0]), num_positions, packer)
         fused = replace(loaded, decoder=decoder)
-        return fused, relative_error(paged_logits(fused), wanted)
+        with trying(loaded.weight_bytes):
+            return fused, relative_error(paged_logits(fused), wanted)
 
 
 def _shape(spec: LayerSpec) -> tuple[int, int, int]:
@@ -129,9 +131,14 @@ def _shape(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def import_model_class(source: str) -> None:
-    """Import the modules of the model's class, which transformers does only when it is loaded. Reads config.json."""
+    """Do what transformers does once when it loads its first model: import the modules of its class, and compile the
+    patterns that rename weights. Reads config.json.
+    """
     config = _read_config(_locate(source))
     AutoModelForCausalLM._model_mapping[type(config)]
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # not there in every release
+
+    get_checkpoint_conversion_mapping(config.model_type)  # type: ignore[no-untyped-call]
 
 
 # --- the checkpoint ------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class LoadedModel:
     device: torch.device
     selects_rows: bool
     """The model computes logits only where `logits_to_keep` says."""
+    weight_bytes: int = 0
+    """Of all weights as they were loaded."""
     weights: str = ""
     """Number format of the matrices; empty: `dtype`."""
     decoder: Decoder | None = None

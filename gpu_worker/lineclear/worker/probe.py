@@ -68,7 +68,13 @@ def describe(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
         dtype=model.dtype,
         device=ids.device,
         selects_rows=kept.shape[0] == 2,
+        weight_bytes=weight_bytes(model),
     )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the size of all weights; those that layers share count once."""
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def check_against_eager(loaded: LoadedModel) -> Tensor:

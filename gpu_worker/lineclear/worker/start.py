@@ -13,7 +13,7 @@ from .loader import fuse, import_model_class, load, to_int8
 from .model import LoadedModel
 from .runner import ModelRunner
 from .settings import ConfigurationError, WorkerSettings
-from .threads import ThreadTuner, openmp_setter
+from .threads import ThreadTuner, openmp_setter, trying
 
 _STEP_TOKENS = {"cpu": 256}  # enough to multiply at full speed; more only make whoever comes next wait
 _MANY_STEP_TOKENS = 2048
@@ -49,7 +49,8 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     device = choose_device(settings.device)
     served = _prepared(settings, device)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
-    right = golden.compute(served, kv_dtype)
+    with trying(served.weight_bytes):
+        right = golden.compute(served, kv_dtype)
     runner = ModelRunner(
         served,
         num_blocks=settings.num_blocks,
@@ -61,7 +62,8 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         attention_backend=settings.attention_backend,
         kv_dtype=kv_dtype,
     )
-    golden.check(runner, right, served.dtype)
+    with trying(served.weight_bytes):
+        golden.check(runner, right, served.dtype)
     if not settings.threads and _gives_the_same_with_any_threads(served) and (set_threads := openmp_setter()):
         runner.tune_threads(ThreadTuner(set_threads))
     if settings.preallocate_kv_cache:

@@ -2,13 +2,16 @@
 
 The number is set for the calling thread, which must be the one that runs the steps. torch.set_num_threads is for the
 start only: at run time it would also drop oneDNN's prepared products.
+
+Before there are steps to measure, the passes that try a model use as many threads as its size is worth (`trying`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -22,6 +25,9 @@ log = structlog.get_logger()
 
 _MOST_GAP_SECONDS = 0.005  # between two steps; more than that is waiting for requests
 _LOOK_SECONDS = 1.0  # between two looks at affinity and quota
+# A pass of a few tokens reads each weight once: some 40 ms on one thread. More threads would gain less on quiet cores
+# than they lose beside a busy process, where each operation of the pass waits at its end for a thread without a core.
+_WEIGHT_BYTES_PER_THREAD = 256 * 2**20
 
 
 class ThreadTuner:
@@ -61,6 +67,25 @@ class ThreadTuner:
         gap = min(self._began_at - self._ended_at, _MOST_GAP_SECONDS)
         self._ended_at = now
         self._policy.observe(num_tokens, now - self._began_at + gap)
+
+
+@contextlib.contextmanager
+def trying(weight_bytes: int) -> Iterator[None]:
+    """Run passes of a few tokens, of a model with so many bytes of weights, with one thread for each 256 MiB.
+
+    At most as many as there are now, which there are again afterwards. Called while the worker starts, on the thread
+    that runs the steps later.
+    """
+    before = torch.get_num_threads()
+    threads = min(before, 1 + weight_bytes // _WEIGHT_BYTES_PER_THREAD)
+    if threads == before:
+        yield
+        return
+    torch.set_num_threads(threads)  # that of OpenMP would leave MKL's as it is
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def openmp_setter() -> Callable[[int], object] | None:
