@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lineclear.errors import (
     WorkerUnavailable,
     tree,
 )
+from lineclear.scheduler.rpc import validation
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -254,5 +256,46 @@ def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[Li
             heard = await error_of(call)
             assert type(heard) is kind
             assert (str(heard), heard.metadata, heard.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["refused", "incident"])
+def test_an_error_keeps_no_request_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """Or one caller of large requests takes all memory before the garbage collector looks."""
+
+    def there() -> int:
+        return sum(isinstance(o, pb.DetokenizeRequest | pb.GenerateRequest) for o in gc.get_objects())
+
+    def bug(*_: Any) -> None:
+        raise RuntimeError
+
+    ids = [5] * 70_000
+    messages = {  # in bytes, so that all requests in this process are the server's
+        "Detokenize": pb.DetokenizeRequest(token_ids=ids).SerializeToString(),
+        "Generate": pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString(),
+    }
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+
+            async def refused() -> None:
+                for method, request in messages.items():
+                    error = await error_of(s.channel.unary_unary(f"/lineclear.v1.InferenceService/{method}")(request))
+                    assert error.code == ("INTERNAL" if broken else "INVALID_ARGUMENT")
+
+            if broken:
+                monkeypatch.setattr(validation, "check", bug)
+                monkeypatch.setattr(validation, "check_detokenize", bug)
+            await refused()
+            gc.collect()
+            gc.disable()
+            try:
+                before = there()
+                for _ in range(5):
+                    await refused()
+                await until(lambda: there() <= before)
+            finally:
+                gc.enable()
 
     run(scenario())

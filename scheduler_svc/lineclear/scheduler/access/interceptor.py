@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
@@ -127,7 +128,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def _abort(self, context: Context, error: LineclearError) -> None:
         self._on_error(error.reason)
+        _forget_frames(sys.exception())
         await abort(context, error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of its causes, and with them the request that their frames hold.
+
+    gRPC keeps the error in a reference cycle. Until the garbage collector finds it, every refused request would stay in
+    memory: hundreds of MiB where a caller sends large ones.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _total(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:

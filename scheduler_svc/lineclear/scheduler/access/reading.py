@@ -46,13 +46,16 @@ class Reading:
         with self._connection(context) as connection:
             try:
                 async with connection.places, asyncio.timeout(self._timeout_seconds):
-                    return checked(await anext(requests, MALFORMED))
+                    request = await anext(requests, MALFORMED)
             except TimeoutError:
                 limit = f"{self._timeout_seconds:g}"
                 raise DeadlineExceeded(
                     f"the request was not complete after {limit} s; see request_timeout_seconds",
                     metadata={"request_timeout_seconds": limit},
                 ) from None
+        generator: Any = aiter(requests)
+        await generator.aclose()  # gRPC's holds the message, and is held by the call until that is garbage
+        return checked(request)
 
     @contextmanager
     def stream(self, context: Context) -> Iterator[None]:
