@@ -148,6 +148,17 @@ def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(occ
         process.end()
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_server_that_others_may_reach_without_a_token_says_so_in_its_log(occupied: str, form: str) -> None:
+    process = Process(["--demo", "--listen", occupied, "--insecure-allow-remote", "--log-format", form])
+    try:
+        assert process.exit_code() == 78
+        found = [line for line in process.lines if line.get("insecure_allow_remote")]
+        assert found if form == "json" else "insecure_allow_remote=True" in "".join(process.other)
+    finally:
+        process.end()
+
+
 def test_help_is_not_an_error() -> None:
     found = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, timeout=BOUND_SECONDS)
     assert found.returncode == 0

@@ -166,6 +166,20 @@ def test_names_are_the_same_for_every_release_of_prometheus(accept: str) -> None
     assert found["vllm:num_requests_waiting"] == found["lineclear_requests_waiting"] == 3
 
 
+def test_no_name_of_a_tenant_a_request_or_a_model_is_told(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Whoever fetches figures shows no token."""
+    tokens = token_file(tmp_path, f"tenant-alice {ALICE}")
+    server = start("--metrics-listen", "127.0.0.1:0", "--token-file", str(tokens), "--served-name", "served-by-name")
+    for names in ({"request_id": "invoice-4711"}, {"request_id": "invoice-4712", "model": "served-by-no-name"}):
+        request = pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3}, **names)
+        with contextlib.suppress(grpc.RpcError):  # of the second, whose model is not there
+            list(server.stub.Generate(request, metadata=bearer(ALICE)))
+    page = server.metrics_page()
+    assert "lineclear_requests_finished_total 1.0" in page
+    assert 'reason="model_not_found"' in page
+    assert not [name for name in ("alice", "invoice", "served-by", ALICE) if name in page]
+
+
 def test_some_figures_can_be_asked_for_by_name() -> None:
     with scraped(lambda: [*visits(), GaugeMetricFamily("others", "So many.", 1)]) as scrapes:
         assert {"visits 1.0", "others 1.0"} < set(fetch(scrapes).splitlines())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pkgutil
+import socket
+import ssl
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from service.processes import Running
 from service.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, run, serving, text_request
 from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
+from support.http2 import Connection, message
 from support.patience import PATIENCE_SECONDS
 
 from lineclear import v1
@@ -96,6 +100,7 @@ def tcp(**settings: Any) -> dict[str, Any]:
 
 def test_by_default_only_this_machine_can_reach_us() -> None:
     settings = SchedulerSettings()
+    assert settings.listen == "127.0.0.1:50051"
     assert is_local(settings.listen)
     assert settings.health_listen == settings.admin_listen == ""
 
@@ -119,6 +124,26 @@ def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
                 assert await ask(s.channel, method) != "UNAUTHENTICATED", method
             assert s.engine.submitted == []
             assert s.server.health.is_serving("readiness")
+
+    run(scenario())
+
+
+def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> None:
+    """The rest of the message never comes, and the refusal does not wait for it."""
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}")
+        async with serving(tmp_path, token_file=str(file), request_timeout_seconds=4 * BOUND_SECONDS) as s:
+
+            def speak() -> bytes:
+                with Connection(tmp_path / "s") as connection:
+                    stream = connection.call("/lineclear.v1.InferenceService/Generate", message(b"", declared=1000))
+                    while stream not in connection.ended:
+                        assert connection.receive()
+                    return connection.ended[stream]
+
+            assert b"asks for a token" in await asyncio.to_thread(speak)
+            assert s.engine.submitted == []
 
     run(scenario())
 
@@ -219,6 +244,49 @@ def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) -> None:
                 assert await ask(stranger, HEALTH[0]) == "UNAVAILABLE"
             async with grpc.aio.insecure_channel(s.server.address) as plain:
                 assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
+
+    run(scenario())
+
+
+def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
+    """Seen with the same client at a server of Python's own, which takes them where it is told to."""
+    leaf = AUTHORITY.issue_cert("localhost")
+
+    def connects(address: tuple[str, int], version: ssl.TLSVersion) -> bool:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        AUTHORITY.configure_trust(context)
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        context.set_alpn_protocols(["h2"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = context.maximum_version = version
+        with socket.create_connection(address, PATIENCE_SECONDS) as raw:
+            try:
+                context.wrap_socket(raw, server_hostname="localhost").close()
+            except (ssl.SSLError, ConnectionError):
+                return False
+        return True
+
+    def takes_old_ones(listener: socket.socket) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        leaf.configure_cert(context)
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = ssl.TLSVersion.TLSv1
+        with listener.accept()[0] as raw:
+            context.wrap_socket(raw, server_side=True).close()
+
+    async def scenario() -> None:
+        with socket.create_server(("localhost", 0)) as listener:
+            old = asyncio.to_thread(takes_old_ones, listener)
+            asked = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
+            assert (await asyncio.gather(asked, old))[0]
+        async with serving(tmp_path, plaintext=False, **tcp(**pem_files(tmp_path, leaf))) as s:
+            address = ("localhost", int(s.server.address.rpartition(":")[2]))
+            versions = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
+            found = [await asyncio.to_thread(connects, address, version) for version in versions]
+            assert found == [False, False, True, True]
 
     run(scenario())
 

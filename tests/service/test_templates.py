@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,22 @@ def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path, temp
             assert error.code == "INVALID_ARGUMENT"
             assert sentence in str(error)
             assert "secret" not in str(error)
+
+    run(scenario())
+
+
+def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_server(tmp_path: Path) -> None:
+    """And what it writes to standard error is in nobody's log."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            assert (await tokenize(s, "quick")).token_ids
+            pool = s.service._prompts._pool
+            assert pool is not None
+            (pid,) = pool.pids
+            assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
+            assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+            assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
 
     run(scenario())
 

@@ -22,6 +22,7 @@ from lineclear.client.channels import channel_options
 from lineclear.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from lineclear.scheduler.access import listening
 from lineclear.scheduler.access.listening import Options, data_options, probe_options
+from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import SchedulerSettings
 
 DEAD_SECONDS = 30.0
@@ -227,6 +228,50 @@ def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Pa
             callers[0].call.cancel()
             await until(lambda: len(s.service._sessions) == 1)
             await Caller(s).call.initial_metadata()
+
+    run(scenario())
+
+
+def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: Path) -> None:
+    """Its calls in progress go on to their ends."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
+            with Connection(tmp_path / "s") as connection:
+                request = message(text_request().SerializeToString())
+                stream = connection.call("/lineclear.v1.InferenceService/Generate", request)
+                key = await s.engine.next_request()
+                while not connection.goaway:
+                    assert await asyncio.to_thread(connection.receive)
+                assert b"max_age" in connection.goaway
+                assert not connection.ended
+                s.engine.start(key)
+                s.engine.finish_by(key, FinishReason.LENGTH)
+                while stream not in connection.ended:
+                    assert await asyncio.to_thread(connection.receive)
+                while not connection.is_closed:
+                    await asyncio.to_thread(connection.receive)
+
+    run(scenario())
+
+
+def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
+            caller = Caller(s)
+            await caller.order(submit(1))
+            key = await s.engine.next_request()
+            session = next(iter(s.service._sessions))
+            await until(lambda: session._leaving)
+            await caller.order(submit(2))
+            await caller.until(lambda: caller.failed)
+            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "DRAINING"}
+            s.engine.start(key)
+            s.engine.tokens(key, [5])
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            await caller.until(lambda: caller.finished)
+            assert caller.tokens[1] == [5]
+            assert len(s.engine.submitted) == 1
 
     run(scenario())
 
