@@ -106,6 +106,25 @@ def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("max_prompt_bytes", [5 * 2**18, 8192])
+def test_a_text_as_long_as_max_prompt_bytes_allows_is_taken(tmp_path: Path, max_prompt_bytes: int) -> None:
+    """Where nothing is said about messages."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_prompt_bytes=max_prompt_bytes) as s:
+            caller = Caller(s)
+            longest = text_request(("quick " * max_prompt_bytes)[:max_prompt_bytes])
+            errors = [await error_of(s.generate(longest))]
+            await caller.order(submit(1, longest))
+            await caller.until(lambda: caller.failed)
+            assert [error.reason for error in (*errors, caller.failed[1])] == ["PROMPT_TOO_LONG"] * 2
+            error = await error_of(s.generate(text_request("x" * (max_prompt_bytes + 1))))
+            assert "max_prompt_bytes" in str(error) or str(max_prompt_bytes) in str(error)
+            assert error.code == "INVALID_ARGUMENT"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("size", [1.1, 1.9])
 def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float) -> None:
     async def scenario() -> None:

@@ -116,6 +116,11 @@ def test_policies_are_those_of_the_core() -> None:
         (["--min-batch-size", "65"], "min_batch_size is larger"),
         (["--config", "/does/not/exist.toml"], "No such file"),
         (["--stall-timeout-seconds", "nan"], "stall_timeout_seconds"),
+        (["--max-message-bytes", "100"], "max_message_bytes: must be 0 or at least 4096"),
+        (
+            ["--max-prompt-bytes", "3000000", "--max-message-bytes", "2000000"],
+            "max_prompt_bytes is 3000000, but a request has at most 2000000 bytes .max_message_bytes.; raise",
+        ),
         (["--drain-timeout-seconds", "-1"], "drain_timeout_seconds"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 from hashlib import sha256
 from pathlib import Path
@@ -298,6 +299,32 @@ def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
         read(**files)
     monkeypatch.undo()
     read(**files)
+
+
+def test_a_key_in_memory_cannot_be_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a system that gives no executable files in memory (vm.memfd_noexec = 2), and on one without the flag."""
+    made: list[int] = []
+    create = os.memfd_create
+
+    def of_a_strict_system(name: str, flags: int) -> int:
+        if not flags & 8:
+            raise PermissionError(errno.EACCES, "vm.memfd_noexec is 2")
+        descriptor = create(name, flags)
+        made.append(os.fstat(descriptor).st_mode)
+        return descriptor
+
+    def of_an_old_system(name: str, flags: int) -> int:
+        if flags & 8:
+            raise OSError(errno.EINVAL, "no such flag")
+        return create(name, flags)
+
+    settings = SchedulerSettings(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
+    monkeypatch.setattr(os, "memfd_create", of_a_strict_system)
+    read_certificates(settings)
+    assert len(made) == 2
+    assert not any(mode & 0o111 for mode in made)
+    monkeypatch.setattr(os, "memfd_create", of_an_old_system)
+    read_certificates(settings)
 
 
 def test_the_expiry_of_a_certificate_is_announced_once_a_day(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lineclear.scheduler.access import listening
 from lineclear.scheduler.access.listening import Options, data_options, probe_options
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.v1 import inference_pb2 as pb
 
 DEAD_SECONDS = 30.0
 """Far more than keepalive takes here, and half of what gRPC would wait where it did not know our timeout."""
@@ -37,7 +38,7 @@ async def answered(channel: grpc.aio.Channel) -> None:
 def test_a_client_takes_whatever_a_server_sends() -> None:
     client, server = dict(channel_options()), dict(data_options(SchedulerSettings()))
     assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
-    assert SchedulerSettings().max_message_bytes == MAX_REQUEST_BYTES
+    assert SchedulerSettings().max_request_bytes == MAX_REQUEST_BYTES
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -88,6 +89,44 @@ def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) ->
             assert len(s.engine.submitted) == 4
             for call in calls:
                 call.cancel()
+
+    run(scenario())
+
+
+def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_ask(
+    tmp_path: Path,
+) -> None:
+    """With default settings. What waits and what runs has a stream each; all further streams are refused at once."""
+    settings = SchedulerSettings()
+    room, excess = settings.max_queue_size, 500
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(room + excess)]
+            codes = [asyncio.ensure_future(call.code()) for call in calls]
+            await s.engine.next_request(room)
+            await answered(s.channel)
+            await until(lambda: sum(code.done() for code in codes) == excess)
+            assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            stats = await s.stub.GetStats(pb.GetStatsRequest(), timeout=BOUND_SECONDS)
+            assert stats.gauges.streams_open == room
+            waiting = next(number for number, code in enumerate(codes) if not code.done())
+            order = pb.CancelRequest(request_id=f"r{waiting}")
+            assert (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+            assert await codes[waiting] is grpc.StatusCode.CANCELLED
+            for call in calls:
+                call.cancel()
+
+    run(scenario())
+
+
+def test_calls_that_wait_for_a_stream_are_answered_in_their_turn(tmp_path: Path) -> None:
+    """A client leaves it to gRPC to wait, as our clients do where they open no Session."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_streams_per_connection=128) as s:
+            s.engine.answer = lambda request: [5]
+            await asyncio.gather(*(read_all(s.generate()) for _ in range(600)))
 
     run(scenario())
 

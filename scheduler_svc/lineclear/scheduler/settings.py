@@ -29,6 +29,11 @@ Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
 Victim = Literal["cheapest", "newest"]
 
+_MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES = 4096, 2**29
+# A further Generate is refused at once when queue and batch are full. So these are left for calls that are not waiting.
+_SPARE_STREAMS = 128
+_MOST_STREAMS = 4096
+
 
 class ConfigurationError(Exception):
     """The process cannot start as configured; the message says what to change. Exit code 78."""
@@ -107,14 +112,19 @@ class SchedulerSettings(BaseSettings):
     )
     admin_token_file: str = Field("", description="The same for admin_listen.")
     max_message_bytes: int = Field(
-        MAX_REQUEST_BYTES,
-        ge=4096,
-        le=2**29,
+        0,
+        ge=0,
+        le=_MAX_MESSAGE_BYTES,
         description="Largest request taken, in bytes. A larger one fails alone, up to twice the limit; beyond that gRPC"
-        " ends the call, or the whole Session, that brought it.",
+        " ends the call, or the whole Session, that brought it. 0: twice max_prompt_bytes, and at least 1 MiB.",
     )
     max_streams_per_connection: int = Field(
-        128, ge=1, le=2**20, description="Most calls open at once on one connection. Clients let further ones wait."
+        0,
+        ge=0,
+        le=2**20,
+        description="Most calls open at once on one connection. Clients let further ones wait. 0: 128 more than"
+        " max_queue_size and max_batch_size together, and at most 4096, so that a client whose requests fill the server"
+        " can still cancel them and ask for health and figures.",
     )
     max_session_requests: int = Field(
         1024, ge=1, le=2**20, description="Most requests in progress in one Session; further ones are refused."
@@ -390,6 +400,25 @@ class SchedulerSettings(BaseSettings):
             parse_address(value)
         return value
 
+    @field_validator("max_message_bytes")
+    @classmethod
+    def _is_a_size(cls, value: int) -> int:
+        if 0 < value < _MIN_MESSAGE_BYTES:
+            raise ValueError(f"must be 0 or at least {_MIN_MESSAGE_BYTES}")
+        return value
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest request in bytes that is taken: max_message_bytes, or what follows from max_prompt_bytes."""
+        return self.max_message_bytes or min(max(MAX_REQUEST_BYTES, 2 * self.max_prompt_bytes), _MAX_MESSAGE_BYTES)
+
+    @property
+    def max_streams(self) -> int:
+        """The most calls open at once on one connection: max_streams_per_connection, or what follows from the queue."""
+        return self.max_streams_per_connection or min(
+            self.max_queue_size + self.max_batch_size + _SPARE_STREAMS, _MOST_STREAMS
+        )
+
     @model_validator(mode="after")
     def _is_consistent(self) -> SchedulerSettings:
         if not self.listen:
@@ -402,6 +431,11 @@ class SchedulerSettings(BaseSettings):
         if self.standby_worker and not self.spawn_worker:
             raise ValueError(
                 "standby_worker needs spawn_worker; where another program starts workers, start two of them"
+            )
+        if "max_prompt_bytes" in self.model_fields_set and self.max_prompt_bytes > self.max_request_bytes:
+            raise ValueError(
+                f"max_prompt_bytes is {self.max_prompt_bytes}, but a request has at most {self.max_request_bytes} bytes"
+                " (max_message_bytes); raise max_message_bytes, or leave it out"
             )
         if self.min_batch_size > self.max_batch_size:
             raise ValueError("min_batch_size is larger than max_batch_size")

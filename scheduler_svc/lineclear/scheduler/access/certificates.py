@@ -7,6 +7,7 @@ the certificate, and the certificate is valid today. Whether its names fit is fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import ssl
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 log = structlog.get_logger()
 
 _SOON = timedelta(days=14)
+_MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; Python 3.11 has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,23 @@ def _check_authority(path: str, authority: bytes) -> None:
         raise ConfigurationError(f"tls_client_ca_file {path} holds no certificate in PEM form") from None
 
 
+def _memory_file() -> int:
+    """Return the descriptor of a new file in memory that cannot be executed.
+
+    Where vm.memfd_noexec is 2, Linux gives no other ones. Before 6.3 it does not know the flag.
+    """
+    try:
+        return os.memfd_create("lineclear", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("lineclear", os.MFD_CLOEXEC)
+
+
 @contextlib.contextmanager
 def _file_of(data: bytes) -> Iterator[str]:
     """The path of a file in memory: OpenSSL takes keys from files alone."""
-    descriptor = os.memfd_create("lineclear", os.MFD_CLOEXEC)
+    descriptor = _memory_file()
     try:
         os.write(descriptor, data)
         yield f"/proc/self/fd/{descriptor}"

@@ -17,6 +17,8 @@ _MAX_METADATA_BYTES = 16 * 1024
 _IDLE_CONNECTION_MS = 300_000
 _MAX_PROBE_BYTES = 4096
 _MAX_PROBE_STREAMS = 128
+_PENDING_CALLS = 1000  # gRPC's own figure
+_ENDED_STREAMS = 1024
 _HANDSHAKE_MS = 20_000
 _MAX_PING_STRIKES = 30
 MIN_PING_INTERVAL_MS = 5_000
@@ -31,9 +33,16 @@ def data_options(settings: SchedulerSettings) -> Options:
     return [
         *_common(settings),
         # Twice the limit: a request between the two is refused with a sentence, and in a Session fails alone.
-        ("grpc.max_receive_message_length", 2 * settings.max_message_bytes),
+        ("grpc.max_receive_message_length", 2 * settings.max_request_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        ("grpc.max_concurrent_streams", settings.max_streams),
+        # Calls that no handler has taken yet. gRPC ends some of them with a bare CANCELLED beyond the first figure, and
+        # all beyond the second: one connection that opens all its streams at once must not come so far.
+        ("grpc.server.max_pending_requests", max(_PENDING_CALLS, settings.max_streams)),
+        ("grpc.server.max_pending_requests_hard_limit", 3 * max(_PENDING_CALLS, settings.max_streams)),
+        # gRPC refuses new streams, some at random, while streams that have ended are still being taken apart. Its own
+        # figure is so small that a client that lets calls wait for a stream would see half of them refused.
+        ("grpc.http2.max_deallocating_streams", max(_ENDED_STREAMS, 2 * settings.max_streams)),
         # Bandwidth probing grows the windows, and with them what hides in the transport for a reader that stopped.
         ("grpc.http2.bdp_probe", 0),
     ]

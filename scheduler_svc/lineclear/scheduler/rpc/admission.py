@@ -122,8 +122,8 @@ class Admission:
         """
         now = self._clock()
         num_bytes = message.ByteSize()
-        if num_bytes > self._settings.max_message_bytes:
-            raise _too_large(num_bytes, self._settings.max_message_bytes)
+        if num_bytes > self._settings.max_request_bytes:
+            raise _too_large(num_bytes, self._settings.max_request_bytes)
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         seconds = min(seconds, self._settings.max_deadline_seconds)
         # Who sends what will never be taken learns it at once, and does not wait for room to hear it.

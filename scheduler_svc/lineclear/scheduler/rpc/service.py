@@ -268,7 +268,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
         outlet = self._outlet(context)
         # Callers wait for this sign that there is a Session here.
-        await outlet.greet(greeting(self._settings.max_message_bytes))
+        await outlet.greet(greeting(self._settings.max_request_bytes))
         if self._refusal is not None:
             session.leave(self._refusal())
         self._sessions.add(session)
