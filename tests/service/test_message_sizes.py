@@ -29,7 +29,7 @@ TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
 def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
+        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
             call, key = await s.begin(text_request(output={"logprobs": True, "top_logprobs": 20}))
             # At once, as after a pause of the reader.
             s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
@@ -46,7 +46,7 @@ def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: Path) -
 @pytest.mark.parametrize("output", [{"logprobs": True, "top_logprobs": 20}, {}], ids=["logprobs", "plain"])
 def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
+        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
             caller, count = Caller(s), 3
             await caller.order(*(submit(n, text_request(output=output)) for n in range(count)))
             await until(lambda: len(s.engine.submitted) == count)
@@ -73,7 +73,7 @@ def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, ou
 
 def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
+        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
             caller = Caller(s)
             await caller.order(submit(1), submit(2))
             await until(lambda: len(s.engine.submitted) == 2)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 from service.orders import Caller, submit
 from service.serving import error_of, read_all, run, serving, text_request, until
 
 from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.wire.types import Logprobs
 
 
 def test_too_many_unread_tokens(tmp_path: Path) -> None:
@@ -23,6 +25,46 @@ def test_too_many_unread_tokens(tmp_path: Path) -> None:
             error = await error_of(call)
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
             assert error.metadata == {"unread_tokens": "17", "limit": "16"}
+            await s.idle()
+            assert key in s.engine.cancelled
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("way", ["call", "session"])
+def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: str) -> None:
+    """A token with 20 of them takes more than 2 KiB: far fewer than max_unread_tokens are too many."""
+    top = Logprobs(-1.5, tuple((token, -2.5) for token in range(20)))
+    request = text_request(output={"logprobs": True, "top_logprobs": 20})
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unread_bytes=64 * 1024) as s:
+            if way == "session":
+                caller = Caller(s)
+                await caller.order(submit(1, request))
+            else:
+                call = s.generate(request)
+            key = await s.engine.next_request()
+            s.engine.start(key)
+            for _ in range(4):  # what is read in between does not count
+                s.engine.tokens(key, [40] * 20, [top] * 20)
+                if way == "session":
+                    read = len(caller.tokens[1])
+                    await caller.until(lambda: len(caller.tokens[1]) >= read + 20)  # noqa: B023
+                else:
+                    while not (await call.read()).token_ids:
+                        pass
+            s.engine.tokens(key, [40] * 100, [top] * 100)
+            if way == "session":
+                await caller.until(lambda: caller.failed)
+                assert caller.failed[1].reason == "SLOW_CONSUMER"
+                figures = dict(caller.failed[1].metadata)
+            else:
+                error = await error_of(call)
+                assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+                figures = error.metadata
+            assert figures["limit"] == str(64 * 1024)
+            assert 64 * 1024 < int(figures["unread_bytes"]) < 68 * 1024
             await s.idle()
             assert key in s.engine.cancelled
 

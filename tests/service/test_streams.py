@@ -48,7 +48,11 @@ class Engine:
 
 def streams(max_unread_tokens: int = 100) -> tuple[Streams, Engine, list[bool]]:
     engine, workers = Engine(), list[bool]()
-    return Streams(engine, max_unread_tokens, workers.append, lambda error: InternalError(str(error))), engine, workers
+    return (
+        Streams(engine, max_unread_tokens, 2**20, workers.append, lambda error: InternalError(str(error))),
+        engine,
+        workers,
+    )
 
 
 async def taken(mailbox: Mailbox) -> Delivery:

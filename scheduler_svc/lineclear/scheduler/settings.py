@@ -263,6 +263,13 @@ class SchedulerSettings(BaseSettings):
     max_unread_tokens: int = Field(
         4096, ge=1, le=2**20, description="Most tokens a stream may leave unread before it is ended."
     )
+    max_unread_bytes: int = Field(
+        4 * 1024 * 1024,
+        ge=1024,
+        le=2**40,
+        description="Most memory of log probabilities a stream may leave unread before it is ended. A token with 20 of"
+        " them takes about 2.8 KB.",
+    )
     stall_timeout_seconds: float = Field(
         60.0, gt=0, le=3600, description="A stream that takes no message for this long is ended."
     )

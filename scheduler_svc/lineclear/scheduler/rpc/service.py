@@ -106,7 +106,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Begin to use the engine. Once, before the first call."""
         self._engine = engine
         self.streams = Streams(
-            engine, self._settings.max_unread_tokens, self._worker_changed, partial(incident, f"/{NAME}: a stream")
+            engine,
+            self._settings.max_unread_tokens,
+            self._settings.max_unread_bytes,
+            self._worker_changed,
+            partial(incident, f"/{NAME}: a stream"),
         )
         self._admission = Admission(
             self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._clock

@@ -35,6 +35,8 @@ from lineclear.wire.types import Logprobs
 TOKEN_BYTES = 24  # id, index, handle, time
 CHARACTER_BYTES = 4
 _TOP_BYTES = 16  # one of `top`, and the token's own
+# What log probabilities take in memory: a token's own, and each of `top`.
+_LOGPROBS_MEMORY, _TOP_MEMORY = 192, 128
 
 
 class Canceller(Protocol):
@@ -95,6 +97,8 @@ class Mailbox:
         "_first_unread",
         "_listener",
         "_logprobs",
+        "_logprobs_bytes",
+        "_max_unread_bytes",
         "_max_unread_tokens",
         "_pieces",
         "_text",
@@ -123,6 +127,7 @@ class Mailbox:
         text: AnswerText | None,
         engine: Canceller,
         max_unread_tokens: int,
+        max_unread_bytes: int,
         *,
         wants_times: bool,
         num_received: int,
@@ -144,11 +149,13 @@ class Mailbox:
         self._text = text
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
+        self._max_unread_bytes = max_unread_bytes
         self._wants_times = wants_times
         self._first_unread = num_received
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._logprobs_bytes = 0
         self._times: list[float] = []
         self._unsent_start: Started | None = None
         self._end: End | None = None
@@ -201,6 +208,7 @@ class Mailbox:
         self._tokens = [] if is_all else tokens[count:]
         self._pieces = [] if is_all else self._pieces[count:]  # those after the last token belong to the end
         self._logprobs, self._times = self._logprobs[count:], self._times[count:]
+        self._logprobs_bytes -= sum(map(_memory, delivery.logprobs))
         self._unsent_start = None
         self.is_announced = not is_all or self._error is not None
         return delivery
@@ -246,6 +254,7 @@ class Mailbox:
     def break_off(self, error: LineclearError) -> None:
         """End the stream with `error` at once, without what is unread: that may be incomplete, or too much."""
         self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
+        self._logprobs_bytes = 0
         self.fail(error)
 
     # --- the engine's events -----------------------------------------------------------------------------------------
@@ -269,7 +278,8 @@ class Mailbox:
             self._times.append(at)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        if len(self._tokens) > self._max_unread_tokens:
+            self._logprobs_bytes += _memory(logprobs)
+        if len(self._tokens) > self._max_unread_tokens or self._logprobs_bytes > self._max_unread_bytes:
             self._give_up()
         if not self.is_announced:
             self._wake()
@@ -302,12 +312,19 @@ class Mailbox:
         self._wake()
 
     def _give_up(self) -> None:
-        unread = len(self._tokens)
-        error = SlowConsumer(
-            f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or raise "
-            "max_unread_tokens",
-            metadata={"unread_tokens": str(unread), "limit": str(self._max_unread_tokens)},
-        )
+        unread, num_bytes = len(self._tokens), self._logprobs_bytes
+        if unread > self._max_unread_tokens:
+            what = f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or raise "
+            figures = {"unread_tokens": unread, "limit": self._max_unread_tokens}
+            setting = "max_unread_tokens"
+        else:
+            what = (
+                f"{num_bytes} bytes of log probabilities are unread, the limit is {self._max_unread_bytes}; read "
+                "faster, ask for fewer, or raise "
+            )
+            figures = {"unread_bytes": num_bytes, "limit": self._max_unread_bytes}
+            setting = "max_unread_bytes"
+        error = SlowConsumer(what + setting, metadata={name: str(figure) for name, figure in figures.items()})
         self.break_off(error)
         self._engine.cancel(self.key, error)
 
@@ -320,6 +337,11 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
+def _memory(logprobs: Logprobs) -> int:
+    """Return about how many bytes the log probabilities of one token take."""
+    return _LOGPROBS_MEMORY + _TOP_MEMORY * len(logprobs.top)
+
+
 class Streams:
     """Every mailbox by the key the engine knows. `on_worker` is told of each worker that joins (True) or is lost.
 
@@ -330,11 +352,13 @@ class Streams:
         self,
         engine: Canceller,
         max_unread_tokens: int,
+        max_unread_bytes: int,
         on_worker: Callable[[bool], None],
         incident: Callable[[BaseException], LineclearError],
     ) -> None:
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
+        self._max_unread_bytes = max_unread_bytes
         self._on_worker = on_worker
         self._incident = incident
         self._by_key: dict[str, Mailbox] = {}
@@ -369,7 +393,7 @@ class Streams:
         # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
         key = f"{label}~{next(self._numbers)}"
         mailbox = Mailbox(
-            *(key, label, owner, text, self._engine, self._max_unread_tokens),
+            *(key, label, owner, text, self._engine, self._max_unread_tokens, self._max_unread_bytes),
             wants_times=wants_times,
             num_received=num_received,
             seed=seed,
