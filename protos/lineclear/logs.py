@@ -3,13 +3,16 @@
 Lines go to standard error through a bounded queue and a thread of its own. A full disk or a reader that stopped reading
 must not stop a step: what finds no room is dropped and counted. What other code writes to standard error (stacks by
 faulthandler, notes of gRPC or torch, a traceback) comes from any thread, the event loop's too. So descriptor 2 is made
-not to block, and the lines have a descriptor of their own that may.
+not to block, and the lines have a descriptor of their own that may. A socket, which journald gives to services, cannot
+be opened a second time: there descriptor 2 becomes a pipe, and a thread makes lines of what is written to it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import fcntl
 import logging
 import os
 import queue
@@ -24,6 +27,7 @@ from structlog.typing import EventDict, Processor
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _STDERR = 2
+_MAX_UNFINISHED_BYTES = 1 << 16
 _level = "info"
 
 
@@ -36,6 +40,8 @@ class LineWriter:
     def __init__(self, target: TextIO, max_lines: int = 4096) -> None:
         self.num_dropped = 0
         self._target = target
+        self.relay: _Relay | None = None
+        """What is closed with the writer."""
         self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
@@ -51,10 +57,14 @@ class LineWriter:
         """Nothing: the thread writes as fast as the target takes it."""
 
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """Write what is queued, for at most `timeout_seconds`."""
+        """Write what is queued, for at most `timeout_seconds`. What was not read by then is dropped."""
+        if self.relay is not None:
+            self.relay.close(timeout_seconds)
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=timeout_seconds)
         self._thread.join(timeout_seconds)
+        if self.relay is not None and self._thread.is_alive():
+            _discard(_STDERR)  # it blocks again since the relay is closed
 
     def _run(self) -> None:
         while (text := self._lines.get()) is not None:
@@ -65,6 +75,64 @@ class LineWriter:
                 self.num_dropped += 1
 
 
+class _Relay:
+    """A pipe in the place of descriptor 2, and a thread that hands what is written to a LineWriter.
+
+    `close` puts back what was there before. Stacks of a crash go to the socket itself: the thread ends with the process.
+    """
+
+    def __init__(self, writer: LineWriter, original: int) -> None:
+        self._writer = writer
+        self.original = original
+        self._reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writing, False)
+        os.dup2(writing, _STDERR)
+        os.close(writing)
+        if faulthandler.is_enabled():
+            faulthandler.enable(original)
+        self._thread = threading.Thread(target=self._run, name="stderr", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Make descriptor 2 the socket again, and hand over what is left. Idempotent."""
+        if self._thread.is_alive():
+            os.dup2(self.original, _STDERR)
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        unfinished = b""
+        while data := os.read(self._reading, 1 << 16):
+            lines, end, unfinished = (unfinished + data).rpartition(b"\n")
+            if len(unfinished) > _MAX_UNFINISHED_BYTES:
+                lines, unfinished = lines + end + unfinished, b""
+            if lines:
+                self._writer.write((lines + end).decode("utf-8", "backslashreplace"))
+        if unfinished:
+            self._writer.write(unfinished.decode("utf-8", "backslashreplace"))
+
+
+_relay: _Relay | None = None
+
+
+def standard_error_of_children() -> int | None:
+    """Return the descriptor that a child is to have as its standard error; None for the one of this process."""
+    return None if _relay is None else _relay.original
+
+
+def complain(text: str) -> None:
+    """Print to standard error before the log is set up. A reader that is gone changes nothing, the exit code least."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(_STDERR)
+
+
+def _discard(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 def configure(process: str, level: str = "info", form: str = "auto") -> LineWriter:
     """Set up structlog for this process; every line carries `process`. Call once, before the first line.
 
@@ -73,6 +141,7 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
     console = chosen(form) == "console"
     set_level(level)
     writer = LineWriter(_lines_target())
+    _relay_socket(writer)
     atexit.register(writer.close)
     shared: list[Processor] = [
         _drop_below_level,
@@ -95,12 +164,15 @@ def _lines_target() -> TextIO:
     """Return the stream for the lines, and make descriptor 2 not block where it is a pipe or a terminal.
 
     It is opened anew, because the flags of a descriptor are shared with the processes that it was inherited from. Where
-    that is not possible (not permitted, or a socket), descriptor 2 stays as it is.
+    that is not permitted, descriptor 2 stays as it is. Of a socket it is a copy.
     """
     standard_error = sys.__stderr__
-    if standard_error is None or standard_error is not sys.stderr or standard_error.fileno() != _STDERR:
+    if standard_error is None or not _is_standard_error():
         return sys.stderr
     kind = os.fstat(_STDERR).st_mode
+    if stat.S_ISSOCK(kind):
+        copy = fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+        return os.fdopen(copy, "w", encoding=standard_error.encoding, errors="backslashreplace")
     if not stat.S_ISFIFO(kind) and not stat.S_ISCHR(kind):
         return standard_error
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -113,6 +185,20 @@ def _lines_target() -> TextIO:
     os.dup2(others, _STDERR)
     os.close(others)
     return os.fdopen(lines, "w", encoding=standard_error.encoding, errors="backslashreplace")
+
+
+def _is_standard_error() -> bool:
+    """Whether sys.stderr is what the process was started with, on descriptor 2."""
+    standard_error = sys.__stderr__
+    return standard_error is not None and standard_error is sys.stderr and standard_error.fileno() == _STDERR
+
+
+def _relay_socket(writer: LineWriter) -> None:
+    """Put a pipe in the place of descriptor 2 where that is a socket."""
+    global _relay
+    if _is_standard_error() and stat.S_ISSOCK(os.fstat(_STDERR).st_mode):
+        _relay = _Relay(writer, fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1))
+        writer.relay = _relay
 
 
 def chosen(form: str) -> str:

@@ -134,7 +134,7 @@ pathlib.Path({str(done)!r}).touch()
     process = subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=PATIENCE_SECONDS)
     os.close(writing)
     assert done.exists()
-    assert process.returncode in (0, 120)  # 120: the interpreter could not flush standard error when it left
+    assert process.returncode == 0
 
 
 def test_standard_error_does_not_block_and_the_lines_still_come_whole() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
     try:
         settings = load(argv)
     except ConfigurationError as error:
-        print(f"lineclear-worker: {error}", file=sys.stderr)
+        logs.complain(f"lineclear-worker: {error}")
         return ExitCode.CONFIGURATION
     writer = logs.configure("worker", settings.log_level, settings.log_format)
     try:

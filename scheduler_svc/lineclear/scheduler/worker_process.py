@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+from lineclear import logs
 from lineclear.lifeline import Lifeline
 from lineclear.scheduler.crash_budget import Backoff
 from lineclear.standby import READY, StandbyLine
@@ -47,6 +48,7 @@ class WorkerProcess:
             env={**environment, **lifeline.environment(), **own},
             pass_fds=(*lifeline.inherited, *(() if line is None else (line.inherited,))),
             stdin=subprocess.DEVNULL,
+            stderr=logs.standard_error_of_children(),
             # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
             process_group=0,
         )
