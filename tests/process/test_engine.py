@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import structlog
 import zmq
-from support.patience import SOON_SECONDS
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request
@@ -23,6 +23,7 @@ from lineclear.errors import (
     QueueFull,
     WorkerUnavailable,
 )
+from lineclear.scheduler.engine import EngineStuck
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.scheduling.sequence import Request
@@ -347,3 +348,16 @@ def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:
         world.wait_joined()
         eventually(lambda: "worker_joined" in [line["event"] for line in lines])
     assert "worker_caps_batches" not in [line["event"] for line in lines]
+
+
+def test_a_thread_that_does_not_end_is_said_and_its_link_is_left_alone() -> None:
+    goes_on = threading.Event()
+    with World() as world:
+        world.engine.between_turns(lambda: goes_on.wait(PATIENCE_SECONDS))
+        eventually(lambda: world.engine.busy_seconds() > 0)
+        with structlog.testing.capture_logs() as lines, pytest.raises(EngineStuck):
+            world.engine.stop(0.1)
+        assert [line["event"] for line in lines] == ["engine_not_stopped"]
+        world.link.close()
+        goes_on.set()
+        world.engine.stop()

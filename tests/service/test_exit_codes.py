@@ -91,6 +91,21 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     assert list(recordings.iterdir())
 
 
+def test_an_end_that_takes_too_long_is_70(start: Callable[..., Running]) -> None:
+    """A library that waits for a thread, say: the log says which threads there are."""
+    hanging = RUN.replace(
+        "sys.exit",
+        "import time\nfrom lineclear.scheduler import main as module\n"
+        "module._EXIT_SECONDS = 0.5\n"
+        "from lineclear.scheduler.link import Link\nLink.close = lambda self: time.sleep(600)\nsys.exit",
+        1,
+    )
+    server = start(code=hanging)
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 70
+    assert "engine" not in server.wait_for("exit_overdue")["threads"]
+
+
 @pytest.fixture
 def occupied() -> Iterator[str]:
     """An address where somebody listens."""

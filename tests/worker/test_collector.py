@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
 from lineclear.wire.types import Hello, Message, StepErrorKind, StepResult
-from lineclear.worker.collector import Collector
+from lineclear.worker.collector import Collector, FlightsStuck
 from lineclear.worker.heart import Progress
 from lineclear.worker.link import Bell
 from lineclear.worker.protocol import StepFailed
@@ -88,3 +90,24 @@ def test_a_failure_at_once_ends_the_epoch_as_a_later_one_does() -> None:
     assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
     assert tested.close()
     bell.close()
+
+
+def test_a_flight_that_never_lands_is_given_up_when_the_worker_is_overdue() -> None:
+    """Also where the queue behind it is full."""
+    anything: Any = Socket()
+    is_overdue = threading.Event()
+    tested = Collector(anything, Progress(), Bell(), max_flights=1, farewell_seconds=0.1, is_overdue=is_overdue.is_set)
+    tested.begin(Hello(7, *[1] * 5, (), 1))
+    flights = [Flight(step, is_over=False) for step in (1, 2, 3)]
+    try:
+        tested.put(1, flights[0])
+        tested.put(2, flights[1])
+        is_overdue.set()
+        with pytest.raises(FlightsStuck):
+            tested.put(3, flights[2])
+        with pytest.raises(FlightsStuck):
+            tested.settle()
+        assert not tested.close()
+    finally:
+        for flight in flights:
+            flight.landed.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
@@ -18,6 +19,13 @@ from lineclear.worker.link import Bell, ResultSocket
 from lineclear.worker.protocol import Flight, StepFailed
 
 log = structlog.get_logger()
+
+
+_LOOK_SECONDS = 0.5
+
+
+class FlightsStuck(Exception):
+    """The device does not give the results of its steps, and the worker is to stop."""
 
 
 class _Launched(NamedTuple):
@@ -34,10 +42,20 @@ class Collector:
     Hello, results, errors and Goodbye leave through one socket, so the scheduler hears them in the order of the calls.
     The launch thread sends itself what need not be waited for, while the other one has nothing to do: to wake it would
     take longer, and then it would compete with the next step for the interpreter.
+
+    A device that hangs is waited for until `is_overdue()`; while the worker serves, the scheduler judges that. Then
+    the methods that wait raise FlightsStuck.
     """
 
     def __init__(
-        self, socket: ResultSocket, progress: Progress, bell: Bell, *, max_flights: int, farewell_seconds: float
+        self,
+        socket: ResultSocket,
+        progress: Progress,
+        bell: Bell,
+        *,
+        max_flights: int,
+        farewell_seconds: float,
+        is_overdue: Callable[[], bool] = lambda: False,
     ) -> None:
         self.failure: StepErrorKind | None = None
         """Why the epoch cannot go on. The bell rings when this is set."""
@@ -45,6 +63,7 @@ class Collector:
         self._progress = progress
         self._bell = bell
         self._farewell_seconds = farewell_seconds
+        self._is_overdue = is_overdue
         self._epoch = 0
         self._abandoned = False
         self._items: queue.Queue[_Item] = queue.Queue(max_flights)
@@ -54,7 +73,7 @@ class Collector:
     def begin(self, hello: Hello) -> None:
         """Say Hello: a new epoch. The one before must have settled."""
         self.failure, self._abandoned, self._epoch = None, False, hello.epoch
-        self._items.put(hello)
+        self._put(hello)
 
     def put(self, step: int, flight: Flight) -> None:
         """Collect `flight` after those before it: at once where nothing has to be waited for.
@@ -65,11 +84,11 @@ class Collector:
         if flight.is_over and not self._items.unfinished_tasks:
             self._land(launched)
         else:
-            self._items.put(launched)
+            self._put(launched)
 
     def say(self, message: Goodbye | Stopping) -> None:
         """Send a message behind everything put before."""
-        self._items.put(message)
+        self._put(message)
 
     def abandon(self) -> None:
         """Nobody wants the results any more. Flights are still waited for, because the device works on them."""
@@ -78,8 +97,9 @@ class Collector:
     def settle(self) -> StepErrorKind | None:
         """Wait until nothing is in flight, end the epoch, and return `failure`."""
         settled = threading.Event()
-        self._items.put(settled)
-        settled.wait()
+        self._put(settled)
+        while not settled.wait(_LOOK_SECONDS):
+            self._check()
         return self.failure
 
     def close(self) -> bool:
@@ -90,6 +110,17 @@ class Collector:
             return False
         self._thread.join(self._farewell_seconds)
         return not self._thread.is_alive()
+
+    def _put(self, item: _Item) -> None:
+        while True:
+            try:
+                return self._items.put(item, timeout=_LOOK_SECONDS)
+            except queue.Full:
+                self._check()
+
+    def _check(self) -> None:
+        if self._is_overdue():
+            raise FlightsStuck
 
     # --- the thread -------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,14 @@ from __future__ import annotations
 import threading
 import time
 
+import structlog
+
 from lineclear.wire.types import Heartbeat
 from lineclear.worker.link import ResultSocket
+
+log = structlog.get_logger()
+
+_JOIN_SECONDS = 2.0
 
 
 class Progress:
@@ -60,10 +66,14 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread and close the socket."""
+    def stop(self) -> bool:
+        """End the thread, which closes the socket. False when it did not end in time."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            log.warning("heart_not_stopped", hint="the process ends without it")
+            return False
+        return True
 
     def _run(self) -> None:
         last_epoch = 0

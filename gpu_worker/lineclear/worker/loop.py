@@ -33,7 +33,7 @@ from lineclear.exit_codes import ExitCode
 from lineclear.sockets import Sockets, private_sockets
 from lineclear.wire.codec import ProtocolMismatch
 from lineclear.wire.types import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult, Stopping
-from lineclear.worker.collector import Collector
+from lineclear.worker.collector import Collector, FlightsStuck
 from lineclear.worker.heart import Heart, Progress
 from lineclear.worker.link import Bell, PlanSocket, ResultSocket
 from lineclear.worker.protocol import Flight, Runner, StepFailed
@@ -100,6 +100,7 @@ class _Loop:
         self._sockets = sockets
         self._limits = limits
         self._stopping = False
+        self._told_at = 0.0  # when it was told to stop
         self._drain_ends_at: float | None = None
         self._instance = secrets.randbits(63)
         self._bell = Bell()
@@ -111,6 +112,7 @@ class _Loop:
             self._bell,
             max_flights=limits.max_plans_in_flight,
             farewell_seconds=limits.farewell_seconds,
+            is_overdue=self._is_overdue,
         )
         # Heartbeats are worth nothing later: they are not kept for a scheduler that is away.
         self._heart = Heart(
@@ -122,7 +124,7 @@ class _Loop:
         """Handle SIGTERM and SIGINT: the first stops the loop, the second ends the process as usual."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            self._stopping = True
+            self._stopping, self._told_at = True, time.monotonic()
             signal.signal(number, signal.SIG_DFL)
 
         previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -139,7 +141,11 @@ class _Loop:
         """One epoch after the other."""
         log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
         while not self._stopping or self._drain_ends_at is not None:
-            ending = self._serve_epoch()
+            try:
+                ending = self._serve_epoch()
+            except FlightsStuck:
+                log.error("device_stuck", hint="it was told to stop and a step on the device does not end")
+                return ExitCode.INTERNAL
             if ending is _Ending.REFUSED and not supervised:
                 self._bell.wait(self._limits.standby_seconds)
             elif ending is not _Ending.REJOIN:
@@ -148,10 +154,14 @@ class _Loop:
 
     def close(self) -> None:
         """End the threads; the last message gets `farewell_seconds` to leave."""
-        self._heart.stop()
-        if self._collector.close():
+        if self._heart.stop() and self._collector.close():
             self._context.term()
         # Else a flight never landed. The process is about to exit; waiting for the device would keep it from that.
+
+    def _is_overdue(self) -> bool:
+        """Return whether the worker was told to stop longer ago than its drain and its farewell may take."""
+        patience = self._limits.drain_timeout_seconds + self._limits.farewell_seconds
+        return self._stopping and time.monotonic() > self._told_at + patience
 
     def _serve_epoch(self) -> _Ending:
         """Join with a new epoch and run its plans until it ends. Nothing is in flight when this returns."""

@@ -42,6 +42,11 @@ log = structlog.get_logger()
 _MAX_COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up the results of those that run
 _SNAPSHOT_SECONDS = 0.05
 _STANDSTILL_SECONDS = 1.0
+_STOP_SECONDS = 10.0
+
+
+class EngineStuck(Exception):
+    """The engine's thread does not end. Only the end of the process ends it."""
 
 
 class Engine:
@@ -117,12 +122,20 @@ class Engine:
         """Start the thread, which owns core and link from here on."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread and wait for it. Live requests hear nothing more; the link is the caller's again."""
+    def stop(self, timeout_seconds: float = _STOP_SECONDS) -> None:
+        """End the thread. Live requests hear nothing more; the link is the caller's again.
+
+        Raises EngineStuck where the thread does not end in time. It may still use the link then.
+        """
         self._stopped = True
         self._link.wake()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is None:
+            return
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            self._link.abandon()
+            log.error("engine_not_stopped", busy_seconds=round(self.busy_seconds(), 1))
+            raise EngineStuck(f"the engine did not stop within {timeout_seconds:g} s")
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its first event is Admitted, or Failed with the reason.

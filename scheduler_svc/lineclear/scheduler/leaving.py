@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,6 +18,8 @@ from lineclear.exit_codes import ExitCode
 from lineclear.wire.codec import ProtocolMismatch
 
 log = structlog.get_logger()
+
+_LAST_LINE_SECONDS = 0.5
 
 
 class Leaving:
@@ -99,3 +102,26 @@ class Leaving:
             return False
         task.result()
         return True
+
+
+class ExitGuard:
+    """Ends the process when it takes too long to end by itself: a library may wait for a thread without end.
+
+    The thread is there from the start, because later none may be had.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self._is_ending = threading.Event()
+        threading.Thread(target=self._run, name="exit-guard", daemon=True).start()
+
+    def begin(self) -> None:
+        """From now on the process has `limit_seconds`."""
+        self._is_ending.set()
+
+    def _run(self) -> None:
+        self._is_ending.wait()
+        time.sleep(self._limit_seconds)
+        log.error("exit_overdue", seconds=self._limit_seconds, threads=[t.name for t in threading.enumerate()])
+        time.sleep(_LAST_LINE_SECONDS)
+        os._exit(ExitCode.INTERNAL)

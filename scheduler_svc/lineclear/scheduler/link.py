@@ -108,6 +108,7 @@ class Link:
         # them for ever.
         self._let_go = weakref.finalize(self, held.close)
         self._let_go.atexit = False
+        self._is_abandoned = False
         try:
             sockets = _own(directory, held)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -137,9 +138,15 @@ class Link:
 
     def close(self) -> None:
         """Close and remove the sockets. Idempotent."""
+        if self._is_abandoned:
+            return
         with self._wake_lock:
             self._wake_fd = None
         self._let_go()
+
+    def abandon(self) -> None:
+        """Leave the sockets to the end of the process: a thread that does not end may still use them."""
+        self._is_abandoned = True
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import uvloop
 from lineclear import core_dumps, logs
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.access.vacancy import require_vacant
-from lineclear.scheduler.leaving import Leaving
+from lineclear.scheduler.leaving import ExitGuard, Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
@@ -36,6 +36,7 @@ from lineclear.sockets import SocketError
 log = structlog.get_logger()
 
 _WORKER_DRAIN_MARGIN_SECONDS = 10.0
+_EXIT_SECONDS = 30.0  # for engine, threads and sockets, once the worker is gone
 _WITHOUT_WORKER = {
     GiveUp.CRASHES: ExitCode.NO_WORKER,
     GiveUp.CONFIGURATION: ExitCode.WORKER_CONFIGURATION,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings, worker_flags = load(arguments)
     except ConfigurationError as error:
-        print(f"lineclear-scheduler: {error}", file=sys.stderr)
+        logs.complain(f"lineclear-scheduler: {error}")
         return ExitCode.CONFIGURATION
     writer = logs.configure("scheduler", settings.log_level, settings.log_format)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes of its own between the lines of the log
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
     shown = settings.model_dump(exclude_defaults=logs.chosen(settings.log_format) == "console")
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
-    leaving = Leaving()
+    leaving, guard = Leaving(), ExitGuard(_EXIT_SECONDS)
     leaving.listen_to_signals()
     if settings.leave_with_stdin:
         leaving.listen_to_standard_input()
@@ -102,6 +103,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
                 # Before the engine stops, which tells the worker that it may end. In a hurry the worker is not waited
                 # for: it ends with us, see lifeline.
                 await leaving.unless_hurried(supervisor.stop(kill=leaving.exit_code != ExitCode.OK))
+            guard.begin()
     log.info("left", exit_code=int(leaving.exit_code))
     return leaving.exit_code
 

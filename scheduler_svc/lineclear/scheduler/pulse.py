@@ -19,6 +19,7 @@ import structlog
 log = structlog.get_logger()
 
 BEAT_SECONDS = 0.25
+_JOIN_SECONDS = 2.0
 
 
 class Pulse:
@@ -55,11 +56,11 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more beats, and nobody listens."""
+        """End the beats and the thread. One that is writing stacks is left behind."""
         if self._timer is not None:
             self._timer.cancel()
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()

@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.access.interceptor import anatomy, incident
-from lineclear.scheduler.engine import Engine
+from lineclear.scheduler.engine import Engine, EngineStuck
 from lineclear.scheduler.leaving import Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.operations import Operations
@@ -90,7 +90,7 @@ async def serve(
     service.on_worker = server.set_ready
     service.on_fatal = leaving.on_fatal
     engine.start()
-    stack.callback(engine.stop)
+    stack.callback(_stop, engine, leaving)
     pulse = Pulse(
         engine.busy_seconds,
         server.set_live,
@@ -104,6 +104,13 @@ async def serve(
             await _run(settings, leaving, service, server, supervisor)
         finally:
             engine.release_worker()
+
+
+def _stop(engine: Engine, leaving: Leaving) -> None:
+    try:
+        engine.stop()
+    except EngineStuck:
+        leaving.exit_code = ExitCode.INTERNAL
 
 
 def _same_files(ours: str, leaving: Leaving) -> Callable[[Hello], bool]:

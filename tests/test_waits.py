@@ -1,0 +1,91 @@
+"""No thread of a server waits without a bound: each wait has a timeout, or stands below with what bounds it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("protos", "scheduler_svc", "gpu_worker")
+WITHOUT_ARGUMENTS = frozenset({"join", "wait", "get", "acquire", "result", "communicate", "recv", "recv_multipart"})
+"""Methods that wait for ever when they are called without arguments."""
+
+BOUNDED = {
+    "protos/lineclear/logs.py:LineWriter._run:self._lines.get()": "a daemon's own queue; close joins with a timeout",
+    "protos/lineclear/standby.py:Standby.run_in_background:thread.join()": "the supervisor kills a late standby",
+    "scheduler_svc/lineclear/scheduler/leaving.py:ExitGuard._run:self._is_ending.wait()": "a daemon of its own",
+    "scheduler_svc/lineclear/scheduler/leaving.py:Leaving.unless_hurried:task.result()": "the task is done",
+    "scheduler_svc/lineclear/scheduler/recording/recordings.py:Recordings._run:self._orders.get()": (
+        "a daemon's own queue; close joins with a timeout"
+    ),
+    "scheduler_svc/lineclear/scheduler/worker_process.py:WorkerProcess.reap:self._process.wait()": (
+        "called when the descriptor of the process tells that it has ended"
+    ),
+    "gpu_worker/lineclear/worker/collector.py:Collector._run:self._items.get()": (
+        "a daemon's own queue; close joins with a timeout"
+    ),
+    "gpu_worker/lineclear/worker/collector.py:Collector._land:launched.flight.result()": (
+        "the device; the scheduler replaces a worker whose step takes too long, and a stop waits until it is overdue"
+    ),
+    "gpu_worker/lineclear/worker/golden.py:_serve:runner.launch(plan).result()": (
+        "the device, before the worker joins; start_timeout_seconds"
+    ),
+    "gpu_worker/lineclear/worker/runner.py:_Flight._land:self._stopwatch.wait()": "the device; as Collector._land",
+}
+CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_let_in")
+"""Context variables: their get() waits for nothing."""
+
+
+def waits(source: Path) -> Iterator[str]:
+    """Each call that may wait for ever, as file:function:call. What is awaited can be cancelled, and is left out."""
+    tree = ast.parse(source.read_text())
+    awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
+    awaited |= {id(call) for node in ast.walk(tree) if _makes_task(node) for call in ast.walk(node)}
+    yield from _below(tree, str(source.relative_to(ROOT)) + ":", "", awaited)
+
+
+def _below(node: ast.AST, file: str, scope: str, awaited: set[int]) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        inner = scope
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{scope}.{child.name}" if scope else child.name
+        if isinstance(child, ast.Call) and id(child) not in awaited and _may_wait(child):
+            yield f"{file}{scope}:{ast.unparse(child)}"
+        yield from _below(child, file, inner, awaited)
+
+
+def _may_wait(call: ast.Call) -> bool:
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in WITHOUT_ARGUMENTS:
+        return False
+    owner = function.value
+    is_context = isinstance(owner, ast.Name) and owner.id in CONTEXT
+    return not call.args and not call.keywords and not is_context
+
+
+def _makes_task(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("ensure_future", "wait_for")
+    )
+
+
+def found() -> set[str]:
+    sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {wait for source in sources if "_pb2" not in source.name for wait in waits(source)}
+
+
+def test_every_wait_is_bounded() -> None:
+    assert found() - BOUNDED.keys() == set(), "give it a timeout, or add it to BOUNDED with what bounds it"
+
+
+def test_what_is_listed_is_there() -> None:
+    assert BOUNDED.keys() - found() == set()
+
+
+def test_a_wait_without_a_bound_is_found() -> None:
+
+    tree = ast.parse("class A:\n    def f(self):\n        self._thread.join()\n        self._thread.join(1.0)\n")
+    assert list(_below(tree, "limits.py:", "", set())) == ["limits.py:A.f:self._thread.join()"]
