@@ -78,7 +78,8 @@ class LineWriter:
 class _Relay:
     """A pipe in the place of descriptor 2, and a thread that hands what is written to a LineWriter.
 
-    `close` puts back what was there before. Stacks of a crash go to the socket itself: the thread ends with the process.
+    `close` puts back what was there before. Stacks of a crash go to the socket itself, because the thread ends
+    with the process.
     """
 
     def __init__(self, writer: LineWriter, original: int) -> None:
