@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import importlib
 import pkgutil
 import socket
@@ -343,6 +344,43 @@ def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_certificate_that_expires_submits_nothing_more_over_an_open_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was let in before is completed, then the Session ends, as for a revoked token."""
+    clients, day = trustme.CA(), datetime.timedelta(days=1)
+    (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
+    tomorrow = datetime.datetime.now(datetime.UTC) + day
+
+    async def scenario() -> None:
+        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+        settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
+        leaf = clients.issue_cert("alice@example.org", not_after=tomorrow)
+        async with (
+            serving(tmp_path, plaintext=False, **settings) as s,
+            secure(s, credentials(leaf)) as channel,
+        ):
+            caller = Caller(s, channel)
+            await caller.order(submit(1))
+            key = await s.engine.next_request()
+            monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() - 60)
+            await caller.order(submit(2))
+            await s.engine.next_request(2)
+            monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() + 1)
+            await caller.order(submit(3))
+            await caller.until(lambda: caller.failed)
+            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "UNAUTHENTICATED"}
+            for request in list(s.engine.requests):
+                s.engine.start(request)
+                s.engine.tokens(request, HELLO_IDS)
+                s.engine.finish_by(request, FinishReason.LENGTH)
+            await caller.until(lambda: len(caller.finished) == 2)
+            assert key
+            assert (await error_of(caller.call)).reason == "UNAUTHENTICATED"
+
+    run(scenario())
+
+
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +532,23 @@ def test_neither_process_leaves_a_core_file(start: Callable[..., Running]) -> No
     server = start()
     worker = server.wait_for("worker_started")["pid"]
     assert core_limit(server.popen.pid) == core_limit(worker) in (["0", "0"], ["1", "1"])
+
+
+def test_the_limit_is_what_linux_takes_for_no_dump_where_a_program_collects_them() -> None:
+    """With core_pattern a pipe Linux ignores a limit of 0, and obeys one of exactly 1."""
+    code = (
+        "import resource\n"
+        "from lineclear import core_dumps\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_CORE)\n"
+        "core_dumps.disable()\n"
+        "expected = 0 if hard == 0 else 1\n"
+        "assert resource.getrlimit(resource.RLIMIT_CORE) == (expected, expected)\n"
+        "core_dumps.disable()\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "core_dumps.disable()\n"
+        "assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:

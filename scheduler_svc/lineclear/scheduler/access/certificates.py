@@ -6,11 +6,7 @@ the certificate, and the certificate is valid today. Whether its names fit is fo
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,13 +14,13 @@ from pathlib import Path
 import grpc
 import structlog
 
+from lineclear.scheduler.access.memory_file import memory_file
 from lineclear.scheduler.access.watched import Watched
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 
 log = structlog.get_logger()
 
 _SOON = timedelta(days=14)
-_MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; Python 3.11 has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +111,6 @@ def _check_authority(path: str, authority: bytes) -> None:
         raise ConfigurationError(f"tls_client_ca_file {path} holds no certificate in PEM form") from None
 
 
-def _memory_file() -> int:
-    """Return the descriptor of a new file in memory that cannot be executed.
-
-    Where vm.memfd_noexec is 2, Linux gives no other ones. Before 6.3 it does not know the flag.
-    """
-    try:
-        return os.memfd_create("lineclear", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.memfd_create("lineclear", os.MFD_CLOEXEC)
-
-
-@contextlib.contextmanager
-def _file_of(data: bytes) -> Iterator[str]:
-    """The path of a file in memory: OpenSSL takes keys from files alone."""
-    descriptor = _memory_file()
-    try:
-        os.write(descriptor, data)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
 def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
     """Shake hands with ourselves; when the certificate expires. Raises ConfigurationError."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -146,7 +118,7 @@ def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself: who signed it is not the point
     try:
-        with _file_of(chain) as chain_copy, _file_of(key) as key_copy:
+        with memory_file(chain) as chain_copy, memory_file(key) as key_copy:
             server.load_cert_chain(chain_copy, key_copy, password=_no_password)
             client.load_verify_locations(chain_copy)
     except ssl.SSLError as error:

@@ -5,13 +5,19 @@ Decides nothing about whether a call is let in; that is `authentication`'s. A ha
 
 from __future__ import annotations
 
+import math
+import ssl
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
 from hashlib import blake2b, sha256
 from typing import Any
 
 import grpc.aio
+
+from lineclear.scheduler.access.memory_file import memory_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,15 @@ def validity() -> Callable[[], bool]:
     For calls that go on taking orders. Always true where no token is asked for.
     """
     return _is_valid.get()
+
+
+def certificate_validity(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], bool]:
+    """Return what says, at any later time, whether the caller's certificate is still in its time.
+
+    TLS has checked it once, when the connection was made. Always true where no certificate is asked for.
+    """
+    ends_at = min((_expiry(pem) for pem in context.auth_context().get("x509_pem_cert", ())), default=math.inf)
+    return lambda: _wall_clock() < ends_at
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
@@ -84,6 +99,18 @@ def flow() -> str:
 def share(tenant: str) -> str:
     """What stands for a tenant where only equality counts: recordings hold it, and no name."""
     return blake2b(tenant.encode("utf-8", "replace"), digest_size=8).hexdigest() if tenant else ""
+
+
+def _wall_clock() -> float:
+    return datetime.now(UTC).timestamp()
+
+
+@lru_cache(maxsize=1024)
+def _expiry(pem: bytes) -> float:
+    """When a certificate expires, in seconds of the wall clock."""
+    with memory_file(pem) as path:
+        found = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]  # OpenSSL reads it; ssl has no other way
+    return ssl.cert_time_to_seconds(found["notAfter"])
 
 
 def _certificate_name(auth: Any) -> str:

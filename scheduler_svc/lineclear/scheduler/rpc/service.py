@@ -251,11 +251,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
         identity.divide_work(tenant, context)  # also for the tasks that the session begins
-        is_valid = identity.validity()
+        is_valid, is_in_time = identity.validity(), identity.certificate_validity(context)
 
         def require() -> Bounds:
             if not is_valid():
                 error = Unauthenticated("the token that this Session began with is not valid any more")
+                session.leave(error)
+                raise error
+            if not is_in_time():
+                error = Unauthenticated("the certificate that this Session began with has expired")
                 session.leave(error)
                 raise error
             return self._require_worker()
