@@ -25,7 +25,7 @@ from service.serving import (
     until,
 )
 
-from lineclear.errors import NonFiniteLogits
+from lineclear.errors import LineclearError, NonFiniteLogits
 from lineclear.scheduler.access.identity import ANONYMOUS, Identity
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
@@ -279,6 +279,37 @@ def test_a_name_is_taken_while_its_answer_is_kept(tmp_path: Path) -> None:
         async with serving(tmp_path) as s:
             await submit_to_the_end(s, text_request(request_id="a"))
             assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
+
+    run(scenario())
+
+
+def test_a_name_that_is_taken_is_said_before_anything_else_is_checked(tmp_path: Path) -> None:
+    """A retry of a request that was taken hears that it was, whatever else is wrong now: no room, a wrong field."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_queue_size=1) as s:
+            await submit_to_the_end(s, text_request(request_id="a"))
+            waiting = s.generate(text_request(request_id="b"))
+            await s.engine.next_request(2)
+            full, wrong = text_request(request_id="a"), text_request(request_id="a", sampling={"temperature": -1})
+            for again in (full, wrong):
+                assert (await error_of(submit(s, again))).reason == "DUPLICATE_REQUEST"
+            assert (await error_of(submit(s, text_request(request_id="c")))).reason == "QUEUE_FULL"
+            assert len(s.engine.submitted) == 2
+            waiting.cancel()
+
+    run(scenario())
+
+
+def test_of_two_submits_of_one_name_at_once_one_is_taken(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            same = pb.SubmitRequest(request=text_request(request_id="a"))
+            calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            refused = [end.reason for end in ends if isinstance(end, LineclearError)]
+            assert refused == ["DUPLICATE_REQUEST"] * 3
+            assert len(s.engine.submitted) == len(s.service._detached) == 1
 
     run(scenario())
 

@@ -27,11 +27,11 @@ TOY = ToyOptions(vocab_size=VOCABULARY, min_step_seconds=0.02, max_step_seconds=
 class Split:
     """A scheduler process and a worker process that know nothing of each other but the folder of their sockets."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         sockets = ("--socket-directory", str(directory / "sockets"))
         drain = ("--drain-timeout-seconds", "60")
         self.scheduler = Process(
-            ["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *sockets, *drain]
+            ["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *sockets, *drain, *flags]
         )
         self.worker = subprocess.Popen(TOY.arguments(directory / "sockets"), env=ENVIRONMENT)
         self.address = self.scheduler.wait_for("serving")["address"]
@@ -64,6 +64,25 @@ def split(model: Path) -> Iterator[Split]:
     running = Split(model, directory)
     try:
         yield running
+    finally:
+        running.end()
+        shutil.rmtree(directory)
+
+
+def test_a_worker_smaller_than_its_scheduler_is_said_once_with_both_figures_and_flags(model: Path) -> None:
+    directory = short_directory()
+    running = Split(model, directory, "--max-batch-size", "128", "--target-batch-tokens", "8192")
+    try:
+        warnings = [running.scheduler.wait_for("worker_caps_batches", count) for count in (1, 2)]
+        assert [(w["level"], w["flag"], w["value"], w["worker_flag"], w["worker_value"]) for w in warnings] == [
+            ("warning", "--max-batch-size", 128, "--num-slots", TOY.num_slots),
+            ("warning", "--target-batch-tokens", 8192, "--max-step-tokens", 4096),
+        ]
+        with grpc.insecure_channel(running.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            limits = stub.GetModel(pb.GetModelRequest()).limits
+        assert (limits.max_batch_size, limits.target_batch_tokens) == (TOY.num_slots, 4096)
+        assert len([line for line in running.scheduler.lines if line.get("event") == "worker_caps_batches"]) == 2
     finally:
         running.end()
         shutil.rmtree(directory)

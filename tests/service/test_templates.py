@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from service.processes import Process
 from service.processes import until as until_true
-from service.serving import TEMPLATE, TOKENIZER, Serving, error_of, run, serving, text_request, until
+from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_of, run, serving, text_request, until
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
@@ -60,6 +60,21 @@ def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> N
             assert "secret" not in str(logs)
             # The next conversation is rendered as before.
             assert (await tokenize(s, "quick", **tenant("a"))).token_ids
+
+    run(scenario())
+
+
+def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be started in any folder, one with a json.py among them."""
+    for name in ("json", "jinja2", "struct"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            assert (await tokenize(s, "quick", timeout=BOUND_SECONDS)).token_ids
 
     run(scenario())
 

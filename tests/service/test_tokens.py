@@ -327,6 +327,29 @@ def test_a_key_in_memory_cannot_be_executed(tmp_path: Path, monkeypatch: pytest.
     read_certificates(settings)
 
 
+def test_no_descriptor_left_at_a_rotation_keeps_the_old_certificate_until_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, settings = Clock(), SchedulerSettings(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
+    watched = Watched([Path(settings.tls_cert_file)], lambda: read_certificates(settings), clock)
+    before = watched.current()
+    pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+
+    def none_left(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    clock.now += LOOK_SECONDS
+    with capture_logs() as lines:
+        assert watched.current() is before
+    assert [(line["event"], "Too many open files" in line["problem"]) for line in lines] == [
+        ("files_not_reloaded", True)
+    ]
+    monkeypatch.undo()
+    clock.now += LOOK_SECONDS
+    assert watched.current().chain == Path(settings.tls_cert_file).read_bytes() != before.chain
+
+
 def test_the_expiry_of_a_certificate_is_announced_once_a_day(tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
