@@ -242,7 +242,13 @@ class SchedulerSettings(BaseSettings):
         le=366 * 86_400,
         description="Longest deadline of a call, in seconds from its arrival. A later one is brought forward to this.",
     )
-    tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenize large inputs.")
+    tokenizer_threads: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Threads that tokenize large inputs. One caller uses all but one of them where there are several:"
+        " another caller's input does not wait for those of the first.",
+    )
     max_tokenizing: int = Field(
         64,
         ge=1,
@@ -252,7 +258,11 @@ class SchedulerSettings(BaseSettings):
     )
     max_chat_messages: int = Field(1024, ge=1, le=65_536, description="Most messages of a conversation.")
     template_processes: int = Field(
-        2, ge=1, le=64, description="Processes that render conversations with the model's chat template."
+        2,
+        ge=1,
+        le=64,
+        description="Processes that render conversations with the model's chat template. One caller uses all but one,"
+        " as of tokenizer_threads.",
     )
     max_template_seconds: float = Field(
         2.0,
