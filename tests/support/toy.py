@@ -154,7 +154,8 @@ class ToyRunner:
 
     def reset(self) -> None:
         """Forget every slot and every cell."""
-        self.cells = [[HOLE] * self.block_size for _ in range(self.num_blocks)]
+        # Numbers of one size each: lists would grow with what is written to them.
+        self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
 
     def prepare(self) -> bool:
@@ -164,7 +165,7 @@ class ToyRunner:
     def launch(self, plan: StepPlan) -> ToyFlight:
         """Run the plan at once."""
         for block in plan.zero_blocks:
-            self.cells[block] = [HOLE] * self.block_size
+            self.cells[block] = array("i", [HOLE]) * self.block_size
         for init in plan.inits:
             assert 0 <= init.slot < self.num_slots
             self.slots[init.slot] = _Slot(init)
