@@ -2,18 +2,21 @@
 
     python deploy/try_images.py [--builder podman|docker] [-- FLAGS OF THE BUILD]
 
-Prints one line and exits with 0 where there is neither podman nor docker.
+Prints one line and exits with 0 where there is neither podman nor docker. Exits with 1 and one line where a build
+fails, a change of the product replaces more than 20 MB of an image, or a stream or a process does not end well.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,15 +26,17 @@ from lineclear.errors import LineclearError
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS = 16, 400
 READY_SECONDS = 180.0
+MAX_PRODUCT_BYTES = 20_000_000
 HARDENED = [
     *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
     *("--security-opt", "no-new-privileges", "--user", "10001:10001"),
+    "--no-healthcheck",  # podman needs systemd for it
 ]
 
 
-def find_builder() -> str | None:
-    """Return podman or docker, if it works here."""
-    for name in ("podman", "docker"):
+def find_builder(names: Sequence[str] = ("podman", "docker")) -> str | None:
+    """Return the first of these that works here."""
+    for name in names:
         if shutil.which(name) and not subprocess.run([name, "info"], capture_output=True).returncode:
             return name
     return None
@@ -45,6 +50,8 @@ def run(*command: str) -> str:
 def build(builder: str, flags: list[str]) -> dict[str, str]:
     """Build both images and return their names. Prints size and layers."""
     images = {}
+    # Podman's own format has no health check.
+    flags = [*(["--format", "docker"] if Path(builder).name == "podman" else []), *flags]
     for process in ("scheduler", "worker"):
         images[process] = image = f"lineclear-{process}:try"
         begin = time.monotonic()
@@ -53,7 +60,19 @@ def build(builder: str, flags: list[str]) -> dict[str, str]:
         size = int(run(builder, "image", "inspect", "--format", "{{.Size}}", image))
         print(f"{image}: {size / 1e6:.0f} MB, built in {time.monotonic() - begin:.0f} s")
         print(run(builder, "history", "--format", "  {{.Size}}  {{.CreatedBy}}", image))
+        layers = run(builder, "history", "--format", "{{.Size}}", image).splitlines()
+        product = next(size for size in map(bytes_of, layers) if size)
+        print(f"  a change of the product replaces {product / 1e6:.1f} MB")
+        if product > MAX_PRODUCT_BYTES:
+            sys.exit(f"images: the layer of the product has more than {MAX_PRODUCT_BYTES / 1e6:.0f} MB")
     return images
+
+
+def bytes_of(size: str) -> float:
+    """Return the bytes of a size as a person reads it: "11.9 MB" of podman, "11.9MB" of docker."""
+    match = re.fullmatch(r"([0-9.]+) ?([kMG]?)B", size)
+    assert match is not None, size
+    return float(match[1]) * 1000 ** " kMG".index(match[2] or " ")
 
 
 def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
@@ -66,6 +85,7 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
     common = ["--model=/models/model", "--log-format=json"]
     containers = {name: f"lineclear-try-{name}" for name in images}
     listen = ["--listen=unix:/api/api.sock", "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=60"]
+    remove(builder, containers.values())  # of a run that was interrupted
     begin = time.monotonic()
     scheduler = ["-v", f"{api}:/api", images["scheduler"], *common, *listen]
     worker = [images["worker"], *common, "--directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
@@ -80,10 +100,20 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
         codes = [run(builder, "inspect", "--format", "{{.State.ExitCode}}", name) for name in containers.values()]
         print(f"{complete} of {NUM_STREAMS} streams complete, exit codes {codes}")
         if complete < NUM_STREAMS or set(codes) != {"0"}:
-            sys.exit("the images do not hold what they promise")
-    finally:
+            sys.exit("images: the streams or the containers did not end as they must")
+    except BaseException:
         for name in containers.values():
-            subprocess.run([builder, "rm", "--force", name], capture_output=True)
+            print(f"--- log of {name}", flush=True)
+            subprocess.run([builder, "logs", "--tail", "20", name], stderr=subprocess.STDOUT)
+        raise
+    finally:
+        remove(builder, containers.values())
+
+
+def remove(builder: str, containers: Iterable[str]) -> None:
+    """End and remove containers, those that are there."""
+    for name in containers:
+        subprocess.run([builder, "rm", "--force", name], capture_output=True)
 
 
 def wait_until_ready(client: Client) -> None:
@@ -128,13 +158,18 @@ def main() -> None:
     parser.add_argument("--builder", help="podman or docker; default: the first that works")
     parser.add_argument("flags", nargs="*", help="further flags of the build")
     arguments = parser.parse_args()
-    builder = arguments.builder or find_builder()
+    builder = find_builder([arguments.builder] if arguments.builder else ("podman", "docker"))
+    if builder is None and arguments.builder:
+        sys.exit(f"images: {arguments.builder} does not work here: see `{arguments.builder} info`")
     if builder is None:
         print("images: skipped, there is neither podman nor docker that works here")
         return
-    images = build(builder, arguments.flags)
-    with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
-        try_out(builder, images, Path(folder))
+    try:
+        images = build(builder, arguments.flags)
+        with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
+            try_out(builder, images, Path(folder))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"images: `{builder} {error.cmd[1]}` failed with {error.returncode}; what it said is above")
 
 
 if __name__ == "__main__":
