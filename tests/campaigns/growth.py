@@ -36,7 +36,7 @@ class Bounds:
     descriptors: float = 10.0
 
 
-SHORT = Bounds(private_bytes=60_000.0 * PER_REQUESTS, threads=0.05 * PER_REQUESTS, descriptors=0.2 * PER_REQUESTS)
+SHORT = Bounds(private_bytes=300_000.0 * PER_REQUESTS, threads=0.05 * PER_REQUESTS, descriptors=0.2 * PER_REQUESTS)
 """For seconds instead of an hour: what caches and allocators take at first is a slope, too."""
 
 
@@ -80,6 +80,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, Any]:
             "last": getattr(samples[-1], name),
             "most": max(getattr(sample, name) for sample in samples),
             "slope_per_100k": round(rise * PER_REQUESTS, 2),
+            "lower_per_100k": round(max(-1e15, (rise - error) * PER_REQUESTS), 2),
             "upper_per_100k": round(min(1e15, (rise + error) * PER_REQUESTS), 2),
         }
     return found
@@ -93,6 +94,6 @@ def too_much(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) ->
     names = ("private_bytes", "threads", "descriptors")
 
     def value(name: str) -> float:
-        return float(found[name]["slope_per_100k" if certain else "upper_per_100k"])
+        return float(found[name]["lower_per_100k" if certain else "upper_per_100k"])
 
     return [name for name in names if value(name) > getattr(bounds, name)]

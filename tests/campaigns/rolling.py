@@ -93,7 +93,11 @@ class Reader(threading.Thread):
         policy: Any = "restart" if self._restarts else "error"
         with Client(self._target, retry=_RETRY, on_model_change=policy) as client:
             while not self._stopped.is_set():
-                self._ask(client)
+                try:
+                    self._ask(client)
+                except Exception as error:  # a reader that died must not look like one that is patient
+                    with self._tally.lock:
+                        self._tally.lost[f"{type(error).__name__}: {error}"] += 1
 
     def _ask(self, client: Client) -> None:
         prompt = tuple(self._dice.randrange(_VOCABULARY) for _ in range(self._dice.randrange(1, 40)))
@@ -123,7 +127,9 @@ class Reader(threading.Thread):
         bad = gaps + sum(not _is_beginning(part, right[part.model]) for part in parts)
         if outcome == "whole":
             last = parts[-1]
-            bad += (last.tokens, last.text) != (right[last.model], text_of(right[last.model]))
+            whole = right[last.model]
+            bad += (last.tokens, last.text) != (whole, text_of(whole))
+            bad += (stream.result.token_ids, stream.result.text) != (tuple(whole), text_of(whole))
         self._count(outcome, parts, bad, stream.resumes, stream.restarts)
 
     def _count(self, outcome: str, parts: Sequence[Part], bad: int, resumes: int, restarts: int) -> None:
@@ -215,13 +221,21 @@ class Campaign:
             **{name: getattr(tally, name) for name in names},
             "lost": dict(tally.lost),
             "models": len(tally.models),
+            "never": self.never(),
             "update_seconds": {"p50": round(ordered[len(ordered) // 2], 2), "max": round(ordered[-1], 2)},
         }
 
     @property
     def is_clean(self) -> bool:
         """Every answer was one model's, or ended with MODEL_CHANGED where that was asked for."""
-        return not (self.tally.mixed or self.tally.lost)
+        return not (self.tally.mixed or self.tally.lost or self.never())
+
+    def never(self) -> list[str]:
+        """Name what this campaign is about and did not happen: without it, the rest proves nothing."""
+        tally = self.tally
+        did = {"whole": tally.whole, "changed": tally.changed, "restarts": tally.restarts, "updates": len(self.seconds)}
+        did |= {"models": max(0, len(tally.models) - 1)}
+        return [name for name, times in did.items() if not times]
 
 
 def _wait(condition: Any, what: str) -> None:

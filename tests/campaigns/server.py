@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -34,6 +35,8 @@ class Server:
         self.process = subprocess.Popen(
             [*command, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
+        # A campaign that fails on the way leaves no server behind, which would hold on to its output.
+        atexit.register(self.process.kill)
         self.events: list[tuple[float, dict[str, Any]]] = []
         self._heard = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -4,8 +4,9 @@ All at once, from three tenants: answers by Generate, Session and Submit with At
 readers; large prompts; submitted requests without a listener; clients whose network is gone (`support.blackhole`);
 kills of the worker. Every answer is compared with the right one. Meanwhile memory, threads and descriptors of both
 processes are read once a second (`growth`), and a canary in a process of its own times its tokens. Prints a line of
-JSON; exits 1 when an answer was lost, repeated, changed or refused, something is still held at the end, or a slope is
-above its bound. A short run has a wide interval, so it fails for want of evidence: `--judge no` only shows figures.
+JSON; exits 1 when an answer was lost, repeated, changed or refused, the canary stood still, one of these callers never
+did anything, something is still held at the end, or a slope is above its bound. A short run has a wide interval, so it
+fails for want of evidence: `--judge no` only shows figures.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Reader, Tally
+from campaigns.answers import Reader, Tally, Tolerance, differences
 from campaigns.chaos import TENANTS, quantiles, write_tokens
 from campaigns.growth import SHORT, Bounds, Sample, growth, look, too_much
-from campaigns.questions import ROUTES, Question, toy_answer, toy_questions
+from campaigns.questions import ROUTES, Answer, Question, toy_answer, toy_questions
 from campaigns.server import BOUND_SECONDS, Server
 from fuzz.canary import Canary
 from service.small_tokenizers import byte_level, save
@@ -41,6 +42,9 @@ from lineclear.errors import LineclearError
 _TOY = {"vocab_size": VOCABULARY, "num_blocks": 8192, "max_model_len": 8192, "min_step_seconds": 0.001}
 _SAMPLE_SECONDS = 1.0
 _LARGE_PROMPT = 4000
+_STANDSTILL_SECONDS = 30.0  # of the canary, without a token; a worker that was killed is back long before
+WORK = ("give_up", "read_slowly", "ask_much", "leave_alone", "vanish", "kill")
+"""What callers do besides reading answers."""
 
 
 class _Soak:
@@ -88,40 +92,38 @@ class _Soak:
                         tokens += delta.token_ids
                         if len(tokens) >= until:
                             break
-                self._compare(question, tokens, whole=False)
+                self._compare_beginning(question, tokens)
                 if self.stopped.is_set():
                     return
 
     def read_slowly(self, dice: random.Random, number: int) -> None:
         """Read an answer a piece at a time, with long pauses."""
         question = self._question(dice, length=20, max_tokens=400)
-        tokens: list[int] = []
         with (
             self.client(number, sessions=dice.random() < 0.5) as client,
-            client.stream(list(question.prompt), question.sampling) as stream,
+            client.stream(list(question.prompt), question.sampling, **question.params) as stream,
         ):
-            for delta in stream:
-                tokens += delta.token_ids
+            for _ in stream:
                 self.stopped.wait(0.05)
-        self._compare(question, tokens)
+        self._compare(question, Answer.of(stream.result))
 
     def ask_much(self, dice: random.Random, number: int) -> None:
         """Ask for an answer to a prompt of thousands of tokens."""
         question = self._question(dice, length=_LARGE_PROMPT, max_tokens=20)
         with self.client(number, sessions=dice.random() < 0.5) as client:
-            got = client.generate(list(question.prompt), question.sampling)
-        self._compare(question, got.token_ids)
+            got = client.generate(list(question.prompt), question.sampling, **question.params)
+        self._compare(question, Answer.of(got))
 
     def leave_alone(self, dice: random.Random, number: int) -> None:
         """Submit without listening; the answer is looked at once, much later or never."""
         question = self._question(dice, length=20, max_tokens=100)
         with self.client(number, sessions=False) as client:
-            kept = client.submit(list(question.prompt), question.sampling)
+            kept = client.submit(list(question.prompt), question.sampling, **question.params)
             if dice.random() < 0.5:
                 end = time.monotonic() + BOUND_SECONDS
-                while not (snapshot := kept.poll()).is_over and time.monotonic() < end:
+                while not kept.poll().is_over and time.monotonic() < end:
                     self.stopped.wait(0.2)
-                self._compare(question, snapshot.token_ids)
+                self._compare(question, Answer.of(kept.result()))
 
     def vanish(self, dice: random.Random, number: int) -> None:
         """Be gone in the middle of an answer, with a network that says nothing of it."""
@@ -146,14 +148,22 @@ class _Soak:
     def _question(self, dice: random.Random, *, length: int, max_tokens: int) -> Question:
         prompt = tuple(dice.randrange(VOCABULARY) for _ in range(length))
         sampling = Sampling(seed=dice.getrandbits(31), max_tokens=max_tokens, ignore_eos=True, temperature=0.7)
-        return Question(prompt, sampling, toy_answer(prompt, sampling, None))
+        top = dice.choice((None, 2))
+        return Question(prompt, sampling, toy_answer(prompt, sampling, top), top)
 
-    def _compare(self, question: Question, tokens: Sequence[int], *, whole: bool = True) -> None:
-        right = question.right.token_ids if whole else question.right.token_ids[: len(tokens)]
+    def _compare(self, question: Question, got: Answer) -> None:
+        right, tokens = question.right, got.token_ids
         with self.tally.lock:
             self.tally.answers += 1
             self.tally.tokens += len(tokens)
-            self.tally.altered += tuple(tokens) != right
+            self.tally.altered += tokens != right.token_ids
+            self.tally.wrong.update(differences(right, got, Tolerance()))
+
+    def _compare_beginning(self, question: Question, tokens: Sequence[int]) -> None:
+        with self.tally.lock:
+            self.tally.answers += 1
+            self.tally.tokens += len(tokens)
+            self.tally.altered += tuple(tokens) != question.right.token_ids[: len(tokens)]
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
@@ -179,23 +189,37 @@ class _Soak:
                 reader.stop()
             for thread in (*readers, *threads):
                 thread.join(BOUND_SECONDS)
-                assert not thread.is_alive(), f"{thread.name} did not end"
-            gaps = canary.gaps()
-        for hole in self._holes:
-            hole.close()
+                if thread.is_alive():
+                    self.problems.append(f"{thread.name} did not end")
+            gaps, longest = list[float](), 0.0
+            try:
+                gaps, longest = canary.end()
+            except AssertionError as error:  # the figures of an hour are printed all the same
+                self.problems.append(str(error))
         with self.client(0, sessions=False) as client:
             held = _held(client)
+        for hole in self._holes:  # only now: closing tells the server that these clients are gone
+            hole.close()
         tally = self.tally
         return {
             "answers": tally.answers,
             "tokens": tally.tokens,
             "did": dict(self.did),
+            "never": [
+                *(work for work in WORK if not self.did[work]),
+                *(route for route in ROUTES if not tally.routes[route]),
+            ],
+            "routes": dict(tally.routes),
+            "ends": dict(tally.ends),
             **{name: getattr(tally, name) for name in ("lost", "duplicated", "altered")},
             "wrong": dict(tally.wrong),
             "failed": dict(tally.failed),
             "problems": self.problems[:10],
             "held_at_end": held,
+            "canary_tokens": len(gaps),
             "canary_gap_seconds": quantiles(gaps),
+            "canary_longest_seconds": round(longest, 3),
+            "canary_stood_still": longest > _STANDSTILL_SECONDS,
             **{name: growth(of) for name, of in samples.items()},
         }
 
@@ -227,10 +251,11 @@ def soak(
     seed: int,
     kill_seconds: float = 120.0,
     vanish_seconds: float = 10.0,
+    flags: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run, and say what came of it."""
     path, tokens = write_tokens(folder)
-    flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path)]
+    flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path), *flags]
     server = Server("127.0.0.1:0", flags, toy=_TOY)
     server.wait_for("worker_joined")
     found = _Soak(server, tokens, seed).run(seconds, streams, kill_seconds, vanish_seconds)
@@ -240,7 +265,8 @@ def soak(
 
 def faults(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> list[str]:
     """Name everything that must not be."""
-    wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "held_at_end", "exit_code")
+    wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "never")
+    wrong += ("canary_stood_still", "held_at_end", "exit_code")
     grown = [f"{of} {name}" for of in ("scheduler", "worker") for name in too_much(found[of], bounds, certain=certain)]
     return [name for name in wrong if found[name]] + grown
 

@@ -2,8 +2,9 @@
 
     cd tests && python -m fuzz.canary TARGET [TOKEN]
 
-Until its standard input ends; then prints the gaps in seconds as a JSON list. A process of its own, because in that of
-whoever makes the trouble an answer waits for the trouble.
+Until its standard input ends; then prints as JSON the gaps in seconds, and the longest time without a token, which may
+be that before the first one. Ends with an error when an answer fails or differs from the first one. A process of its
+own, because in that of whoever makes the trouble an answer waits for the trouble.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ async def singing(target: str) -> AsyncIterator[list[float]]:
         yield gaps
     finally:
         said, _ = await process.communicate(b"")  # which also ends its standard input
-    gaps += json.loads(said)
+    assert process.returncode == 0, "the canary got no answer, or a wrong one"
+    gaps += json.loads(said)["gaps"]
 
 
 class Canary:
@@ -67,30 +69,34 @@ class Canary:
             self._process.kill()
         self._process.communicate()
 
-    def gaps(self) -> list[float]:
-        """End it, and return the seconds between its tokens."""
+    def end(self) -> tuple[list[float], float]:
+        """End it. Returns the seconds between its tokens, and the longest time without one, the first included."""
         said, _ = self._process.communicate(b"", PATIENCE_SECONDS)
-        assert self._process.returncode == 0, "the canary got no answer"
-        gaps: list[float] = json.loads(said)
-        return gaps
+        assert self._process.returncode == 0, "the canary got no answer, or a wrong one"
+        found = json.loads(said)
+        return found["gaps"], found["longest"]
 
 
 def main() -> int:
     """Read until told to stop, and a last answer to its end."""
-    ended, gaps = threading.Event(), list[float]()
+    ended, gaps, longest = threading.Event(), list[float](), 0.0
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     token = sys.argv[2] if len(sys.argv) > 2 else None
     with Client(sys.argv[1], token=token, max_attempts=1, sessions=False) as client:
         client.generate([5, 6], max_tokens=1, seed=1)
+        right = client.generate([5, 6], max_tokens=TOKENS, ignore_eos=True, seed=1)
         print(flush=True)
         while not gaps or not ended.is_set():
-            times = []
+            asked, times = time.perf_counter(), list[float]()
             with client.stream([5, 6], max_tokens=TOKENS, ignore_eos=True, seed=1) as stream:
                 for delta in stream:
                     if delta.token_ids:
                         times.append(time.perf_counter())
+            if (stream.result.token_ids, stream.result.text) != (right.token_ids, right.text):
+                return 1
             gaps += [b - a for a, b in pairwise(times)]
-    print(json.dumps(gaps))
+            longest = max([longest, *(b - a for a, b in pairwise((asked, *times)))])
+    print(json.dumps({"gaps": gaps, "longest": longest}))
     return 0
 
 
