@@ -46,7 +46,8 @@ class Manifest:
         return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
 
 
-MANIFESTS = {name: Manifest(name) for name in ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu")}
+NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-cpu-standby")
+MANIFESTS = {name: Manifest(name) for name in NAMES}
 SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
 
 
@@ -82,6 +83,16 @@ def seconds(text: str) -> float:
 
 def test_every_variant_is_looked_at() -> None:
     assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
+
+
+def test_a_standby_is_a_second_worker_that_stops_after_the_scheduler() -> None:
+    pod = MANIFESTS["service-cpu-standby"].pod
+    assert [container["name"] for container in pod["initContainers"]] == [
+        "lineclear-worker",
+        "lineclear-standby-worker",
+    ]
+    first, second = ({**container, "name": ""} for container in pod["initContainers"])
+    assert first == second
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -151,7 +162,7 @@ def test_only_the_two_share_the_sockets(manifest: Manifest) -> None:
         for name, mount in mounts.items()
         if mount is not None
     }
-    assert {name for name, mount in mounts.items() if mount} == set(OURS)
+    assert {name for name, mount in mounts.items() if mount} - {"lineclear-standby-worker"} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
     # A folder in the volume, not the volume: the kubelet makes that one for everybody to write.
     directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["directory"]}

@@ -7,6 +7,7 @@ import random
 import shutil
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -425,17 +426,76 @@ def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeSchedu
     assert 0 < busy.busy_seconds < time.monotonic() - sent_at
 
 
-def test_a_refused_worker_stands_by_and_takes_over() -> None:
-    with World() as world:
-        first = world.start_worker()
+def test_a_refused_worker_takes_over_at_once() -> None:
+    """It is asked, and does not ask again itself: that would be in ten minutes."""
+    with World(options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)) as world:
+        workers = [world.start_worker()]
         world.wait_joined()
-        second = world.start_worker()
-        eventually(lambda: world.engine.snapshot().link.refused_workers >= 2, what="asking again")
-        streams = [world.submit(request(i, max_tokens=100)) for i in range(8)]
-        first.kill()
+        for number in range(3):
+            workers.append(world.start_worker())
+            eventually(lambda: world.engine.snapshot().link.refused_workers > number, what="refused")  # noqa: B023
+        streams = [world.submit(request(i, max_tokens=400)) for i in range(8)]
+        for number in range(1, 4):
+            joined = world.engine.worker
+            assert joined is not None
+            world.wait(lambda: all(len(stream.tokens) > number * 20 for stream in streams))  # noqa: B023
+            next(worker for worker in workers if worker.pid == joined.pid).kill()
+            world.wait_joined(number + 1)
         world.wait_ended(streams)
         for stream in streams:
             stream.check(world.options.vocab_size)
-        worker = world.engine.worker
-        assert worker is not None
-        assert worker.pid == second.pid
+        assert [worker.poll() for worker in workers].count(None) == 1
+
+
+def test_a_refused_worker_asks_again_by_itself_too() -> None:
+    """Where the scheduler that refused it has forgotten it."""
+    with World(options=ToyOptions(standby_seconds=0.2)) as world:
+        world.start_worker()
+        world.wait_joined()
+        world.start_worker()
+        eventually(lambda: world.engine.snapshot().link.refused_workers >= 3, what="asking again")
+
+
+def refused(world: World, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
+    """A worker that was refused by this scheduler and waits, and its epoch."""
+    worker = world.start_worker(ToyOptions(standby_seconds=600.0))
+    epoch = join(scheduler)
+    scheduler.send(epoch, encode(Goodbye(epoch, "another worker is joined")))
+    return worker, epoch
+
+
+def test_a_refused_worker_that_is_asked_comes_with_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    _, epoch = refused(world, scheduler)
+    scheduler.send(epoch, encode(Rejoin(epoch)))
+    assert join(scheduler) != epoch
+
+
+def test_a_refused_worker_asks_the_next_scheduler_at_once(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    _, epoch = refused(world, scheduler)
+    scheduler.close()
+    successor = FakeScheduler(world.directory)
+    try:
+        assert join(successor) != epoch
+    finally:
+        successor.close()
+
+
+def test_a_refused_worker_that_is_told_to_stop_stops(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    worker, _ = refused(world, scheduler)
+    time.sleep(0.2)  # it has read its refusal by then, and waits
+    worker.terminate()
+    assert worker.wait(PATIENCE_SECONDS) == 0
+
+
+def test_the_place_is_offered_to_each_waiting_worker_when_it_is_free(station: Station) -> None:
+    first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
+    for peer, epoch in zip(waiting, (9, 11), strict=True):
+        peer.say(hello(epoch))
+        assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > (epoch > 9)) == []  # noqa: B023
+        assert isinstance(peer.hear(), Goodbye)
+    first.leave()
+    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert [peer.hear() for peer in waiting] == [Rejoin(9), Rejoin(11)]

@@ -207,22 +207,24 @@ def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> Non
             on_exit=lambda pid, code: exits.append(pid),
         )
         supervisor.start()
-        first = supervisor.pid
-        assert first is not None
-        supervisor.worker_joined(hello(first))
-        await until(lambda: supervisor.standby_pid is not None)
-        standby = supervisor.standby_pid
-        assert standby is not None
-        kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
-        kill(first)
-        await until(lambda: supervisor.pid == standby)
-        supervisor.worker_joined(hello(standby))
-        await asyncio.sleep(0.01)
-        kill(standby, signal.SIGCONT)
-        await asyncio.sleep(1.5)  # longer than a start may take
-        assert exits == [first]
-        assert supervisor.pid == standby
-        await supervisor.stop()
+        try:
+            first = supervisor.pid
+            assert first is not None
+            supervisor.worker_joined(hello(first))
+            await until(lambda: supervisor.standby_pid is not None)
+            standby = supervisor.standby_pid
+            assert standby is not None
+            kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
+            kill(first)
+            await until(lambda: supervisor.pid == standby)
+            supervisor.worker_joined(hello(standby))
+            await asyncio.sleep(0.01)
+            kill(standby, signal.SIGCONT)
+            await asyncio.sleep(1.5)  # longer than a start may take
+            assert exits == [first]
+            assert supervisor.pid == standby
+        finally:
+            await supervisor.stop()
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,26 @@ def _apply(folder: Path, documents: list[dict[str, Any]]) -> list[dict[str, Any]
     return documents
 
 
-def _operate(document: Any, op: str, path: str, value: Any) -> None:
+def _operate(document: Any, op: str, path: str, value: Any = None, **source: str) -> None:
     """One operation of RFC 6902."""
-    *way, last = (part.replace("~1", "/") for part in path.split("/")[1:])
-    for part in way:
-        document = document[int(part) if isinstance(document, list) else part]
-    if isinstance(document, list):
-        assert (op, last) == ("add", "-")
-        document.append(value)
+    if op == "copy":
+        op, value = "add", copy.deepcopy(_at(document, source["from"]))
+    way, _, last = path.rpartition("/")
+    place = _at(document, way)
+    last = last.replace("~1", "/")
+    if isinstance(place, list):
+        assert op == "add"
+        place.insert(len(place) if last == "-" else int(last), value)
         return
-    assert op == "add" or last in document
+    assert op == "add" or last in place
     if op == "test":
-        assert document[last] == value
+        assert place[last] == value
     else:
-        document[last] = value
+        place[last] = value
+
+
+def _at(document: Any, path: str) -> Any:
+    """What a JSON pointer points to."""
+    for part in path.split("/")[1:]:
+        document = document[int(part) if isinstance(document, list) else part.replace("~1", "/")]
+    return document

@@ -42,6 +42,8 @@ class ToyOptions:
     max_rows: int = 0
     """A step with more rows runs out of memory; 0: none does."""
     heartbeat_seconds: float = 0.1
+    standby_seconds: float = 600.0
+    """After which it asks again by itself when it was refused."""
     drain_timeout_seconds: float = 60.0
     """How long it runs plans after SIGTERM."""
     model: str = ""
@@ -74,7 +76,7 @@ def main() -> int:
     time.sleep(options.load_seconds)
     limits = LoopLimits(
         heartbeat_seconds=options.heartbeat_seconds,
-        standby_seconds=0.2,
+        standby_seconds=options.standby_seconds,
         drain_timeout_seconds=options.drain_timeout_seconds,
     )
     return run(MoodyRunner(options), Path(sys.argv[1]), supervised=supervised, limits=limits)

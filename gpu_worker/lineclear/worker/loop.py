@@ -52,8 +52,9 @@ class LoopLimits:
     """How long the last message may take to leave."""
     idle_seconds: float = 0.05
     """How long no order must have come before the runner prepares for later ones."""
-    standby_seconds: float = 1.0
-    """How long a worker that was refused waits before it asks again."""
+    standby_seconds: float = 10.0
+    """How long a worker that was refused waits before it asks again by itself. The scheduler sends it Rejoin as soon as
+    the joined worker is gone."""
     drain_timeout_seconds: float = 30.0
     """How long a joined worker that was told to stop runs plans for its scheduler."""
 
@@ -63,8 +64,8 @@ def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: Lo
 
     A joined worker drains first (`LoopLimits.drain_timeout_seconds`), and a second signal ends the process. Either may
     start first, and the scheduler may go and come back. A worker that is refused leaves if it is `supervised` (see
-    lineclear.lifeline) and else stands by, to take over when the joined one is gone. To be called on
-    the main thread. Raises SocketError for a directory that cannot be trusted.
+    lineclear.lifeline) and else stays connected and takes over when the joined one is gone. To be called on the main
+    thread. Raises SocketError for a directory that cannot be trusted.
     """
     loop = _Loop(runner, private_sockets(directory), limits or LoopLimits())
     with loop.stop_signals():
@@ -101,6 +102,7 @@ class _Loop:
         self._limits = limits
         self._stopping = False
         self._told_at = 0.0  # when it was told to stop
+        self._is_refused = False  # in the last epoch
         self._drain_ends_at: float | None = None
         self._instance = secrets.randbits(63)
         self._bell = Bell()
@@ -142,13 +144,12 @@ class _Loop:
         log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
         while not self._stopping or self._drain_ends_at is not None:
             try:
-                ending = self._serve_epoch()
+                ending = self._serve_epoch(supervised)
             except FlightsStuck:
                 log.error("device_stuck", hint="it was told to stop and a step on the device does not end")
                 return ExitCode.INTERNAL
-            if ending is _Ending.REFUSED and not supervised:
-                self._bell.wait(self._limits.standby_seconds)
-            elif ending is not _Ending.REJOIN:
+            self._is_refused = ending is _Ending.REFUSED
+            if ending is not _Ending.REJOIN and (supervised or not self._is_refused):
                 return _EXIT_AFTER[ending]
         return ExitCode.OK
 
@@ -163,8 +164,11 @@ class _Loop:
         patience = self._limits.drain_timeout_seconds + self._limits.farewell_seconds
         return self._stopping and time.monotonic() > self._told_at + patience
 
-    def _serve_epoch(self) -> _Ending:
-        """Join with a new epoch and run its plans until it ends. Nothing is in flight when this returns."""
+    def _serve_epoch(self, supervised: bool) -> _Ending:
+        """Join with a new epoch and run its plans until it ends. Nothing is in flight when this returns.
+
+        A worker that is refused, and not supervised, waits here for its place.
+        """
         # Odd, because an identity whose first byte is zero belongs to ZeroMQ.
         epoch = secrets.randbits(62) << 1 | 1
         self._runner.reset()
@@ -180,6 +184,8 @@ class _Loop:
                 ending = _Ending.BROKEN
             if ending is _Ending.STOPPED:
                 self._collector.say(Goodbye(epoch, "the worker was told to stop"))
+            elif ending is _Ending.REFUSED and not supervised:
+                ending = self._wait_for_place(plans)
         finally:
             plans.close()
         log.info("epoch_ended", epoch=epoch, ending=ending.name.lower(), num_bad_frames=plans.num_bad_frames)
@@ -205,7 +211,8 @@ class _Loop:
                 self._collector.abandon()
                 return _Ending.REJOIN
             if isinstance(order, Goodbye):
-                log.warning("refused", reason=order.reason)
+                if not self._is_refused:
+                    log.warning("refused", reason=order.reason)
                 self._collector.abandon()
                 return _Ending.REFUSED
             if isinstance(order, SetLogLevel):
@@ -215,6 +222,19 @@ class _Loop:
                 last_step, patience_seconds = order.step, self._limits.idle_seconds
             else:  # in small pieces, so that an order that comes meanwhile hardly waits
                 patience_seconds = 0.0 if self._runner.prepare() else None
+
+    def _wait_for_place(self, plans: PlanSocket) -> _Ending:
+        """Stay connected until the scheduler sends Rejoin or is gone, or `standby_seconds` are over."""
+        ends_at = time.monotonic() + self._limits.standby_seconds
+        while not self._stopping and plans.is_connected() and (remaining := ends_at - time.monotonic()) > 0:
+            try:
+                order = plans.receive(remaining)
+            except ProtocolMismatch as error:
+                log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
+                return _Ending.MISMATCH
+            if isinstance(order, Rejoin):
+                return _Ending.REJOIN
+        return _Ending.REFUSED
 
     def _may_drain(self, plans: PlanSocket) -> bool:
         """Whether a worker that was told to stop runs further plans. The first call starts the drain timeout."""

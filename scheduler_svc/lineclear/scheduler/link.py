@@ -53,6 +53,8 @@ _PROBE_DELAYS_SECONDS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """When to look whether a peer is there, after the connections changed. Sockets learn of a change a little after it."""
 _PENDING_SECONDS = 5.0
 """How long a worker that said Hello may take to connect its other socket. Its heartbeats start over after that."""
+_MAX_WAITING_WORKERS = 16
+"""How many refused workers are told when the place is free. Further ones find out when they ask again."""
 _MAX_WAIT_SECONDS = 3600.0
 """Longest single wait. poll() takes milliseconds in a C int, and callers choose deadlines that are years ahead."""
 
@@ -102,6 +104,7 @@ class Link:
         self._closed: deque[int] = deque(maxlen=64)
         self._cut_off: int | None = None  # no plan reaches its worker any more, whose last words may be on their way
         self._barred: deque[int] = deque(maxlen=64)  # instances of processes that are dead, or as good as dead
+        self._waiting: dict[int, int] = {}  # refused because another is joined: instance to its last epoch
         self._probes: deque[float] = deque()
         held = contextlib.ExitStack()
         # Also of a link that is forgotten. The garbage collector would end the context before the sockets, and wait for
@@ -215,6 +218,10 @@ class Link:
         assert self._epoch is not None
         self._closed.append(self._epoch)
         self._epoch = None
+        # The first of them that says Hello joins; the others are refused once more.
+        waiting, self._waiting = self._waiting, {}
+        for epoch in waiting.values():
+            self._tell(Rejoin(epoch))
 
     def _tell(self, message: Rejoin | Goodbye | Heartbeat) -> bool:
         """Send to the worker of `message.epoch` if it is there, and say whether it is."""
@@ -352,11 +359,22 @@ class Link:
             self.counters.refused_workers += 1
             self._closed.append(hello.epoch)
             self._tell(Goodbye(hello.epoch, "another worker is joined to this scheduler"))
-            log.error("worker_refused", pid=hello.pid, hint="one worker to a socket directory")
+            self._wait_for_place(hello)
             return
+        self._waiting.pop(hello.instance, None)
         self._epoch, self._instance, self._cut_off = hello.epoch, hello.instance, None
         self.last_heard = self._clock()
         arrivals.append(hello)
+
+    def _wait_for_place(self, hello: Hello) -> None:
+        """Remember a refused worker, to send it Rejoin when the joined one is gone."""
+        if hello.instance not in self._waiting:
+            log.warning(
+                "worker_refused", pid=hello.pid, hint="another one is joined; it is asked when that one is gone"
+            )
+            if len(self._waiting) == _MAX_WAITING_WORKERS:
+                del self._waiting[next(iter(self._waiting))]
+        self._waiting[hello.instance] = hello.epoch
 
 
 def _own(directory: Path, held: contextlib.ExitStack) -> Sockets:
