@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from campaigns.growth import look
 from campaigns.hostile_callers import KINDS, SERVED, SLOW
 from campaigns.server import BOUND_SECONDS, Server
 from service.small_tokenizers import byte_level, save
+from support.sockets import free_ports
 from support.toy import expected
 
 from lineclear.v1 import inference_pb2 as pb
@@ -151,7 +151,7 @@ class Campaign:
     """A server on ports of its own, and what it is put through."""
 
     def __init__(self, folder: Path, model: str = "") -> None:
-        data, health, metrics = self.ports = _free_ports(3)
+        data, health, metrics = self.ports = free_ports(3)
         self.target = f"127.0.0.1:{data}"
         flags = ["--health-listen", f"127.0.0.1:{health}", "--metrics-listen", f"127.0.0.1:{metrics}"]
         if model:
@@ -213,16 +213,6 @@ def _environment() -> dict[str, str]:
     """Where the campaigns are found."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 
 Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+SessionScript = Callable[[Iterator[pb.SessionRequest], grpc.ServicerContext], Iterator[pb.SessionResponse]]
 
 
 def started(**fields: Any) -> pb.GenerateResponse:
@@ -45,10 +46,14 @@ def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator
 
 
 class ScriptedServer(pb_grpc.InferenceServiceServicer):
-    """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls."""
+    """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls.
+
+    `session` plays every Session; without one the server does not have the method.
+    """
 
     def __init__(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self.script: Script = echo
+        self.session: SessionScript | None = None
         self.failures: list[LineclearError] = []
         self.requests: list[pb.GenerateRequest] = []
         self.submitted: dict[str, pb.GenerateRequest] = {}
@@ -108,6 +113,13 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         finally:
             with self._lock:
                 self.open -= 1
+
+    def Session(
+        self, orders: Iterator[pb.SessionRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.SessionResponse]:
+        if self.session is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        yield from self.session(orders, context)
 
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
         self.submitted[request.request.request_id] = request.request

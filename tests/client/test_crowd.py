@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lineclear.client.crowd import Crowd
+from lineclear.errors import LineclearError, QueueFull, Unsupported
 from lineclear.v1 import inference_pb2 as pb
 
 REQUEST = pb.GenerateRequest(text="a")
@@ -17,6 +18,7 @@ class FakeSession:
     is_over = False
     is_closing = False
     is_missing = False
+    refusal: LineclearError | None = None
 
     def begin(self, request: pb.GenerateRequest, seconds: float | None, alone: Callable[[float | None], Any]) -> str:
         assert request is REQUEST
@@ -75,7 +77,18 @@ def test_one_that_is_over_is_followed_by_another_if_the_server_has_them(
     assert begin(crowd) == "shared, 3.0 s"
     assert len(sessions.opened) == 2
     sessions.opened[-1].is_over = sessions.opened[-1].is_missing = True
+    sessions.opened[-1].refusal = Unsupported("no such method")
     assert begin(crowd) == "alone, 3.0 s"
+    assert len(sessions.opened) == 2
+
+
+def test_one_that_was_refused_is_asked_for_again_later(sessions: Sessions) -> None:
+    now = [0.0]
+    crowd = Crowd(True, sessions.open, lambda: now[0])
+    begin(crowd), begin(crowd)
+    sessions.opened[-1].is_over, sessions.opened[-1].refusal = True, QueueFull("64 are open", retry_after_seconds=30.0)
+    for now[0], expected in ((1.0, "alone, 3.0 s"), (30.0, "alone, 3.0 s"), (31.0, "shared, 3.0 s")):
+        assert begin(crowd) == expected
     assert len(sessions.opened) == 2
 
 

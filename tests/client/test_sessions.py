@@ -15,7 +15,7 @@ from lineclear.v1 import inference_pb2 as pb
 class Missing:
     """The session of a server that has none."""
 
-    is_missing = True
+    refusal = Unsupported("no Session here")
 
     def order(self, order: pb.SessionSubmit | pb.SessionCancel) -> None:
         pass
@@ -47,7 +47,7 @@ def test_a_cancellation_between_the_two_calls_is_not_lost() -> None:
 
     session: Any = Missing()
     call = SessionCall(session, 1, None, instead)
-    call.put(Unsupported("no Session here"))
+    call.put(session.refusal)
     with pytest.raises(Cancelled):
         next(call)
 
@@ -56,7 +56,7 @@ def test_nor_is_one_with_asyncio() -> None:
     async def scenario() -> None:
         session: Any = Missing()
         call = AioSessionCall(session, 1, None, lambda seconds: Other())
-        call.put(Unsupported("no Session here"))
+        call.put(session.refusal)
         call.cancel()  # its reader has not been woken yet
         with pytest.raises(Cancelled):
             await call.__anext__()

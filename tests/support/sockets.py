@@ -1,6 +1,8 @@
-"""Where the tests get their ZeroMQ sockets from: those that wait for nobody when they go."""
+"""Where the tests get their ZeroMQ sockets from: those that wait for nobody when they go. And free ports."""
 
 from __future__ import annotations
+
+import socket
 
 import zmq
 
@@ -14,3 +16,14 @@ def bare_context() -> zmq.Context[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.linger = 0
     return context
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many ports of 127.0.0.1 that nothing listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

@@ -44,11 +44,13 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class ToyService:
-    """At `target`, a unix socket below `folder`. Started, stopped and killed as often as one likes."""
+    """At `target`, by default a unix socket below `folder`. Started, stopped and killed as often as one likes."""
 
-    def __init__(self, folder: Path, *flags: str, log: Path | None = None, **toy: Any) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, target: str | None = None, log: Path | None = None, **toy: Any
+    ) -> None:
         """With `log`, both processes write there what would go to standard error."""
-        self.target = f"unix:{folder}/api.sock"
+        self.target = target or f"unix:{folder}/api.sock"
         self._model = save(folder / "model", byte_level())
         self._flags = flags
         self._toy = {"vocab_size": VOCABULARY, **toy}
@@ -106,9 +108,11 @@ class ToyService:
 
 
 @contextlib.contextmanager
-def toy_service(folder: Path, *flags: str, log: Path | None = None, **toy: Any) -> Iterator[ToyService]:
+def toy_service(
+    folder: Path, *flags: str, target: str | None = None, log: Path | None = None, **toy: Any
+) -> Iterator[ToyService]:
     """One that is ready, and killed at the end of the block if it still runs."""
-    service = ToyService(folder, *flags, log=log, **toy)
+    service = ToyService(folder, *flags, target=target, log=log, **toy)
     try:
         service.start()
         yield service

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from lineclear.v1 import inference_pb2 as pb
 
 from .channels import Pairs
-from .retries import log
+from .retries import MAX_TIMEOUT_SECONDS, log
+
+_REFUSED_SECONDS = 10.0
+"""After a server refused a session, none is asked for again for this long at least."""
 
 S = TypeVar("S", bound=Any)
 
@@ -17,13 +22,18 @@ S = TypeVar("S", bound=Any)
 class Crowd(Generic[S]):
     """The open calls of one transport and the session they share; from any thread.
 
-    `S` is a session: `is_over` and `is_closing` say that it takes no more requests, `is_missing` that the server has
-    none, and `begin` begins one. `wanted` says whether there is to be one at all.
+    `S` is a session: `is_over` and `is_closing` say that it takes no more requests, `refusal` that the server did not
+    begin it, `is_missing` that it never begins one, and `begin` begins a request. `wanted` says whether there is to be
+    one at all.
     """
 
-    def __init__(self, wanted: bool, open_session: Callable[[Pairs], S]) -> None:
+    def __init__(
+        self, wanted: bool, open_session: Callable[[Pairs], S], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._is_welcome = wanted  # the server has sessions, as far as we know, and we want them
+        self._refused_until = -math.inf  # on `clock`: it had no room for one
         self._open_session = open_session
+        self._clock = clock
         self._lock = threading.Lock()  # also for an event loop, which never waits for it
         self._session: S | None = None
         self._open = 0
@@ -70,11 +80,19 @@ class Crowd(Generic[S]):
         if metadata != self._metadata:
             return None
         if self._session is None or self._session.is_over or self._session.is_closing:
-            if self._session is not None:
-                log.info("a session has ended%s", "" if self._session.is_missing else "; another begins")
-            self._is_welcome = self._session is None or not self._session.is_missing
-            self._session = self._open_session(metadata) if self._is_welcome else None
+            self._session = self._following(self._session, metadata)
         return self._session
+
+    def _following(self, ended: S | None, metadata: Pairs) -> S | None:
+        """Open the session after the one that `ended`, None where the server does not take one now."""
+        if ended is not None and ended.refusal is not None:
+            log.info("the server refused a session (%s); requests are calls of their own", ended.refusal.reason)
+            self._is_welcome = not ended.is_missing
+            pause_seconds = max(_REFUSED_SECONDS, min(ended.refusal.retry_after_seconds or 0.0, MAX_TIMEOUT_SECONDS))
+            self._refused_until = self._clock() + pause_seconds
+        elif ended is not None:
+            log.info("a session has ended; another begins")
+        return self._open_session(metadata) if self._is_welcome and self._clock() >= self._refused_until else None
 
 
 class Counted:

@@ -1,7 +1,7 @@
 """One Session under the calls of a client that has many at once; to whoever reads an answer it is a call like others.
 
 The first call of a client is a Generate. One that begins while another is open goes through the session, which stays
-for those to come. A server that has no Session is asked by Generate from then on, and nobody notices.
+for those to come. Where a server has no Session, or has no room for one, the requests become calls of Generate.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from lineclear.v1 import inference_pb2 as pb
 from .outbox import Order, Outbox, most_orders, most_request_bytes
 from .peer import check_request_size
 from .routing import Item, items, submission
+
+# Codes of a session that was not begun. An error about the caller, as UNAUTHENTICATED, would be that of Generate too.
+_MISSING = ("UNIMPLEMENTED", "PERMISSION_DENIED")
+_REFUSALS = ("RESOURCE_EXHAUSTED", *_MISSING)
 
 
 def _late() -> errors.DeadlineExceeded:
@@ -56,15 +60,14 @@ class _SessionCall(ABC):
         self._other: Any = None  # the call that was made instead
         self._is_over = False
         self._is_cancelled = False
-        self._heard = False
 
     @abstractmethod
     def put(self, item: Item) -> None:
         """Something came."""
 
     def _goes_elsewhere(self, error: errors.LineclearError) -> bool:
-        """The server has no Session, so this says nothing about the request: a call of its own is made instead."""
-        return self._session.is_missing and not self._heard and isinstance(error, errors.Unsupported)
+        """The server refused the session, which says nothing about the request: a call of its own is made instead."""
+        return error is self._session.refusal
 
     def _hang_up(self, error: errors.LineclearError) -> None:
         if not self._is_over:
@@ -78,13 +81,14 @@ class _SessionCall(ABC):
 class AioSession:
     """The session of an AsyncClient. `open` makes the gRPC call; `failure` names what ended it.
 
-    `is_over`: it takes no more requests. `is_missing`: the server does not have the method.
+    `is_over`: it takes no more requests. `refusal`: the server ended it before it answered anything, and takes the
+    requests by Generate. `is_missing`: it never takes any by a session.
     """
 
     def __init__(self, target: str, call: Any, failure: Callable[[BaseException], errors.LineclearError]) -> None:
         self.is_over = False
         self.is_closing = False  # the server takes no new requests on it, and completes those in progress
-        self.is_missing = False
+        self.refusal: errors.LineclearError | None = None
         self._target = target
         self._call = call
         self._failure = failure
@@ -94,6 +98,10 @@ class AioSession:
         self._most_bytes: int | None = None  # of a request, once the server has said
         self._bell = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
+
+    @property
+    def is_missing(self) -> bool:
+        return self.refusal is not None and self.refusal.code in _MISSING
 
     def begin(
         self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
@@ -137,8 +145,10 @@ class AioSession:
                     await self._call.write(message)
 
     async def _read(self) -> None:
+        was_answered = False
         try:
             async for message in self._call:
+                was_answered = True
                 for handle, item in items(message):
                     self.is_closing = self.is_closing or isinstance(item, errors.Draining)
                     call = self._calls.get(handle)
@@ -149,7 +159,8 @@ class AioSession:
             error = errors.Cancelled("the call was cancelled")
         except Exception as failed:
             error = self._failure(failed)
-            self.is_missing = error.code == "UNIMPLEMENTED"
+            if not was_answered and error.code in _REFUSALS:
+                self.refusal = error
         self._tasks[0].cancel()
         self._over(error)
 
@@ -202,7 +213,6 @@ class AioSessionCall(_SessionCall):
             return
         if not isinstance(item, pb.GenerateResponse):
             self._finish()
-        self._heard = self._heard or isinstance(item, pb.GenerateResponse)
         self._unread.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -237,7 +247,7 @@ class Session:
     ) -> None:
         self.is_over = False
         self.is_closing = False  # the server takes no new requests on it, and completes those in progress
-        self.is_missing = False
+        self.refusal: errors.LineclearError | None = None
         self._target = target
         self._failure = failure
         self._lock = threading.Lock()
@@ -248,6 +258,10 @@ class Session:
         self._bell = threading.Event()
         self._call = open_call(self._messages())
         threading.Thread(target=self._read, name="lineclear-session", daemon=True).start()
+
+    @property
+    def is_missing(self) -> bool:
+        return self.refusal is not None and self.refusal.code in _MISSING
 
     def begin(
         self, request: pb.GenerateRequest, timeout_seconds: float | None, instead: Callable[[float | None], Any]
@@ -263,7 +277,7 @@ class Session:
             self._calls[handle] = call
             over = self.is_over
         if over:
-            call.put(errors.Unsupported("no Session here") if self.is_missing else _ended(self._target))
+            call.put(self.refusal or _ended(self._target))
         self.order(order)
         return call
 
@@ -290,10 +304,12 @@ class Session:
                 yield message
 
     def _read(self) -> None:
+        was_answered = False
         try:
             greeting = self._call.initial_metadata()
             self._outbox.most_orders, self._most_bytes = most_orders(greeting), most_request_bytes(greeting)
             for message in self._call:
+                was_answered = True
                 for handle, item in items(message):
                     self.is_closing = self.is_closing or isinstance(item, errors.Draining)
                     with self._lock:
@@ -303,7 +319,8 @@ class Session:
             error: errors.LineclearError = _ended(self._target)
         except Exception as failed:
             error = self._failure(failed)
-            self.is_missing = error.code == "UNIMPLEMENTED"
+            if not was_answered and error.code in _REFUSALS:
+                self.refusal = error
         with self._lock:
             self.is_over = True
             calls = list(self._calls.values())
@@ -358,7 +375,6 @@ class SessionCall(_SessionCall):
             if self._is_over:
                 return
             self._is_over = not isinstance(item, pb.GenerateResponse)
-            self._heard = self._heard or not self._is_over
             self._unread.put(item)
             over = self._is_over
         if over:
