@@ -24,6 +24,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEX_DIGITS = 16
 _SAMPLES = 4  # of each tensor
 _SAMPLE_BYTES = 64
+_QUICK_RANGES = 16
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
 _CHUNK_BYTES = 1 << 20
 
@@ -52,14 +53,17 @@ def prompt_digest(token_ids: Iterable[int]) -> str:
     return hashlib.sha256(packed.tobytes()).hexdigest()[:_HEX_DIGITS]
 
 
-def stamps(directory: Path) -> tuple[tuple[str, int, int, int, int], ...]:
-    """Name, inode, size and times of every file read: equal before and after a load that nothing disturbed.
+def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
+    """Name, size, time of the last change and a digest of every file read: equal before and after an undisturbed load.
 
-    Raises OSError.
+    Of weights the digest covers the header and a few ranges, so that it costs little before the file is cached. Inode
+    and ctime do not count: file systems in user space and of the network change them while the file stays the same.
+    Links are followed. Raises OSError.
     """
+    weights = [_stamp(path, _quick_digest(path)) for path in _weight_files(directory)]
     names = (CONFIG_FILE, _INDEX, *TEXT_FILES)
-    paths = [*_weight_files(directory), *(directory / name for name in names)]
-    return tuple(sorted(_stamp(path) for path in paths if path.exists()))
+    others = [_stamp(path, _file_digest(path)) for name in names if (path := directory / name).exists()]
+    return tuple(sorted((*weights, *others)))
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -73,9 +77,9 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(map(str, names)) if (directory / name).is_file()]
 
 
-def _stamp(path: Path) -> tuple[str, int, int, int, int]:
+def _stamp(path: Path, digest: str) -> tuple[str, int, int, str]:
     found = path.stat()
-    return path.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return path.name, found.st_size, found.st_mtime_ns, digest
 
 
 def _file_digest(path: Path) -> str:
@@ -89,7 +93,12 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _weights_digest(path: Path) -> str:
+def _quick_digest(path: Path) -> str:
+    """Digest of a weights file's header and of the beginnings of a few tensors, spread over the file."""
+    return _weights_digest(path, max_ranges=_QUICK_RANGES)
+
+
+def _weights_digest(path: Path, max_ranges: int | None = None) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -97,9 +106,11 @@ def _weights_digest(path: Path) -> str:
         header_len = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), _MAX_HEADER_BYTES)
         header = os.pread(file.fileno(), header_len, 8)
         digest.update(header)
-        for begin, end in _tensors(header, size - 8 - header_len):
-            for start in _sampled(begin, end):
-                digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - start), 8 + header_len + start))
+        tensors = _tensors(header, size - 8 - header_len)
+        ranges = [(start, min(_SAMPLE_BYTES, end - start)) for begin, end in tensors for start in _sampled(begin, end)]
+        step = 1 if max_ranges is None else max(1, -(-len(ranges) // max_ranges))
+        for start, length in ranges[::step]:
+            digest.update(os.pread(file.fileno(), length, 8 + header_len + start))
     return digest.hexdigest()
 
 

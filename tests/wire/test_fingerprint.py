@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,13 +98,20 @@ def test_shards_count_as_the_index_names_them(copy: Path) -> None:
 
 def test_a_file_that_is_replaced_shows_in_the_stamps(copy: Path) -> None:
     before = stamps(copy)
-    assert stamps(copy) == before
     for name in ("model.safetensors", "tokenizer.json"):
-        aside = copy / "aside"
-        shutil.copy2(copy / name, aside)
-        aside.rename(copy / name)
+        os.utime(copy / name)
         assert stamps(copy) != before
         before = stamps(copy)
+    (copy / "chat_template.jinja").unlink()
+    assert stamps(copy) != before
+
+
+def test_the_same_file_at_another_place_of_the_disk_has_the_same_stamp(copy: Path) -> None:
+    before = stamps(copy)
+    for path in copy.iterdir():
+        shutil.copy2(path, copy / "aside")
+        (copy / "aside").rename(path)
+    assert stamps(copy) == before
 
 
 def test_prompts_of_other_tokens_have_other_digests() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from support.families import WIDE, tiny_model
 from support.natives import needs_kernels
 
 from lineclear.worker import loader
-from lineclear.worker.model import ModelFilesChanged
+from lineclear.worker.model import LoadedModel, ModelFilesChanged
 from lineclear.worker.settings import WorkerSettings
 from lineclear.worker.start import make_runner
 
@@ -40,18 +42,79 @@ def test_copies_are_one_model_and_every_number_format_is_another(tmp_path: Path)
     assert len({one, *others}) == 5
 
 
-def test_a_directory_that_is_swapped_while_it_is_loaded_is_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "a")
-    tiny_model("llama", seed=1).save_pretrained(tmp_path / "b")
+def load_while(act: Callable[[], object], model: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Load `model`, and `act` once its weights are read."""
     original = loader._from_pretrained
 
-    def swapping(*arguments: Any) -> Any:
+    def acting(*arguments: Any) -> Any:
         found = original(*arguments)
-        (tmp_path / "b" / "model.safetensors").rename(tmp_path / "a" / "model.safetensors")
+        act()
         return found
 
-    monkeypatch.setattr(loader, "_from_pretrained", swapping)
+    monkeypatch.setattr(loader, "_from_pretrained", acting)
+    return loader.load(str(model), torch.device("cpu"), None)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    tiny_model("llama").save_pretrained(tmp_path / "a")
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "b")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def same_times(one: Path, other: Path) -> None:
+    """Give the files of both directories one time, as an image or an archive that is built reproducibly has it."""
+    for path in (*one.iterdir(), *other.iterdir()):
+        os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("has_same_times", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_file_that_is_swapped_while_the_model_is_loaded_is_seen(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str, has_same_times: bool
+) -> None:
+    one, other = models
+    if name != "model.safetensors":
+        (other / name).write_bytes((other / name).read_bytes().replace(b"2", b"3"))
+    if has_same_times:
+        same_times(one, other)
     with pytest.raises(ModelFilesChanged, match="changed while it was loaded"):
-        loader.load(str(tmp_path / "a"), torch.device("cpu"), None)
+        load_while(lambda: (other / name).rename(one / name), one, monkeypatch)
+
+
+@pytest.mark.parametrize("has_same_times", [False, True])
+def test_a_link_that_leads_to_another_model_is_seen(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_same_times: bool
+) -> None:
+    """The files of a Kubernetes volume are links into a directory that is a link itself, which is replaced."""
+    one, other = models
+    if has_same_times:
+        same_times(*models)
+    volume, data = tmp_path / "volume", tmp_path / "volume" / "..data"
+    volume.mkdir()
+    data.symlink_to(one)
+    for path in one.iterdir():
+        (volume / path.name).symlink_to(Path("..data") / path.name)
+
+    def swap() -> None:
+        (volume / "..data_tmp").symlink_to(other)
+        (volume / "..data_tmp").rename(data)
+
+    with pytest.raises(ModelFilesChanged, match="changed while it was loaded"):
+        load_while(swap, volume, monkeypatch)
+
+
+def test_another_inode_of_the_same_file_is_no_other_model(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems in user space and of the network number a file anew whenever they forgot it."""
+    one = models[0]
+
+    def renumber() -> None:
+        for path in one.iterdir():
+            copy = tmp_path / "copy"
+            shutil.copy2(path, copy)
+            assert copy.stat().st_ino != path.stat().st_ino
+            copy.rename(path)
+
+    assert load_while(renumber, one, monkeypatch).weights_fingerprint
