@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear import errors
-from lineclear.client import Client, Request
+from lineclear.client import AsyncClient, Client, Request
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -95,3 +97,86 @@ def test_leaving_a_loop_over_many_cancels_the_rest(server: Any) -> None:
         assert next(outcomes).finish_reason == "length"  # type: ignore[union-attr]
         outcomes.close()
     assert len(server.requests) <= 7
+
+
+class Slow:
+    """Prompts that come from a person: the first at once, the next when `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.is_asked = threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        yield "one"
+        self.is_asked.set()
+        assert self.go_on.wait(SOON_SECONDS)
+        yield "two"
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any, kind: str) -> None:
+    prompts, texts = Slow(), []
+    if kind == "sync":
+        with Client(server.target) as client:
+            for outcome in client.generate_each(prompts):
+                texts.append(outcome.text)  # type: ignore[union-attr]
+                assert prompts.go_on.is_set() == (len(texts) == 2)
+                prompts.go_on.set()
+    else:
+
+        async def scenario() -> None:
+            async with AsyncClient(server.target) as client:
+                async for outcome in client.generate_each(prompts):
+                    texts.append(outcome.text)  # type: ignore[union-attr]
+                    assert prompts.go_on.is_set() == (len(texts) == 2)
+                    prompts.go_on.set()
+
+        asyncio.run(scenario())
+    assert texts == ["one", "two"]
+
+
+def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
+    """Cancelled from another thread, and by leaving the loop."""
+    for is_cancelled in (True, False):
+        prompts = Slow()
+        with Client(server.target) as client:
+            outcomes = client.generate_each(prompts, concurrency=4)
+            next(outcomes)
+            assert prompts.is_asked.wait(PATIENCE_SECONDS)
+            if is_cancelled:
+                threading.Timer(0.05, outcomes.cancel).start()
+                with pytest.raises(errors.Cancelled):
+                    next(outcomes)
+            else:
+                outcomes.close()
+            assert not prompts.go_on.is_set()
+            assert client.generate("x y").text == "x y"
+        prompts.go_on.set()
+
+
+def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
+    prompts = Slow()
+
+    async def scenario() -> None:
+        async with AsyncClient(server.target) as client:
+            async with contextlib.aclosing(client.generate_each(prompts, concurrency=4)) as outcomes:
+                await anext(outcomes)
+                with pytest.raises(TimeoutError):  # the event loop is free
+                    await asyncio.wait_for(anext(outcomes), 0.05)
+            assert (await client.generate("x y")).text == "x y"
+
+    asyncio.run(scenario())
+    assert not prompts.go_on.is_set()
+    prompts.go_on.set()
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), SystemExit(3)])
+def test_what_the_prompts_raise_is_raised(client: Any, error: BaseException) -> None:
+    """Whatever it is: a thread that ended with it would leave the others waiting."""
+
+    def prompts() -> Iterator[str]:
+        yield "one"
+        raise error
+
+    with pytest.raises(type(error)):
+        client.generate_many(prompts(), return_exceptions=True)

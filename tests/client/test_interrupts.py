@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.cli import batch
 from lineclear.cli.prompts import Entry
-from lineclear.client import Client
+from lineclear.client import AsyncClient, Client
 from lineclear.client.interrupts import cancelling
 from lineclear.client.requests import Request
 from lineclear.client.testing import FakeTransport
@@ -253,6 +254,27 @@ def test_others_are_cancelled_from_any_thread(server: Any) -> None:
             next(outcomes)
         with pytest.raises(StopIteration):
             next(outcomes)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_a_batch_is_interrupted_while_it_waits_for_a_prompt(server: Any, kind: str) -> None:
+    is_over = threading.Event()
+
+    def prompts() -> Iterator[str]:
+        yield "one"
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert is_over.wait(SOON_SECONDS)
+
+    async def scenario() -> None:
+        async with AsyncClient(server.target) as client:
+            await client.generate_many(prompts(), concurrency=4)
+
+    try:
+        with pytest.raises(KeyboardInterrupt), Client(server.target) as client:
+            asyncio.run(scenario()) if kind == "asyncio" else client.generate_many(prompts(), concurrency=4)
+        assert not is_over.is_set()
+    finally:
+        is_over.set()
 
 
 @pytest.mark.parametrize("what", OPERATIONS)

@@ -15,6 +15,10 @@ def outcome(index: int) -> Outcome:
     return InternalError(str(index))
 
 
+def take(batch: Batch[Any]) -> tuple[int, Any] | None:
+    return batch.take(batch.read()) if batch.has_room else None
+
+
 def due(batch: Batch[Any]) -> list[str]:
     turn = batch.turn()
     return [] if turn is None else [str(error) for error in turn.due]
@@ -22,7 +26,7 @@ def due(batch: Batch[Any]) -> list[str]:
 
 def test_outcomes_leave_in_the_order_of_the_items() -> None:
     batch = Batch("abc", window=3)
-    assert [batch.take() for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
     batch.put(1, outcome(1))
     assert due(batch) == []
     batch.put(0, outcome(0))
@@ -30,7 +34,7 @@ def test_outcomes_leave_in_the_order_of_the_items() -> None:
     assert not batch.done
     batch.put(2, outcome(2))
     assert due(batch) == ["2"]
-    assert batch.take() is None
+    assert take(batch) is None
     assert batch.done
     assert (batch.total, batch.completed, batch.failed) == (3, 3, 3)
 
@@ -39,19 +43,19 @@ def test_items_are_read_no_further_than_the_window() -> None:
     read = []
     batch = Batch((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
     assert batch.total is None
-    assert [batch.take(), batch.take(), batch.take()] == [(0, 0), (1, 1), None]
+    assert [take(batch), take(batch), take(batch)] == [(0, 0), (1, 1), None]
     batch.put(1, outcome(1))
-    assert batch.take() is None  # 1 still waits for 0
+    assert take(batch) is None  # 1 still waits for 0
     batch.put(0, outcome(0))
     due(batch)
-    assert batch.take() == (2, 2)
+    assert take(batch) == (2, 2)
     assert read == [0, 1, 2]
 
 
 def test_a_source_that_breaks_ends_the_batch_with_its_error() -> None:
     batch = Batch((1 / n for n in (1, 0)), window=5)
-    batch.take()
-    assert batch.take() is None
+    take(batch)
+    assert take(batch) is None
     assert isinstance(batch.failure, ZeroDivisionError)
     assert batch.done
 
@@ -61,17 +65,17 @@ def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end()
         (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
     ):  # fmt: skip
         batch = Batch("abc", 3, return_exceptions)
-        batch.take()
+        take(batch)
         batch.put(0, error)
         turn = batch.turn()
         assert turn is not None
-        assert (turn.failure, turn.is_last, batch.take() is None) == (error if ends else None, ends, ends)
+        assert (turn.failure, turn.is_last, take(batch) is None) == (error if ends else None, ends, ends)
 
 
 def test_the_first_failure_is_the_one_that_counts() -> None:
     batch = Batch("ab", 2, return_exceptions=False)
     for _ in "ab":
-        batch.take()
+        take(batch)
     first = outcome(1)
     batch.put(1, first)
     batch.put(0, outcome(0))
@@ -84,13 +88,13 @@ def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
     batch = Batch("a", 1)
     assert batch.turn() == ([], None, False)  # nothing is complete: to be shown once
     assert batch.turn() is None
-    batch.take()
+    take(batch)
     assert batch.turn() is None
     done = outcome(0)
     batch.put(0, done)
     assert batch.turn() == ([done], None, False)  # that there is no more, nobody has found out
     assert batch.turn() is None
-    batch.take()
+    take(batch)
     assert batch.turn() == ([], None, True)
 
 
@@ -106,7 +110,7 @@ def test_any_order_of_completion_comes_out_in_order(seed: int) -> None:
     while not batch.done:
         if running and dice.random() < 0.5:
             batch.put(index := running.pop(dice.randrange(len(running))), outcome(index))
-        elif (taken := batch.take()) is not None:
+        elif (taken := take(batch)) is not None:
             running.append(taken[0])
         assert len(running) <= window
         out += due(batch)

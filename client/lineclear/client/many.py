@@ -7,7 +7,7 @@ Pure bookkeeping that the threads of a Client and the tasks of an AsyncClient sh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
@@ -18,6 +18,13 @@ Outcome = Generation | LineclearError
 
 # The window of a batch whose answers are all kept anyway: there is no reason to hold back.
 ALL_AT_ONCE = 2**62
+
+
+class Read(NamedTuple, Generic[Item]):
+    """An item of the caller's iterable, or the error that ended it."""
+
+    item: Item | None
+    error: BaseException | None
 
 
 class Turn(NamedTuple):
@@ -39,6 +46,7 @@ class Batch(Generic[Item]):
     def __init__(self, items: Iterable[Item], window: int, return_exceptions: bool = True) -> None:
         assert window >= 1
         self.total: int | None = len(items) if isinstance(items, Sized) else None
+        self.is_in_memory = isinstance(items, (list, tuple))  # reading them waits for nothing
         self.exhausted = False  # no item is left to take
         self.failure: BaseException | None = None  # ends the whole batch
         self.completed = 0
@@ -66,20 +74,30 @@ class Batch(Generic[Item]):
         """How many are of use; one at the least, who finds out that there is nothing."""
         return concurrency if self.total is None else max(1, min(concurrency, self.total))
 
-    def take(self) -> tuple[int, Item] | None:
-        """The next item and its index; None while the window is full, and when it `has_no_more`."""
-        if self.has_no_more or self._taken - self._left >= self._window:
-            return None
+    @property
+    def has_room(self) -> bool:
+        """Whether one more item may be taken now."""
+        return not self.has_no_more and self._taken - self._left < self._window
+
+    def read(self) -> Read[Item]:
+        """Read the next item: one reader at a time, under no lock, because the caller's iterable may take its time."""
         try:
-            item = next(self._items)
-        except StopIteration:
+            return Read(next(self._items), None)
+        except BaseException as error:
+            return Read(None, error)
+
+    def take(self, read: Read[Item]) -> tuple[int, Item] | None:
+        """Account for what was read: the item and its index, None where it `has_no_more`."""
+        if self.has_no_more:  # it was ended meanwhile
+            return None
+        if isinstance(read.error, StopIteration):
             self.exhausted = True
             return None
-        except Exception as error:
-            self.fail(error)  # whoever reads the outcomes gets it
+        if read.error is not None:
+            self.fail(read.error)  # whoever reads the outcomes gets it
             return None
         self._taken += 1
-        return self._taken - 1, item
+        return self._taken - 1, cast("Item", read.item)
 
     def put(self, index: int, outcome: Generation | BaseException) -> None:
         """What became of an item. An error that is no LineclearError, a bug or a wrong argument, ends the batch."""
