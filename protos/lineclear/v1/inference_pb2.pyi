@@ -201,11 +201,12 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 @_typing.final
 class Resume(_message.Message):
     """What the caller has of an answer that was cut off. Any server of the same
-    model goes on as the first one would have done: token for token, and the
-    text as well, of which nothing is sent again. The rest of the request must
-    be as it was, with `sampling.seed` set to what Started told unless the
-    temperature is 0. A server of another model, or one that makes other tokens
-    of the prompt, fails the request with MODEL_CHANGED.
+    model goes on as the first one would have done: token for token (with
+    bfloat16 weights a near tie may fall the other way), and the text as well,
+    of which nothing is sent again. The rest of the request must be as it was,
+    with `sampling.seed` set to what Started told unless the temperature is 0. A
+    server of another model, or one that makes other tokens of the prompt, fails
+    the request with MODEL_CHANGED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

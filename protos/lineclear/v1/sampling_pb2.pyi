@@ -66,7 +66,8 @@ class SamplingParams(_message.Message):
     """Subtracted once per occurrence in the output, [-2, 2]. Default 0."""
     seed: _builtins.int
     """The same seed, prompt and parameters give the same answer whatever else
-    the server is doing. Unset: a random one, returned in Started.
+    the server is doing; with bfloat16 weights a near tie may fall the other
+    way. Unset: a random one, returned in Started.
     """
     min_tokens: _builtins.int
     """No end-of-sequence, stop token or stop string before this many output
