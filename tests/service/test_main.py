@@ -82,6 +82,13 @@ def test_the_demonstration_model_is_found(start: Callable[..., Running]) -> None
     assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
 
 
+def test_a_strategy_that_waits_for_a_full_batch_says_so_at_start(start: Callable[..., Running]) -> None:
+    server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
+    said = server.wait_for("fixed_size_waits")
+    assert (said["for_requests"], said["at_most_seconds"]) == (3, None)
+    server.wait_for("listening")
+
+
 def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
     server = start()
     sampling = Sampling(seed=3, stop_ids=(EOS,))
