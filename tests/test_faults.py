@@ -57,7 +57,8 @@ def test_a_row_is_held_by_tests_or_says_why_not(row: dict[str, Any]) -> None:
     assert row["fault"]
     assert row["outcome"].endswith(".")
     assert row.get("tests") or row.get("untested")
-    assert "|" not in "".join(str(value) for value in row.values()), "would end a cell of the table"
+    cells = (str(value) for key, value in row.items() if key != "red_when")
+    assert "|" not in "".join(cells), "would end a cell of the table"
 
 
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: mutant.fault)
