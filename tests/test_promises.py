@@ -46,13 +46,24 @@ def test_an_untraced_promise_is_found() -> None:
 def test_a_default_beside_the_name_of_a_setting_is_the_default() -> None:
     """As in "`max_unfinished_per_connection` (16)"."""
     words = {"1 MiB": float(1 << 20), "an hour": 3600.0}
+    settings = SchedulerSettings()
+    in_force = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
     said = {}
     for page in PAGES:
         for name, value in re.findall(r"`([a-z_]+)`(?: \w+)? \(([^);]+)", text_of(page)):
-            if name in SchedulerSettings.model_fields:
+            if name in in_force:
                 said[name] = words[value] if value in words else float(value)
-    assert len(said) >= 5
-    assert said == {name: SchedulerSettings.model_fields[name].default for name in said}
+    assert len(said) >= 4
+    assert said == {name: in_force[name] for name in said}
+
+
+def test_the_figures_of_a_connection_follow_from_the_defaults() -> None:
+    settings, page = SchedulerSettings(), text_of("docs/security.md")
+    unfinished = settings.max_unfinished_per_connection
+    spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
+    assert f"{spare} more calls than can wait and run ({settings.max_streams:,})" in page
+    most = unfinished * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
+    assert f"takes at most {-(-most // (1 << 20))} MiB of a connection" in page
 
 
 def test_the_number_of_families_is_that_of_the_tests() -> None:

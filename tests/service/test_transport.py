@@ -315,27 +315,6 @@ def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) 
     run(scenario())
 
 
-def test_callers_of_a_unix_socket_share_the_bound_on_unfinished_requests(tmp_path: Path) -> None:
-    """Half a request on each of two connections: a third one waits until one of them is gone."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unfinished_per_connection=2, request_timeout_seconds=4 * BOUND_SECONDS) as s:
-            s.engine.answer = lambda request: [5]
-            halves = [Connection(tmp_path / "s") for _ in range(2)]
-            for half in halves:
-                half.call("/lineclear.v1.InferenceService/Generate", message(b"", declared=1000))
-            async with asyncio.timeout(BOUND_SECONDS):
-                while True:
-                    third = asyncio.ensure_future(read_all(s.generate()))
-                    if not (await asyncio.wait([third], timeout=0.5))[0]:
-                        break
-            halves[0].__exit__()
-            await third
-            halves[1].__exit__()
-
-    run(scenario())
-
-
 def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_path: Path) -> None:
     """gRPC gives all of them the same peer name."""
 
