@@ -22,6 +22,7 @@ from google.protobuf import descriptor_pb2 as pb
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from lineclear import options
 from lineclear.errors import Foreign, LineclearError, tree
 from lineclear.exit_codes import TABLE, of_grpc
 from lineclear.scheduler.settings import SchedulerSettings
@@ -50,8 +51,9 @@ def configuration() -> str:
             "Made from the settings classes by `docs/generate.py`; do not edit.",
             "",
             "A flag beats an environment variable, which beats the file named by `--config` (scheduler), which",
-            "beats the default. Units are in the names. Both processes log the values in force once, at",
-            "start: all of them in JSON, in text for people those that are not the default.",
+            "beats the default. A key of the file is the flag's name with underscores. Units are in the names. Both",
+            "processes log the values in force once, at start: all of them in JSON, in text for people those that are",
+            "not the default.",
             "",
             "`lineclear serve` and `lineclear-scheduler --spawn-worker` start the worker too; whatever follows a lone",
             "`--` goes to it: `lineclear serve --model DIR --max-batch-size 32 -- --dtype bfloat16`.",
@@ -59,23 +61,22 @@ def configuration() -> str:
             "## lineclear-scheduler",
             "",
             *_settings(SchedulerSettings),
-            "",
             "## lineclear-worker",
             "",
             *_settings(WorkerSettings),
-            "",
         ]
     )
 
 
 def _settings(kind: type[BaseSettings]) -> Iterator[str]:
     prefix = kind.model_config.get("env_prefix", "")
-    yield "| flag | environment | default | meaning |"
-    yield "|---|---|---|---|"
-    for name, field in kind.model_fields.items():
-        flag = "--" + name.replace("_", "-")
-        meaning = _cell(field.description or "") + _choices(field)
-        yield f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
+    for title, fields in options.groups(kind).items():
+        yield from (f"### {title}", "", "| flag | environment | default | meaning |", "|---|---|---|---|")
+        for name, field in fields.items():
+            flag = options.flag_of(name)
+            meaning = _cell(options.with_flags(kind, field.description or "")) + _choices(field)
+            yield f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
+        yield ""
 
 
 def _default(field: FieldInfo) -> str:

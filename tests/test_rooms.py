@@ -27,7 +27,7 @@ MODULES = {module_name(path, root): path for root, path in SOURCES}
 OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).rglob("*.py"))]
 
 PROTOBUF = "google.protobuf"
-SETTINGS = ("pydantic", "pydantic_settings")
+SETTINGS = ("pydantic", "pydantic_settings", "lineclear.options")
 CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.status", "lineclear.v1")
 HOUSEKEEPING = (
     *("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags"),
@@ -66,11 +66,13 @@ ROOMS = {
     "errors": Room(("lineclear.errors",)),
     "limits": Room(("lineclear.limits",)),
     "extras": Room(("lineclear.extras",)),
+    "model folder": Room(("lineclear.model_folder",)),
     "fingerprint": Room(("lineclear.fingerprint",)),
     "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
     "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
     "status": Room(("lineclear.status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
     "housekeeping": Room(HOUSEKEEPING, ("structlog",)),
+    "options": Room(("lineclear.options",), ("pydantic", "pydantic_settings", "lineclear.flags")),
     "core": Room(CORE, ("lineclear.errors", "lineclear.wire.types")),
     # The engine's thread and the sockets know neither gRPC nor text.
     "engine": Room(
@@ -88,7 +90,7 @@ ROOMS = {
         (
             *("tokenizers", "jinja2", "structlog", *SETTINGS, "lineclear.errors", "lineclear.limits"),
             "lineclear.fingerprint",
-            *("lineclear.scheduler.settings", "lineclear.scheduler.model_files"),
+            *("lineclear.scheduler.settings", "lineclear.scheduler.model_files", "lineclear.options"),
         ),
     ),
     "access": Room(
@@ -130,6 +132,7 @@ ROOMS = {
                 "jinja2",
             ),
             "lineclear.extras",
+            "lineclear.model_folder",
             *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", "lineclear.fingerprint", *CONTRACT, *HOUSEKEEPING),
         ),
     ),
@@ -152,6 +155,7 @@ ROOMS = {
         (
             *("torch", "triton", "transformers", "huggingface_hub", "safetensors", "numpy", "structlog", *SETTINGS),
             "lineclear.extras",
+            "lineclear.model_folder",
             *("lineclear.worker", "lineclear.wire", "lineclear.errors", "lineclear.fingerprint", *HOUSEKEEPING),
         ),
     ),

@@ -1,7 +1,6 @@
-"""What either process says of its command line: its version, of a flag that it does not have, which it may be, and of a
-setting, what is wrong with it.
+"""What a process says of its command line: its version, and which flag a flag that it does not have may be.
 
-Which flags there are is the settings' to say.
+Which flags there are, and what is wrong with a value, is in `options`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 _UNRECOGNISED = "unrecognized arguments: "
 _NEAR = 0.85  # a letter or two: --max-step-tokens, which the worker has, is no misspelling of --max-queue-tokens
@@ -51,17 +49,6 @@ def problems(
         else:
             lines.append(f"there is no flag {flag}; {otherwise.format(text)}")
     return "\n".join(lines)
-
-
-def sentence(error: Mapping[str, Any]) -> str:
-    """What is wrong with a setting, from what pydantic found."""
-    name = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "missing":
-        return f"--{name.replace('_', '-')} is missing"
-    if error["type"] == "extra_forbidden":
-        return f"there is no setting {name}"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {message}" if name else message
 
 
 def _groups(words: Sequence[str]) -> list[tuple[str, str]]:

@@ -117,6 +117,9 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
     """Most is seen before a worker is started. What only the parts themselves can see takes the worker along."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "weights").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "weights" / name).write_text("{}")
     spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
     cases: list[tuple[list[str], str]] = [
         (["--no-such-flag"], "no-such-flag"),
@@ -124,15 +127,16 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
         (spawn, "no model is named"),
         ([*spawn, "--model", str(tmp_path / "absent")], "does not exist"),
         ([*spawn, "--model", str(tmp_path / "file")], "is a file"),
-        ([*spawn, "--model", str(tmp_path / "empty")], "tokenizer.json"),
+        ([*spawn, "--model", str(tmp_path / "empty")], "is empty"),
+        ([*spawn, "--model", str(tmp_path / "weights")], "tokenizer.json does not exist"),
         ([*spawn, "--model", "nobody/nothing"], "local cache"),
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
         (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "something else"),
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
-        (["--listen", "10.0.0.1:1", "--model", str(model)], "insecure_allow_remote"),
+        (["--listen", "10.0.0.1:1", "--model", str(model)], "--insecure-allow-remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]
-    late = {"tokenizer.json"}
+    late = {"tokenizer.json does not exist"}
     processes = [(Process([*flags]), flags, says) for flags, says in cases]
     for process, flags, says in processes:
         try:

@@ -128,7 +128,7 @@ def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> Non
     flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
     assert make_runner(WorkerSettings(weights="int8", **flags)).hello(1).dtype == "int8"
     assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
-    with pytest.raises(ConfigurationError, match="leave fused_forward on"):
+    with pytest.raises(ConfigurationError, match="leave --no-fused-forward away"):
         make_runner(WorkerSettings(weights="int8", fused_forward=False, **flags))
 
 

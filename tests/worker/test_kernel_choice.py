@@ -87,6 +87,6 @@ def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.
     assert not kernels.multiplies_bfloat16()
     assert runner.hello(1).attention_backend == "torch_paged"
     with pytest.raises(
-        ConfigurationError, match="native_kernels: there are no kernels 'fast' here; there are auto, no"
+        ConfigurationError, match="--native-kernels: there are no kernels 'fast' here; there are auto, no"
     ):
         make_runner(WorkerSettings(native_kernels="fast", **flags))

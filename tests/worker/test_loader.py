@@ -109,7 +109,7 @@ def test_nothing_is_downloaded() -> None:
 
 
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
-    assert "no config.json" in refusal(tmp_path)
+    assert "is empty" in refusal(tmp_path)
 
 
 def test_pickled_weights(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
     monkeypatch.setattr("lineclear.worker.memory._available_bytes", lambda: 1_000_000)
     flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
     assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
-    assert "preallocate_kv_cache: 4096 blocks need" in capfd.readouterr().err
+    assert "--preallocate-kv-cache: 4096 blocks need" in capfd.readouterr().err
 
 
 @needs_kernels

@@ -33,10 +33,10 @@ def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ([], "--model is missing\n--directory is missing"),
-        ([*REQUIRED, "--num-slots", "0"], "num_slots: .*greater than or equal to 1"),
-        ([*REQUIRED, "--device", "tpu"], "device: .*'cuda'"),
-        ([*REQUIRED, "--kv-memory-fraction", "1"], "kv_memory_fraction: .*less than 1"),
+        ([], "--model is missing.*LINECLEAR_WORKER_MODEL.*\n--directory is missing"),
+        ([*REQUIRED, "--num-slots", "0"], "^--num-slots 0 is not a whole number from 1 to 4096$"),
+        ([*REQUIRED, "--device", "tpu"], "^--device tpu is not one of auto, cpu, cuda, mps$"),
+        ([*REQUIRED, "--kv-memory-fraction", "1"], "^--kv-memory-fraction 1 is not a number from 0 to below 1$"),
         ([*REQUIRED, "--no-such-flag", "1"], "there is no flag --no-such-flag; --help lists them"),
         ([*REQUIRED, "--num-slot", "1"], "there is no flag --num-slot; is it --num-slots?"),
     ],

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lineclear import fingerprint
+from lineclear import fingerprint, model_folder
 
 from .attention import LayerSpec
 from .checkpoint import CheckpointBroken, check_weights
@@ -41,6 +41,8 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
     Raises ModelRefused, and ModelFilesChanged where the files did not stay as they were.
     """
     directory = _locate(source)
+    if reason := model_folder.of_directory(directory, with_weights=True):
+        raise ModelRefused(f"--model {source} {reason}")
     before = _stamps(directory)
     config = _read_config(directory)
     _check_weights(directory)
@@ -103,14 +105,14 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         raise ModelRefused(
             "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
             f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
-            " leave weights at auto"
+            " leave --weights at auto"
         )
     with torch.inference_mode(), trying(loaded.weight_bytes):
         wanted = paged_logits(exact)
     quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else releasing(pack_int8), wanted)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
-            f"8-bit weights change its logits too much (relative error {error:.2g}): leave weights at auto"
+            f"8-bit weights change its logits too much (relative error {error:.2g}): leave --weights at auto"
         )
     log.info("weights_quantised", relative_error=round(error, 4))
     return replace(quantised, weights="int8")
@@ -148,6 +150,8 @@ def _locate(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    if path.exists():
+        raise ModelRefused(f"--model {source} {model_folder.of_file(path)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -155,8 +159,8 @@ def _locate(source: str) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ModelRefused(
-            f"{source!r} is neither a directory nor a repository in the local Hugging Face cache;"
-            f" nothing is downloaded at start: run `hf download` first"
+            f"--model {source} is neither a directory nor a repository in the local Hugging Face cache;"
+            f" nothing is downloaded at start: run `hf download {source}` first"
         ) from error
 
 

@@ -58,10 +58,10 @@ class PoolMemory:
         needed = num_blocks * self._block_bytes
         if free is not None and needed * 100 > free * _ALL_PERCENT:
             raise ConfigurationError(
-                f"preallocate_kv_cache: {num_blocks} blocks need {needed} bytes, and {free} bytes of memory are free,"
-                f" of which {_ALL_PERCENT} % may be taken; set num_blocks to at most"
-                f" {free * _ALL_PERCENT // 100 // self._block_bytes}, lower kv_memory_fraction, or leave"
-                " preallocate_kv_cache off"
+                f"--preallocate-kv-cache: {num_blocks} blocks need {needed} bytes, and {free} bytes of memory are free,"
+                f" of which {_ALL_PERCENT} % may be taken; set --num-blocks to at most"
+                f" {free * _ALL_PERCENT // 100 // self._block_bytes}, lower --kv-memory-fraction, or leave"
+                " --preallocate-kv-cache away"
             )
         while self._given < num_blocks:
             self._give(num_blocks)

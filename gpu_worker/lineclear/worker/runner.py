@@ -71,7 +71,7 @@ class ModelRunner:
             if loaded.device.type != "cpu":
                 raise  # perhaps another process still has it; on a CPU more was asked for than the machine has
             raise ModelRefused(
-                f"no memory is promised for {num_blocks} blocks of {size} bytes ({error}); lower num_blocks"
+                f"no memory is promised for {num_blocks} blocks of {size} bytes ({error}); lower --num-blocks"
             ) from error
         loaded.attach(self._backend)
         self._pool_memory = PoolMemory(self._backend, size, ahead_tokens=kv_ahead_tokens)

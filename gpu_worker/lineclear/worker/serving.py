@@ -13,12 +13,13 @@ import structlog
 
 from lineclear import logs
 from lineclear.exit_codes import ExitCode
+from lineclear.options import Sources
 from lineclear.sockets import SocketError
 from lineclear.standby import Standby
 
 from . import host
 from .loop import LoopLimits, run
-from .settings import ConfigurationError, WorkerSettings, load
+from .settings import ConfigurationError, WorkerSettings, load, sources
 
 log = structlog.get_logger()
 
@@ -32,12 +33,12 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
         return ExitCode.CONFIGURATION
     writer = logs.configure("worker", settings.log_level, settings.log_format)
     try:
-        return _serve(settings, supervised, standby)
+        return _serve(settings, sources(argv), supervised, standby)
     finally:
         writer.close()
 
 
-def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) -> int:
+def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: Standby | None) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     host.bound_spinning()
@@ -51,7 +52,7 @@ def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) 
     try:
         runner = imported.make_runner(settings)
     except imported.refusals as error:
-        log.error("model_refused", reason=str(error))
+        log.error("model_refused", reason=given.named(str(error)))
         return ExitCode.CONFIGURATION
     except imported.self_test_failed as error:
         log.error("self_test_failed", reason=str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from . import golden, kernels
 from .host import usable_cores
@@ -38,14 +38,16 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
 
     Raises ModelRefused, SelfTestFailed, or ConfigurationError for a device, kernels or memory not there.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # standard error is for log lines
+    # Standard error is for log lines.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     if settings.weights == "int8" and not settings.fused_forward:
-        raise ConfigurationError("weights: int8 needs the fused forward pass; leave fused_forward on")
+        raise ConfigurationError("--weights int8 needs the fused forward pass; leave --no-fused-forward away")
     torch.set_num_threads(settings.threads or usable_cores())
     try:
         kernels.choose(settings.native_kernels)
     except ValueError as error:
-        raise ConfigurationError(f"native_kernels: {error}") from None
+        raise ConfigurationError(f"--native-kernels: {error}") from None
     device = choose_device(settings.device)
     served = _prepared(settings, device)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
@@ -95,5 +97,5 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = next(kind for kind, available in there.items() if available)
     if not there[name]:
-        raise ConfigurationError(f"device: this machine has no {name} device that torch can use")
+        raise ConfigurationError(f"--device {name}: this machine has no {name} device that torch can use")
     return torch.device(name)

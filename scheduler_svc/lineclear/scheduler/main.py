@@ -25,11 +25,12 @@ import uvloop
 
 from lineclear import core_dumps, logs
 from lineclear.exit_codes import ExitCode
+from lineclear.options import flag_of
 from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.leaving import ExitGuard, Leaving
 from lineclear.scheduler.link import Link
-from lineclear.scheduler.model_files import demo_directory, model_directory
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
+from lineclear.scheduler.model_files import demo_directory, model_directory, require_model
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load, sources
 from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.sockets import SocketError
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
     except (ConfigurationError, SocketError) as error:
-        log.error("configuration", problem=str(error))
+        log.error("configuration", problem=sources(arguments).named(str(error)))
         return ExitCode.CONFIGURATION
     finally:
         writer.close()
@@ -80,9 +81,12 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     if settings.leave_with_stdin:
         leaving.listen_to_standard_input()
     model = _model(settings)
-    for address in (settings.listen, settings.admin_listen, settings.health_listen, settings.metrics_listen):
-        if address:
-            require_vacant(address)
+    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen"):
+        if address := getattr(settings, setting):
+            try:
+                require_vacant(address)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         link = Link(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)
@@ -94,6 +98,8 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         )
         try:
             if settings.spawn_worker:
+                if not settings.worker_command:  # a worker of another kind may need no weights
+                    require_model(settings.model, model, with_weights=True)
                 supervisor.start()
             from lineclear.scheduler.serving import serve
 
@@ -116,7 +122,9 @@ def _model(settings: SchedulerSettings) -> Path:
         return demo_directory()
     if not settings.model:
         raise ConfigurationError("no model is named; use --model DIR, or --demo")
-    return model_directory(settings.model)
+    directory = model_directory(settings.model)
+    require_model(settings.model, directory, with_weights=False)
+    return directory
 
 
 @contextlib.contextmanager
@@ -127,7 +135,8 @@ def _socket_directory(settings: SchedulerSettings) -> Iterator[Path]:
         return
     if not settings.spawn_worker:
         raise ConfigurationError(
-            "a worker that we do not start must know where to find us; name a --socket-directory, or use --spawn-worker"
+            "a worker of another program needs the directory of the sockets: give --socket-directory, or --spawn-worker"
+            " to start one"
         )
     parent = os.environ.get("XDG_RUNTIME_DIR")
     made = tempfile.mkdtemp(prefix="lineclear-", dir=parent if parent and os.access(parent, os.W_OK) else None)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lineclear import model_folder
 from lineclear.scheduler.settings import ConfigurationError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -33,20 +34,26 @@ def model_directory(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
-            raise ConfigurationError(f"model {model}: no permission to read the directory")
+            raise ConfigurationError(f"--model {model}: no permission to read the directory")
         return path.resolve()
     if path.exists():
-        raise ConfigurationError(f"model {model} is a file; name the directory that holds config.json")
+        raise ConfigurationError(f"--model {model} {model_folder.of_file(path)}")
     if _REPOSITORY.fullmatch(model):
         snapshots = _hub_cache() / f"models--{model.replace('/', '--')}"
         found = _snapshot(snapshots)
         if found is not None:
             return found
         raise ConfigurationError(
-            f"model {model} is no directory and is not in the local cache {_hub_cache()}; download it first "
+            f"--model {model} is no directory and is not in the local cache {_hub_cache()}; download it first "
             f"(hf download {model})"
         )
-    raise ConfigurationError(f"model {model} does not exist")
+    raise ConfigurationError(f"--model {model} does not exist; give the directory of a model")
+
+
+def require_model(model: str, directory: Path, *, with_weights: bool) -> None:
+    """Raise ConfigurationError if what is in the directory shows that it is no model that can be served."""
+    if reason := model_folder.of_directory(directory, with_weights=with_weights):
+        raise ConfigurationError(f"--model {model} {reason}")
 
 
 def _hub_cache() -> Path:

@@ -84,10 +84,10 @@ def read_certificates(settings: SchedulerSettings) -> Certificates:
     Each file is read once, and what was read is proven: files that are exchanged meanwhile make no pair that was not.
     """
     chain_file = settings.tls_cert_file
-    chain, key = _read("tls_cert_file", chain_file), _read("tls_key_file", settings.tls_key_file)
+    chain, key = _read("--tls-cert-file", chain_file), _read("--tls-key-file", settings.tls_key_file)
     authority = None
     if settings.tls_client_ca_file:
-        authority = _read("tls_client_ca_file", settings.tls_client_ca_file)
+        authority = _read("--tls-client-ca-file", settings.tls_client_ca_file)
         _check_authority(settings.tls_client_ca_file, authority)
     expires_at = _prove(chain_file, chain, settings.tls_key_file, key)
     left = expires_at - datetime.now(UTC)
@@ -108,7 +108,7 @@ def _check_authority(path: str, authority: bytes) -> None:
     try:
         context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError):
-        raise ConfigurationError(f"tls_client_ca_file {path} holds no certificate in PEM form") from None
+        raise ConfigurationError(f"--tls-client-ca-file {path} holds no certificate in PEM form") from None
 
 
 def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
@@ -124,17 +124,19 @@ def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime
     except ssl.SSLError as error:
         what = error.reason or "not a certificate and its key in PEM form"
         problem = what.replace("_", " ").lower()
-        raise ConfigurationError(f"tls_cert_file {chain_file} and tls_key_file {key_file}: {problem}") from None
+        raise ConfigurationError(f"--tls-cert-file {chain_file} and --tls-key-file {key_file}: {problem}") from None
     except OSError as error:  # no descriptor or no memory is left; an SSLError is one, too, and comes first
-        raise ConfigurationError(f"tls_cert_file {chain_file} cannot be proven: {error.strerror}") from None
+        raise ConfigurationError(f"--tls-cert-file {chain_file} cannot be proven: {error.strerror}") from None
     except ValueError:
-        raise ConfigurationError(f"tls_key_file {key_file} is locked by a password; give the key without one") from None
+        raise ConfigurationError(
+            f"--tls-key-file {key_file} is locked by a password; give the key without one"
+        ) from None
     try:
         found = _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigurationError(f"tls_cert_file {chain_file}: {error.verify_message}") from None
+        raise ConfigurationError(f"--tls-cert-file {chain_file}: {error.verify_message}") from None
     except ssl.SSLError as error:
-        raise ConfigurationError(f"tls_cert_file {chain_file}: {error.reason}") from None
+        raise ConfigurationError(f"--tls-cert-file {chain_file}: {error.reason}") from None
     return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(found["notAfter"])), UTC)
 
 

@@ -1,0 +1,132 @@
+"""What is wrong with a folder or file given as a model, where its names alone show it. Nothing is loaded or imported.
+
+Each answer is the end of a sentence that begins with what was given. It names what was found, and what to give instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_WANTED = "lineclear serves Hugging Face directories: config.json, tokenizer.json and *.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_ENCODERS = frozenset(
+    {
+        *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm"),
+        *(
+            "funnel",
+            "longformer",
+            "luke",
+            "megatron-bert",
+            "mobilebert",
+            "modernbert",
+            "mpnet",
+            "nomic_bert",
+            "nystromformer",
+        ),
+        *("rembert", "roberta", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod", "eurobert"),
+    }
+)
+_ENCODER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_LFS = b"version https://git-lfs"
+
+
+def of_file(path: Path) -> str:
+    """Return why a file is no model."""
+    if path.suffix.lower() == ".gguf" or _begins(path, b"GGUF"):
+        return f"is a GGUF file. {_instead_of_gguf()}"
+    if path.suffix == ".safetensors":
+        return f"is a file of weights; give its directory, {path.parent}"
+    return f"is a file; give a directory. {_WANTED}"
+
+
+def of_directory(directory: Path, *, with_weights: bool) -> str | None:
+    """Return why a directory cannot be served; None if nothing is seen. Without weights, only what is there counts."""
+    try:
+        names = sorted(path.name for path in directory.iterdir())
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    is_model = "config.json" in names
+    if "adapter_config.json" in names and not is_model:
+        base = _object(directory / "adapter_config.json").get("base_model_name_or_path")
+        of = f" for {base}" if isinstance(base, str) and base else ""
+        return (
+            f"is a LoRA adapter{of}, not a model; merge it into its base model (peft: merge_and_unload, then"
+            " save_pretrained) and give the directory of the result"
+        )
+    gguf = [name for name in names if name.lower().endswith(".gguf")]
+    if gguf and not has_weights:
+        return f"holds GGUF weights ({_some(gguf)}). {_instead_of_gguf()}"
+    if "model_index.json" in names and not is_model:
+        return f"is a diffusers pipeline, which makes images. {_WANTED}"
+    if {"snapshots", "refs"} <= set(names):
+        return f"is a folder of the Hugging Face cache; give a directory within {directory / 'snapshots'}"
+    if is_model and (reason := _of_config(_object(directory / "config.json"))):
+        return reason
+    pickles = sorted({path.name for pattern in _PICKLES for path in directory.glob(pattern)} - {"training_args.bin"})
+    if pickles and not has_weights:
+        return (
+            f"has its weights as {_some(pickles)}, which is pickle and may run code; lineclear loads safetensors alone."
+            " Download the safetensors files of the model, or convert it: AutoModelForCausalLM.from_pretrained(DIR)"
+            ".save_pretrained(OUT)"
+        )
+    return _lacks(directory, names, has_weights) if with_weights else None
+
+
+def _lacks(directory: Path, names: list[str], has_weights: bool) -> str | None:
+    if "config.json" in names and has_weights:
+        pointer = next((p for p in sorted(directory.glob("*.safetensors")) if _begins(p, _LFS)), None)
+        if pointer is not None:
+            return f"was cloned without its weights ({pointer.name} is a pointer of Git LFS); run: git lfs pull"
+        return None
+    lacking = " and ".join(
+        name for name, there in (("config.json", "config.json" in names), ("*.safetensors", has_weights)) if not there
+    )
+    if not names:
+        return f"is empty. {_WANTED}"
+    if checkpoints := [name for name in names if (directory / name / "config.json").is_file()]:
+        return f"lacks {lacking}; give a directory within it, as {directory / checkpoints[-1]}"
+    if any(name.startswith("tokenizer") for name in names) and "config.json" not in names:
+        return f"holds a tokenizer and no model: it lacks {lacking}. {_WANTED}"
+    return f"lacks {lacking}. {_WANTED}"
+
+
+def _of_config(config: dict[str, Any]) -> str | None:
+    kind, architectures = config.get("model_type"), config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    makes_text = (
+        any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) or config.get("is_decoder") is True
+    )
+    is_encoder = kind in _ENCODERS or (names and all(name.endswith(_ENCODER_HEADS) for name in names))
+    if is_encoder and not makes_text:
+        return (
+            f"is an encoder ({', '.join(names) or kind}), which makes no text; give a model that generates text"
+            " (...ForCausalLM in config.json)"
+        )
+    return None
+
+
+def _instead_of_gguf() -> str:
+    return f"{_WANTED}. Give the directory of the model that the GGUF was made from: hf download OWNER/NAME"
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # loading the model says it better
+        return {}
+    return found if isinstance(found, dict) else {}

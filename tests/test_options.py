@@ -1,0 +1,285 @@
+"""Settings of both processes as people meet them: what a wrong one is called, and what --help shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from lineclear import options
+from lineclear.scheduler import settings as of_scheduler
+from lineclear.worker import settings as of_worker
+
+
+class Program(NamedTuple):
+    kind: type[BaseSettings]
+    load: Callable[[list[str]], Any]
+    error: type[Exception]
+    required: list[str]
+
+
+SCHEDULER = Program(of_scheduler.SchedulerSettings, of_scheduler.load, of_scheduler.ConfigurationError, [])
+WORKER = Program(
+    of_worker.WorkerSettings, of_worker.load, of_worker.ConfigurationError, ["--model", "m", "--directory", "/d"]
+)
+SETTINGS = [(p, name) for p in (SCHEDULER, WORKER) for name in p.kind.model_fields]
+IDS = [f"{program.kind.__name__}-{name}" for program, name in SETTINGS]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LINECLEAR_"):
+            monkeypatch.delenv(name)
+
+
+def problem(program: Program, words: list[str], name: str = "") -> str:
+    kept = dict(zip(program.required[::2], program.required[1::2], strict=True))
+    kept.pop(f"--{name.replace('_', '-')}", None)
+    with pytest.raises(program.error) as caught:
+        program.load([*(word for pair in kept.items() for word in pair), *words])
+    return str(caught.value)
+
+
+def bad_texts(name: str, field: FieldInfo) -> Iterator[str]:
+    """Values that a flag or a variable can have and that are not allowed."""
+    if field.annotation in (int, float):
+        yield "many"
+        for rule in field.metadata:
+            match type(rule).__name__:
+                case "Ge":
+                    yield f"{rule.ge - 1:.15g}"
+                case "Gt":
+                    yield f"{rule.gt:.15g}"
+                case "Le":
+                    yield f"{rule.le + 1:.15g}"
+                case "Lt":
+                    yield f"{rule.lt:.15g}"
+        yield "nan"
+    elif field.annotation is bool or get_origin(field.annotation) is Literal:
+        yield "maybe"
+    elif name.endswith("listen"):
+        yield "50051"
+    elif any(type(rule).__name__ == "MinLen" for rule in field.metadata):
+        yield ""
+
+
+def says_what_is_allowed(sentence: str, name: str, field: FieldInfo) -> bool:
+    if field.annotation is bool:
+        flag = name.replace("_", "-")
+        return "true or false" in sentence or f"--{flag} or --no-{flag}" in sentence
+    if get_origin(field.annotation) is Literal:
+        return all(choice in sentence for choice in get_args(field.annotation))
+    if field.annotation in (int, float):
+        bounds = [getattr(rule, type(rule).__name__.lower()) for rule in field.metadata]
+        numbers = set(re.findall(r"-?\d+\.?\d*", sentence.partition(" is not ")[2]))
+        kind = "a whole number" if field.annotation is int else "a number"
+        return kind in sentence and {f"{bound:.15g}" for bound in bounds} <= numbers
+    if name.endswith("listen"):
+        return "host:port" in sentence
+    return "a text" in sentence or "a list of words" in sentence
+
+
+def names_a_field(program: Program, sentence: str) -> list[str]:
+    return [n for n in program.kind.model_fields if "_" in n and re.search(rf"(?<![\w/]){n}\b", sentence)]
+
+
+def rounds(program: Program, *, is_typed: bool = True, is_file: bool = False) -> Iterator[dict[str, Any]]:
+    """Settings with a bad value each, so often that every bad value of every setting is had once."""
+    found: dict[str, list[Any]] = {}
+    for name, field in program.kind.model_fields.items():
+        if not (is_typed and field.annotation is bool) and name != "config":
+            found[name] = list(bad_texts(name, field))
+        if is_file and name != "config" and (field.annotation is str or name == "worker_command"):
+            found[name].append(3)
+    for number in range(max(map(len, found.values()))):
+        yield {name: texts[number] for name, texts in found.items() if number < len(texts)}
+
+
+def check(program: Program, said: str, wanted: dict[str, tuple[str, Any]]) -> None:
+    """Each setting has one line, that begins with how it was given, and says what it may be."""
+    lines = said.splitlines()
+    assert len(lines) == len(wanted), said
+    for line, (name, (given, value)) in zip(lines, wanted.items(), strict=True):
+        field = program.kind.model_fields[name]
+        assert line.startswith(given), line
+        assert value == 3 or says_what_is_allowed(line, name, field), line
+        assert value != 3 or "is not a text" in line or "is not a list" in line, line
+
+
+@pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
+def test_every_bad_flag_is_named_as_it_was_typed(program: Program) -> None:
+    for number, values in enumerate(rounds(program)):
+        flags = {name: options.flag_of(name) for name in values}
+        separate = {name: number % 2 and not value.startswith("-") for name, value in values.items()}
+        given = {n: f"{flags[n]} {shlex.quote(v)}" if separate[n] else f"{flags[n]}={v}" for n, v in values.items()}
+        words = [w for n, v in values.items() for w in ([flags[n], v] if separate[n] else [f"{flags[n]}={v}"])]
+        kept = [f"{flag}=m" for flag in program.required[::2] if flag not in flags.values()]
+        with pytest.raises(program.error) as caught:
+            program.load([*kept, *words])
+        check(program, str(caught.value), {name: (given[name], value) for name, value in values.items()})
+        assert not names_a_field(program, str(caught.value))
+
+
+@pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
+def test_every_bad_variable_is_named_as_it_was_set(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = program.kind.model_config["env_prefix"]
+    for values in rounds(program, is_typed=False):
+        with monkeypatch.context() as patch:
+            given = {name: f"{prefix}{name.upper()}={shlex.quote(value)}" for name, value in values.items()}
+            for name, value in values.items():
+                patch.setenv(f"{prefix}{name.upper()}", value)
+            kept = [f"{flag}=m" for flag in program.required[::2] if flag[2:] not in values]
+            with pytest.raises(program.error) as caught:
+                program.load(kept)
+        check(program, str(caught.value), {name: (given[name], value) for name, value in values.items()})
+        assert not names_a_field(program, str(caught.value))
+
+
+def test_every_bad_line_of_the_file_is_named_with_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "lineclear.toml"
+    for values in rounds(SCHEDULER, is_typed=False, is_file=True):
+        lines = {name: f"{name} = {toml_of(value)}" for name, value in values.items()}
+        file.write_text("\n".join(lines.values()))
+        said = problem(SCHEDULER, ["--config", str(file)])
+        check(SCHEDULER, said, {name: (f"{lines[name]} in {file}", value) for name, value in values.items()})
+
+
+@pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)
+def test_a_flag_without_its_value_is_told_what_it_takes(program: Program, name: str) -> None:
+    field, flag = program.kind.model_fields[name], f"--{name.replace('_', '-')}"
+    if field.annotation is bool:
+        said = problem(program, [f"{flag}=maybe"], name)
+        assert said == f"{flag}=maybe: {flag} takes no value; write {flag} or --no-{flag[2:]}"
+    else:
+        said = problem(program, [flag], name)
+        assert said.startswith(f"{flag} has no value; give "), said
+        assert not names_a_field(program, said), said
+
+
+def test_a_command_in_a_variable_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINECLEAR_WORKER_COMMAND", "python -m mine")
+    said = problem(SCHEDULER, [])
+    assert said.startswith("LINECLEAR_WORKER_COMMAND='python -m mine' is not a list of words; in the environment")
+
+
+def toml_of(value: object) -> str:
+    return json.dumps(value)
+
+
+COMBINATIONS = [
+    ({"min_batch_size": "65"}, {"min_batch_size"}),
+    ({"max_prompt_bytes": "3000000", "max_message_bytes": "2000000"}, {"max_prompt_bytes", "max_message_bytes"}),
+    ({"demo": True, "model": "x"}, {"demo", "model"}),
+    ({"refuse_hopeless": True, "order": "fair"}, {"refuse_hopeless", "order"}),
+    ({"standby_worker": True}, {"standby_worker"}),
+    ({"tls_cert_file": "c"}, {"tls_cert_file"}),
+    ({"tls_key_file": "k"}, {"tls_key_file"}),
+    ({"tls_client_ca_file": "a"}, {"tls_client_ca_file"}),
+    ({"tls_cert_file": "c", "tls_key_file": "k", "listen": "unix:/x"}, {"tls_cert_file", "listen"}),
+    ({"admin_token_file": "t"}, {"admin_token_file"}),
+    ({"channelz": True}, {"channelz"}),
+    ({"listen": "0.0.0.0:1"}, {"listen"}),
+    ({"listen": ""}, {"listen"}),
+    ({"admin_listen": "0.0.0.0:1"}, {"admin_listen"}),
+]
+
+
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+@pytest.mark.parametrize(("values", "named"), COMBINATIONS, ids=lambda value: "-".join(sorted(value)))
+def test_settings_that_contradict_each_other_are_named_as_they_were_given(
+    values: dict[str, Any], named: set[str], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, file = [], tmp_path / "lineclear.toml"
+    if source == "flag":
+        flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+        words = [f if v is True else f"{f}={v}" for f, v in flags.items()]
+        wanted = {f"--{name.replace('_', '-')}" for name in named}
+    elif source == "variable":
+        for name, value in values.items():
+            monkeypatch.setenv(f"LINECLEAR_{name.upper()}", str(value).lower() if value is True else value)
+        wanted = {f"LINECLEAR_{name.upper()}" for name in named}
+    else:
+        file.write_text("".join(f"{name} = {toml_of(value)}\n" for name, value in values.items()))
+        words = ["--config", str(file)]
+        wanted = {f"{name} in {file}" for name in named}
+    said = problem(SCHEDULER, words)
+    assert all(name in said for name in wanted), said
+    assert source == "file" or not names_a_field(SCHEDULER, said), said
+
+
+def test_the_last_of_several_flags_is_the_one_that_is_named() -> None:
+    said = problem(SCHEDULER, ["--max-batch-size", "3", "--max-batch-size=0"])
+    assert said == "--max-batch-size=0 is not a whole number from 1 to 4096"
+
+
+def test_a_switch_takes_no_value() -> None:
+    said = problem(SCHEDULER, ["--no-reflection=yes"])
+    assert said == "--no-reflection=yes: --reflection takes no value; write --reflection or --no-reflection"
+
+
+def test_a_variable_beats_the_file_in_the_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text("max_batch_size = -1\n")
+    monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "0")
+    said = problem(SCHEDULER, ["--config", str(file)])
+    assert said == "LINECLEAR_MAX_BATCH_SIZE=0 is not a whole number from 1 to 4096"
+
+
+# -- help
+
+
+def help_of(program: Program, words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as caught:
+        program.load(words)
+    assert caught.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
+def test_help_has_one_line_for_each_setting_in_one_group(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(program, ["--help"], capsys)
+    assert max(map(len, lines)) <= 100
+    lines = lines[lines.index("Model:") :]
+    titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert titles[-1] == "Other"
+    assert titles[:-1] == list(options.groups(program.kind))
+    of_group: dict[str, str] = {}
+    title = ""
+    for line in lines:
+        title = line.removesuffix(":") if re.fullmatch(r"[A-Z].*:", line) else title
+        if found := re.match(r"  --(?:\[no-\])?([a-z-]+) (.*)", line):
+            name = found[1].replace("-", "_")
+            assert name not in of_group, name
+            of_group[name] = title
+            assert len(found[2].split("  ")[-1].strip()) > 10, line  # a meaning, on the same line
+    assert of_group.pop("version") == "Other"
+    assert of_group.keys() == program.kind.model_fields.keys()
+    assert "Other" not in of_group.values()
+    sizes = [list(of_group.values()).count(title) for title in titles[:-1]]
+    assert max(sizes) <= 20, "a group of everything is no group"
+
+
+@pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)
+def test_help_says_all_about_one_setting(program: Program, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    field = program.kind.model_fields[name]
+    lines = help_of(program, [f"--help={name.replace('_', '-')}"], capsys)
+    assert max(map(len, lines)) <= 100 or get_origin(field.annotation) is Literal
+    said = " ".join(" ".join(lines).split())
+    assert " ".join(options.with_flags(program.kind, field.description or "").split()) in said
+    assert not [n for n in program.kind.model_fields if "_" in n and f" {n}" in said]
+    assert f"{program.kind.model_config['env_prefix']}{name.upper()}" in said
+
+
+def test_help_about_what_is_no_setting_says_what_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(SCHEDULER, ["--help=--max-batch-sise"], capsys) == [
+        "there is no setting --max-batch-sise; is it --max-batch-size?"
+    ]
