@@ -43,6 +43,7 @@ def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
                 step=12,
                 model_fingerprint=HELLO.model_fingerprint,
                 prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
+                timeout={"seconds": 600},
             )
             assert not started.token_ids
             assert not started.text

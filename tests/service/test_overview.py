@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from service.serving import (
     EOS,
     HELLO,
@@ -44,6 +45,26 @@ def test_the_model_and_its_limits(tmp_path: Path) -> None:
             assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
             assert model.limits.num_blocks == 64
             assert model.server_version
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("asked", "in_force"), [(None, 500.0), (50.0, 50.0), (5000.0, 1000.0)])
+def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
+    tmp_path: Path, asked: float | None, in_force: float
+) -> None:
+    """A call without a deadline has the server's; one with a later deadline than allowed has the latest allowed."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, default_deadline_seconds=500.0, max_deadline_seconds=1000.0) as s:
+            limits = (await s.stub.GetModel(pb.GetModelRequest())).limits
+            assert (limits.default_deadline.ToSeconds(), limits.max_deadline.ToSeconds()) == (500, 1000)
+            s.engine.answer = lambda request: HELLO_IDS
+            call = s.stub.Generate(pb.GenerateRequest(text="hi"), timeout=asked)
+            started = [message.started async for message in call if message.HasField("started")]
+            (timeout_seconds,) = [told.timeout.ToNanoseconds() / 1e9 for told in started]
+            # gRPC rounds the time that a call has, and some of it is spent before the call arrives.
+            assert in_force - 10 < timeout_seconds <= in_force * 1.02
 
     run(scenario())
 

@@ -120,7 +120,7 @@ class Request:
     """One request for one answer: what `stream` and `generate` make of their arguments, and what they also take.
 
     `timeout_seconds` left UNSET means the client's; None sends no deadline: the server's
-    `default_deadline_seconds` (600 s by default) then bounds the answer. `model` (a name) and
+    own then bounds the answer (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and
     `model_fingerprint` say which model must answer. `on_model_change` None means the client's.
     """
 

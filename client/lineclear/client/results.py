@@ -61,6 +61,7 @@ class Started:
     """The request left the queue. `cached_tokens` of the prompt need no computing; `step` is the worker's count.
 
     `model_fingerprint` identifies the model that makes the answer. `prompt_digest` and `chat_time_us` are for resuming.
+    `timeout_seconds` is the deadline that the server applies, from the arrival of the request.
     """
 
     request_id: str = ""
@@ -72,6 +73,7 @@ class Started:
     model_fingerprint: str = ""
     prompt_digest: str = ""
     chat_time_us: int = 0
+    timeout_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class Limits:
     pipeline_depth: int
     default_max_tokens: int
     max_prompt_bytes: int
+    default_deadline_seconds: float
+    max_deadline_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

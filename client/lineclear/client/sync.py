@@ -85,7 +85,8 @@ class Client:
     `credentials` (of `grpc.ssl_channel_credentials`) switches TLS on.
     `token` is shown with every call to servers that ask for one; without TLS whoever is on the way can read it.
     `timeout_seconds` is the deadline of a generating call, retries included, unless the call names its own. None sends
-    no deadline; the server then ends the answer after its own `default_deadline_seconds`, which is 600 s by default.
+    no deadline; the server then ends the answer after its own, `model().limits.default_deadline_seconds` (600 s by
+    default). `Started.timeout_seconds`, in the first delta and the result, is the deadline in force on the server.
     `max_attempts` (or a whole RetryPolicy as `retry`) says how often a call that was not taken is tried; a server that
     was there and is gone is waited for.
     `sampling` fills what a call leaves open. `options` are gRPC channel options; they override ours. With `sessions`

@@ -471,6 +471,7 @@ class Started(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     CHAT_TIME_US_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's, or the one the server made."""
     prompt_tokens: _builtins.int
@@ -494,6 +495,13 @@ class Started(_message.Message):
     1970-01-01 on the server's wall clock, in its time zone. 0 where the
     prompt is no conversation.
     """
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """The deadline in force, from the arrival of the request: that of the call,
+        at most Limits.max_deadline, or Limits.default_deadline where the call has
+        none.
+        """
+
     def __init__(
         self,
         *,
@@ -506,10 +514,11 @@ class Started(_message.Message):
         model_fingerprint: _builtins.str = ...,
         prompt_digest: _builtins.str = ...,
         chat_time_us: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "step", b"step", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1432,6 +1441,8 @@ class Limits(_message.Message):
     PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    DEFAULT_DEADLINE_FIELD_NUMBER: _builtins.int
+    MAX_DEADLINE_FIELD_NUMBER: _builtins.int
     max_batch_size: _builtins.int
     """Slots: the most requests in one step."""
     target_batch_tokens: _builtins.int
@@ -1450,6 +1461,16 @@ class Limits(_message.Message):
     """The most output tokens when the request names none."""
     max_prompt_bytes: _builtins.int
     """The largest text prompt in bytes."""
+    @_builtins.property
+    def default_deadline(self) -> _duration_pb2.Duration:
+        """The deadline of a request whose call has none, from its arrival."""
+
+    @_builtins.property
+    def max_deadline(self) -> _duration_pb2.Duration:
+        """The longest deadline of a request, from its arrival. A later one is
+        brought forward to this.
+        """
+
     def __init__(
         self,
         *,
@@ -1462,10 +1483,12 @@ class Limits(_message.Message):
         pipeline_depth: _builtins.int = ...,
         default_max_tokens: _builtins.int = ...,
         max_prompt_bytes: _builtins.int = ...,
+        default_deadline: _duration_pb2.Duration | None = ...,
+        max_deadline: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_deadline", b"default_deadline", "max_deadline", b"max_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_deadline", b"default_deadline", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_deadline", b"max_deadline", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ def served_name(settings: SchedulerSettings, hello: Hello) -> str:
 
 def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool, version: str) -> pb.GetModelResponse:
     """What a worker that said `hello` serves."""
+    most_seconds = settings.max_deadline_seconds
     limits = pb.Limits(
         max_batch_size=min(settings.max_batch_size, hello.num_slots),
         target_batch_tokens=min(settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
@@ -33,6 +34,8 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
         default_max_tokens=settings.default_max_tokens,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
+    limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, most_seconds) * 1e6))
+    limits.max_deadline.FromMicroseconds(round(most_seconds * 1e6))
     return pb.GetModelResponse(
         model_id=served_name(settings, hello),
         family=hello.family,

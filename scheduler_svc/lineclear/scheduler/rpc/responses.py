@@ -44,6 +44,7 @@ def response(delivery: Delivery, ticket: Ticket, spent: Durations | None) -> pb.
         message.started.model_fingerprint = delivery.started.model_fingerprint
         message.started.prompt_digest = ticket.prompt_digest
         message.started.chat_time_us = ticket.chat_time_us
+        message.started.timeout.FromMicroseconds(round((ticket.deadline - ticket.arrival) * 1e6))
     if delivery.end is not None:
         assert spent is not None
         message.finished.CopyFrom(_finished(delivery.end, spent))
