@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.measure import commit, cpu_times, machine, percentile, versions
+from bench.measure import commit, cpu_times, machine, num_cores, percentile, versions
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def main(make: Callable[[argparse.Namespace], Iterator[Figure]], parser: argpars
         figures.append(figure)
     stolen, busy, own = (b - a for a, b in zip(before, cpu_times(), strict=True))
     seconds = time.perf_counter() - began_at
-    share = (busy - own + stolen) / (seconds * (os.cpu_count() or 1))
+    share = (busy - own + stolen) / (seconds * num_cores())
     print(f"\n{table(figures)}\n\nothers took {share:.0%} of the machine meanwhile")
     if options.out is not None:
         facts = {

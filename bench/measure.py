@@ -95,22 +95,32 @@ class CpuTimes(NamedTuple):
     """Seconds since boot."""
 
     stolen: float
+    """From the cores that this process may use; so is `busy`."""
     busy: float
     own: float
     """Of this process and all that descend from it, the dead included."""
 
 
 def cpu_times() -> CpuTimes:
-    """Where the machine's CPU time went so far."""
+    """Where the CPU time of the cores that this process may use went so far."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return CpuTimes(0.0, 0.0, 0.0)
     tick = os.sysconf("SC_CLK_TCK")
-    with stat.open() as file:
-        user, nice, system, _, _, irq, soft, stolen = (int(x) for x in file.readline().split()[1:9])
-    busy = user + nice + system + irq + soft
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    stolen = busy = 0
+    for line in stat.read_text().splitlines():
+        name, *fields = line.split()
+        if name in cores:
+            user, nice, system, _, _, irq, soft, taken = (int(x) for x in fields[:8])
+            busy, stolen = busy + user + nice + system + irq + soft, stolen + taken
     own = _own_ticks()
     return CpuTimes(stolen / tick, busy / tick, own / tick)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tree(root: int) -> list[int]:
@@ -188,7 +198,7 @@ def machine() -> dict[str, Any]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu,
-        "cores": os.cpu_count() or 0,
+        "cores": num_cores(),
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.system(),
     }
@@ -283,7 +293,7 @@ class Run:
             foreign_cpu_seconds=foreign,
             steal_seconds=stolen,
             peak_rss_mib=peak_rss_mib(tree(os.getpid() if server is None else server)),
-            disturbed=foreign + stolen > DISTURBED_SHARE * elapsed * (os.cpu_count() or 1),
+            disturbed=foreign + stolen > DISTURBED_SHARE * elapsed * num_cores(),
             notes=notes,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             commit=commit(),

@@ -32,7 +32,7 @@ from pathlib import Path
 from bench import compare, report
 from bench.contenders import CONTENDERS, Task
 from bench.lineclear_serve import Service, serving
-from bench.measure import DISTURBED_SHARE, commit, cpu_times, machine, median, versions
+from bench.measure import DISTURBED_SHARE, commit, cpu_times, machine, median, num_cores, versions
 from bench.workloads import Job, Workload, save
 
 PEERS = ("vllm", "llama", "transformers")
@@ -95,7 +95,7 @@ class Watch:
         """Since this was made."""
         stolen, busy_seconds, own = (b - a for a, b in zip(self._before, cpu_times(), strict=True))
         seconds = time.perf_counter() - self._began_at
-        return max(0.0, busy_seconds - own + stolen) / (seconds * (os.cpu_count() or 1))
+        return max(0.0, busy_seconds - own + stolen) / (seconds * num_cores())
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def parser() -> argparse.ArgumentParser:
     """The conditions are options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", type=Path, required=True)
-    found.add_argument("--contenders", nargs="+", default=["auto", "1", str(os.cpu_count() or 1)])
+    found.add_argument("--contenders", nargs="+", default=["auto", "1", str(num_cores())])
     found.add_argument("--before", type=Path, help="the checkout of the contender `before`")
     found.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
     found.add_argument("--streams", type=int, nargs="+", default=[1, 8])

@@ -52,7 +52,7 @@ async def run(
 ) -> Result:
     """The workload through a new server with one KV cache for all its slots."""
     weights = gguf(home, model, quantize)
-    threads = threads or os.cpu_count() or 1
+    threads = threads or len(os.sched_getaffinity(0))
     port = free_port()
     longest = max(len(job.prompt) + job.max_tokens for job in workload.jobs)
     context = 768 * slots if longest <= 768 else (longest + 64) * slots

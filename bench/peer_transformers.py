@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=0)
     parser.add_argument("--out", type=Path)
     o = parser.parse_args(arguments)
-    torch.set_num_threads(o.threads or os.cpu_count() or 1)
+    torch.set_num_threads(o.threads or len(os.sched_getaffinity(0)))
     workload = read(o.work)
     if o.waves:
         # At most so many at once is, for waves, waves of so many.

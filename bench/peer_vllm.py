@@ -29,7 +29,7 @@ PACKAGE = "vllm"
 
 def environment(kv_gib: int) -> dict[str, str]:
     """Where vLLM's threads run, and the size of its KV cache."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,42 +12,19 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
-from support.natives import LIBRARIES, needs_kernels
-from support.patience import PATIENCE_SECONDS
+from support.natives import needs_kernels
 
 from lineclear.scheduler.scheduling.core import CoreLimits
 from lineclear.scheduler.scheduling.sequence import Request
 from lineclear.wire.types import Sampling
-from lineclear.worker import kernels, probe, start
 from lineclear.worker import model as model_module
+from lineclear.worker import probe, start
 from lineclear.worker import threads as threads_module
-from lineclear.worker.host import usable_cores
 from lineclear.worker.loader import adopt, fuse, to_int8
 from lineclear.worker.runner import ModelRunner
 from lineclear.worker.settings import WorkerSettings
 from lineclear.worker.start import make_runner
 from lineclear.worker.threads import ThreadTuner, openmp_setter
-
-# Loads OpenMP alone, which takes no time, and asks how much CPU time its threads take while nothing is computed.
-_SPINNING = """
-import ctypes, os, sys, time
-sys.path.insert(0, sys.argv[1])
-if sys.argv[4] == "bounded":
-    from lineclear.worker.host import bound_spinning
-    bound_spinning()
-openmp = ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)
-kernels = ctypes.CDLL(sys.argv[3])
-openmp.omp_set_num_threads(2)
-size = ctypes.c_int64(64)
-room = [(ctypes.c_int16 * 4096)() for _ in range(2)]
-spent = 0.0
-for _ in range(20):
-    kernels.lineclear_bf16_lay_out(size, size, *room)
-    begin = time.process_time()
-    time.sleep(0.05)  # in which nothing has to be done
-    spent += time.process_time() - begin
-print(spent)
-"""
 
 
 class Clock:
@@ -61,36 +35,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def spinning_seconds(how: str, **environment: str) -> float:
-    """CPU time of a second of waiting in pieces of 50 ms, each after a parallel region."""
-    root = Path(__file__).resolve().parents[2] / "gpu_worker"
-    openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
-    if openmp is None:
-        pytest.skip("torch does not bring libgomp here")
-    library = kernels.load(LIBRARIES[-1])
-    assert library is not None
-    command = [sys.executable, "-S", "-c", _SPINNING, str(root), str(openmp), library._name, how]
-    path = {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": sysconfig.get_config_var("LIBDIR") or ""}
-    done = subprocess.run(command, env=path | environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
-
-
-needs_two_cores = pytest.mark.skipif(usable_cores() < 2, reason="libgomp does not spin on a single core")
-
-
-@needs_kernels
-@needs_two_cores
-def test_threads_that_wait_sleep_instead_of_spinning() -> None:
-    assert spinning_seconds("bounded") < spinning_seconds("as it is") / 2
-
-
-@needs_kernels
-@needs_two_cores
-def test_what_the_environment_says_about_waiting_is_respected() -> None:
-    assert spinning_seconds("bounded", OMP_WAIT_POLICY="active") > spinning_seconds("bounded") * 2
 
 
 def test_a_number_is_set_when_it_changes() -> None:

@@ -14,8 +14,6 @@ _UNIFIED = Path("sys/fs/cgroup")
 _CPU_CONTROLLER = Path("sys/fs/cgroup/cpu")
 _MAPS = Path("proc/self/maps")
 _HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage/enabled")
-_SPIN_COUNT = "100000"
-_BLOCK_TIME_MILLISECONDS = "3"
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
@@ -28,18 +26,6 @@ def usable_cores(root: Path = Path("/")) -> int:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(root)
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
-
-
-def bound_spinning() -> None:
-    """Let a compute thread that waits sleep after some 3 ms of spinning. Call it before OpenMP is loaded.
-
-    By default it spins three times as long, on a core that another process, or the thread that it waits for, may need.
-    Much less, and it would sleep between the steps of a busy server and within them; to wake it costs more than that.
-    Environment variables about waiting that are set are kept.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # libgomp; 28 ns each where this was measured
-        os.environ.setdefault("KMP_BLOCKTIME", _BLOCK_TIME_MILLISECONDS)  # LLVM's and Intel's
 
 
 def allocator(root: Path = Path("/")) -> str:

@@ -41,7 +41,6 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
 def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: Standby | None) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    host.bound_spinning()
     if standby is not None:
         standby.run_in_background(lambda: _prepare(settings))
         standby.wait_until_promoted()

@@ -7,6 +7,7 @@ models are fastest with one thread anyway. Which case holds changes while the wo
 Steps of similar size share a `_Climber`. It measures the current number of threads over a window of steps, then tries
 another number over another window, the nearest first, and moves there if that one is clearly faster. A trial that was
 slower is paid from a budget that grows by a fixed share of the step time: exploration costs about that share at most.
+With all cores in use the share is small: a neighbour that begins then makes steps much slower, which starts a trial.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from dataclasses import dataclass, field
 
 EXPLORED_SHARE = 0.01
 """Share of the step time that slower trials may cost."""
+EXPLORED_SHARE_OF_ALL_CORES = 0.002
+"""The same while all cores are in use."""
 
 _WINDOW_SECONDS = 0.1  # many time slices of the kernel, and a period of a CPU quota
 _WINDOW_STEPS = 4
 _LONG_WINDOW_SECONDS = 1.0  # enough with fewer steps
 _GAIN = 0.95  # a trial wins below this share of the current mean
 _SURGE = 1.5  # a window slower by this factor than the one before: something else runs now
-_COLLAPSE = 3.0  # slower by this factor: even a single step as long as a window is enough to see it
+_COLLAPSE = 3.0  # slower by this factor: a single step as long as a window is enough to see it
 _MOST_EXCESS_SECONDS = 0.03  # a trial ends early when it has cost this much, or a whole step
 _LEAST_CHARGE_SECONDS = 0.01  # trials without a winner are at least a second apart
+_FIRST_CHARGE_SECONDS = 0.02  # at most, of a first slow trial: it may have been chance
 _MOST_DEBT_SECONDS = 0.3
 _LONG_STEP_TOKENS = 32  # from here on a first step begins with all cores: of a large model it may take a minute on one
 
@@ -57,13 +61,12 @@ class ThreadPolicy:
     def _climber(self, num_tokens: int) -> _Climber:
         size = num_tokens.bit_length()
         if size not in self._climbers:
-            nearest = (
-                self._climbers[min(self._climbers, key=lambda known: abs(known - size))] if self._climbers else None
-            )
-            if nearest is None or nearest.begins:  # nothing is known yet
-                self._climbers[size] = _Climber(0 if num_tokens < _LONG_STEP_TOKENS else len(self._rungs) - 1)
-            else:
+            known = [other for other, climber in self._climbers.items() if not climber.begins]
+            if known:
+                nearest = self._climbers[min(known, key=lambda other: abs(other - size))]
                 self._climbers[size] = _Climber(nearest.rung, begins=False)
+            else:
+                self._climbers[size] = _Climber(0 if num_tokens < _LONG_STEP_TOKENS else len(self._rungs) - 1)
         return self._climbers[size]
 
 
@@ -80,18 +83,22 @@ def rungs(most: int) -> list[int]:
 class _Window:
     seconds: float = 0.0
     steps: int = 0
+    longest_seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.seconds += seconds
         self.steps += 1
+        self.longest_seconds = max(self.longest_seconds, seconds)
 
     @property
     def full(self) -> bool:
-        return self.seconds >= (_WINDOW_SECONDS if self.steps >= _WINDOW_STEPS else _LONG_WINDOW_SECONDS)
+        enough = self.steps >= _WINDOW_STEPS and self.seconds - self.longest_seconds >= _WINDOW_SECONDS
+        return enough or self.seconds >= _LONG_WINDOW_SECONDS
 
     @property
     def mean(self) -> float:
-        return self.seconds / self.steps
+        """Of a step, without the longest one: a single slow step says nothing about the next ones."""
+        return (self.seconds - self.longest_seconds) / (self.steps - 1) if self.steps > 1 else self.seconds
 
 
 @dataclass(slots=True)
@@ -105,6 +112,8 @@ class _Climber:
     """In which a neighbouring rung is tried first."""
     num_tried: int = 0
     """Trials in a row without a winner: the next one is further away, because the nearest rung may be as slow."""
+    doubted: bool = False
+    """Steps with more threads have been slow lately. Before that a slow trial is charged little."""
     budget_seconds: float = 0.0
     level_seconds: float = 0.0
     """Mean step time of the last whole window on the current rung; 0: not measured yet."""
@@ -117,31 +126,40 @@ class _Climber:
     def observe(self, seconds: float, num_rungs: int) -> int:
         """Account for a step. The direction in which the rung moved, 0 if it did not."""
         if self.trial is None:
-            self.budget_seconds = min(self.budget_seconds + EXPLORED_SHARE * seconds, 0.0)
+            share = EXPLORED_SHARE_OF_ALL_CORES if self.rung == num_rungs - 1 else EXPLORED_SHARE
+            self.budget_seconds = min(self.budget_seconds + share * seconds, 0.0)
         if self.settling:
             self.settling = False
-            if self.trial is not None:
-                self.budget_seconds -= max(0.0, seconds - self.level_seconds)
+            excess = seconds - self.level_seconds
+            if self.trial is not None and self._collapsed(seconds):
+                self._fail(excess)
+            elif self.trial is not None:
+                self.budget_seconds -= min(max(excess, 0.0), _MOST_EXCESS_SECONDS)
             return 0
         self.window.add(seconds)
-        return self._measure(num_rungs) if self.trial is None else self._judge(self.trial, num_rungs)
+        if self.trial is not None:
+            return self._judge(self.trial, num_rungs)
+        if self._collapsed(seconds):
+            self._measure(seconds, num_rungs)
+        elif self.window.full:
+            self._measure(self.window.mean, num_rungs)
+        return 0
 
     def expect(self, direction: int) -> None:
         """Steps of another size became faster in this direction: try the same soon."""
         self.direction, self.num_tried = direction, 0
         self.budget_seconds = max(self.budget_seconds, -_LEAST_CHARGE_SECONDS / 2)
 
-    def _measure(self, num_rungs: int) -> int:
-        before = self.level_seconds
-        collapsed = before and self.window.seconds >= _WINDOW_SECONDS and self.window.mean > _COLLAPSE * before
-        if self.window.full or collapsed:
-            mean = self.window.mean
-            self.level_seconds, self.window = mean, _Window()
-            if before and mean > before * _SURGE and self.rung > 0:
-                self.direction, self.num_tried, self.budget_seconds = -1, 0, 0.0
-            if self.budget_seconds >= 0.0:
-                self._try(num_rungs)
-        return 0
+    def _collapsed(self, seconds: float) -> bool:
+        return seconds > max(_WINDOW_SECONDS, _COLLAPSE * self.level_seconds) and self.level_seconds > 0
+
+    def _measure(self, level_seconds: float, num_rungs: int) -> None:
+        """Steps on the current rung take so long now."""
+        before, self.level_seconds, self.window = self.level_seconds, level_seconds, _Window()
+        if before and level_seconds > before * _SURGE and self.rung > 0:
+            self.direction, self.num_tried, self.budget_seconds, self.doubted = -1, 0, 0.0, True
+        if self.budget_seconds >= 0.0:
+            self._try(num_rungs)
 
     def _try(self, num_rungs: int) -> None:
         others = [rung for rung in range(num_rungs) if rung != self.rung]
@@ -157,13 +175,23 @@ class _Climber:
         too_slow = excess > max(_MOST_EXCESS_SECONDS, self.level_seconds)
         if not too_slow and not self.window.full:
             return 0
-        mean, self.window, self.trial, self.settling = self.window.mean, _Window(), None, True
-        if not too_slow and mean < self.level_seconds * _GAIN:
-            self.direction = 1 if trial > self.rung else -1
-            self.rung, self.level_seconds, self.settling, self.num_tried = trial, mean, False, 0
-            if 0 <= trial + self.direction < num_rungs:
-                self._try(num_rungs)  # on, as long as it gets faster
-            return self.direction
-        charge = max(excess, _LEAST_CHARGE_SECONDS)
-        self.budget_seconds = max(self.budget_seconds - charge, -_MOST_DEBT_SECONDS)
-        return 0
+        if too_slow or self.window.mean >= self.level_seconds * _GAIN:
+            self._fail(excess)
+            return 0
+        self.direction = 1 if trial > self.rung else -1
+        self.rung, self.level_seconds, self.num_tried = trial, self.window.mean, 0
+        self.trial, self.window, self.settling = None, _Window(), False
+        self.doubted &= self.direction < 0
+        if 0 <= trial + self.direction < num_rungs:
+            self._try(num_rungs)  # on, as long as it gets faster
+        else:
+            self.budget_seconds -= _LEAST_CHARGE_SECONDS  # where it came from was slower just now
+        return self.direction
+
+    def _fail(self, excess: float) -> None:
+        """End a trial that was not faster and had cost `excess` seconds."""
+        most = _MOST_DEBT_SECONDS if self.doubted else _FIRST_CHARGE_SECONDS
+        self.budget_seconds -= min(max(excess, _LEAST_CHARGE_SECONDS), most)
+        self.budget_seconds = max(self.budget_seconds, -_MOST_DEBT_SECONDS)
+        self.doubted = True
+        self.trial, self.window, self.settling = None, _Window(), True
