@@ -8,6 +8,7 @@ from torch import nn
 
 from lineclear.worker import linear
 from lineclear.worker.pages import Pages
+from lineclear.worker.tape import Count
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
@@ -68,3 +69,25 @@ def test_memory_is_aligned_and_nobody_elses() -> None:
         tensor[0] = value
     assert [int(t[0, 0]) for t in tensors] == [0, 1, 2, 3]
     assert [int(t[-1, 2]) for t in tensors] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> None:
+    modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
+    weight, biases = linear.joined(modules)
+    both = linear.pack_twice(modules, Pages())
+    ours, theirs = linear.Widened(weight, biases, Pages()), linear.onednn(weight, biases)
+    rows, x, out = Count(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)
+    multiply, arguments = both.bind(rows, x, out)
+    for rows.value in (1, 16, 17, 40, 2):  # the same recorded call for all of them
+        expected = product(ours if rows.value <= 16 else theirs, x[: rows.value], 48)
+        assert torch.equal(product(both, x[: rows.value], 48), expected)
+        multiply(*arguments)
+        assert torch.equal(out[: rows.value], expected)
+
+
+def test_a_width_that_our_kernel_has_not_goes_through_onednn_alone() -> None:
+    module = layer(32, 50)
+    x = torch.randn(3, 50).bfloat16()
+    torch.testing.assert_close(product(linear.pack_twice([module], Pages()), x, 32), module(x), rtol=2**-7, atol=1e-3)

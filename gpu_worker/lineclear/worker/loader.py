@@ -24,13 +24,17 @@ from .checkpoint import CheckpointBroken, check_weights
 from .decoder import Decoder, can_build
 from .families import VERIFIED
 from .int8 import pack_int8
-from .linear import Packer, pack, plain, releasing
+from .kernels import multiplies_few_bfloat16
+from .linear import Packer, pack, pack_twice, plain, releasing
+from .memory import free_bytes
 from .model import LoadedModel, ModelFilesChanged, ModelRefused
 from .probe import NUM_TOKENS, TOLERANCE, check_against_eager, describe, paged_logits, relative_error, weight_bytes
 from .threads import trying
 
 log = structlog.get_logger(__name__)
 
+_MOST_TWICE_SHARE = 1 / 8
+"""Weights are kept in a second layout where they take at most this share of the free memory."""
 _INT8_TOLERANCE = 0.5
 """Relative error of the probe's logits with 8-bit weights. Usually below 0.1; beyond this the answers are another's."""
 
@@ -81,8 +85,10 @@ def adopt(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel
     return loaded
 
 
-def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = False) -> LoadedModel | None:
+def fuse(loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False) -> LoadedModel | None:
     """The same model with a forward pass of few operations; itself, where there is none for it.
+
+    `packer` None: the fastest one whose weights fit into memory.
 
     None: that pass computes something else, which is not to be used. Unless `keep_weights`, the transformers model
     gives each matrix away as soon as it is packed, so that none is held twice, and cannot be used any more.
@@ -91,11 +97,21 @@ def fuse(loaded: LoadedModel, packer: Packer = pack, *, keep_weights: bool = Fal
     if len(shapes) != 1 or not can_build(loaded.model, loaded.family, shapes.pop()):
         return loaded
     assert loaded.probed is not None
+    packer = packer or _fastest(loaded)
     fused, error = _with_decoder(loaded, packer if keep_weights else releasing(packer), loaded.probed)
     if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
+
+
+def _fastest(loaded: LoadedModel) -> Packer:
+    if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not multiplies_few_bfloat16():
+        return pack
+    if loaded.weight_bytes > _MOST_TWICE_SHARE * free_bytes(loaded.device):
+        log.info("weights_kept_once", weight_mib=loaded.weight_bytes >> 20)
+        return pack
+    return pack_twice
 
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:

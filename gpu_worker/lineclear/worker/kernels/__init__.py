@@ -81,7 +81,12 @@ def library() -> Any | None:
 
 def multiplies_bfloat16() -> bool:
     """Whether products with bf16 weights are faster through `lineclear_bf16_product` than through oneDNN here."""
-    return _multiplies_bfloat16(_chosen)
+    return _multiplies_bfloat16(_chosen) and not _has_amx()
+
+
+def multiplies_few_bfloat16() -> bool:
+    """Whether they are faster for few rows only: oneDNN multiplies many rows with AMX."""
+    return _multiplies_bfloat16(_chosen) and _has_amx()
 
 
 def library_name() -> str:
@@ -119,7 +124,11 @@ def _library(chosen: str) -> Any | None:
 @cache
 def _multiplies_bfloat16(chosen: str) -> bool:
     found = _library(chosen)
-    return found is not None and "amx_bf16" not in _x86_flags() and bool(found.lineclear_widening_pays())
+    return found is not None and bool(found.lineclear_widening_pays())
+
+
+def _has_amx() -> bool:
+    return "amx_bf16" in _x86_flags()
 
 
 def _path(name: str) -> Path:
