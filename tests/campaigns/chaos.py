@@ -144,7 +144,8 @@ class Campaign:
     def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, began: float) -> None:
         """A worker told to end may go on while there is work. A further signal ends it."""
         while not server.has_said("worker_lost", began):
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the scheduler has not seen it yet
+                os.kill(pid, signal.SIGTERM)
             goal = sum(reader.num_tokens for reader in readers) + _TOKENS_BETWEEN_SIGNALS
             _wait(
                 server,
