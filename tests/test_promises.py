@@ -62,7 +62,7 @@ def test_the_figures_of_a_connection_follow_from_the_defaults() -> None:
     unfinished = settings.max_unfinished_per_connection
     spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
     assert f"{spare} more calls than can wait and run ({settings.max_streams:,})" in page
-    most = unfinished * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
+    most = 2 * unfinished * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
     assert f"takes at most {-(-most // (1 << 20))} MiB of a connection" in page
 
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,14 +15,16 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.orders import Caller, submit
-from service.serving import BOUND_SECONDS, error_of, read_all, run, serving, text_request, until
+from service.serving import BOUND_SECONDS, Serving, error_of, read_all, run, serving, text_request, until
 from service.test_slow_readers import gate
+from service.test_tokens import ALICE, BOB, token_file
 from support.http2 import Connection, message
 
 from lineclear.client.channels import channel_options
 from lineclear.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from lineclear.scheduler.access import listening
 from lineclear.scheduler.access.listening import Options, data_options, probe_options
+from lineclear.scheduler.access.reading import LONG
 from lineclear.scheduler.scheduling.events import FinishReason
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
@@ -224,27 +227,32 @@ def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str
     run(scenario())
 
 
-def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path) -> None:
-    """Each stream may send as much as the server takes of it: almost nothing, where others are read before."""
+@pytest.mark.parametrize("network", [False, True])
+def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path, network: bool) -> None:
+    """Each stream may send as much as the server takes of it: almost nothing, where others are read before.
+
+    Over a unix socket some are ended meanwhile, so that others are read.
+    """
     size, unfinished, streams = 256 * 1024, 4, 48
 
     async def scenario() -> None:
-        async with serving(
-            tmp_path, max_message_bytes=size, max_unfinished_per_connection=unfinished, max_streams_per_connection=64
-        ) as s:
+        limits = {"max_unfinished_per_connection": unfinished, "max_streams_per_connection": 64}
+        listen = {"listen": "127.0.0.1:0"} if network else {}
+        async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
             s.engine.answer = lambda request: [5]
 
             def speak(method: str, count: int) -> tuple[int, Connection]:
-                connection = Connection(tmp_path / "s")
+                connection = Connection(int(s.server.address.rpartition(":")[2]) if network else tmp_path / "s")
+                most = 0
                 connection.receive()
                 for _ in range(count):
                     connection.call(f"/lineclear.v1.InferenceService/{method}", message(bytes(size), declared=size + 1))
                 while connection.receive(0.2):
-                    pass
-                return connection.num_sent, connection
+                    most = max(most, connection.num_sent)
+                return most, connection
 
             sent, connection = await asyncio.to_thread(speak, "Generate", streams)
-            assert sent < unfinished * size + streams * 80 * 1024
+            assert sent < (1 if network else 2) * unfinished * size + streams * 80 * 1024
             assert sent > unfinished * size / 2, "nothing was sent, so nothing was bounded"
             connection.__exit__()
             async with grpc.aio.insecure_channel(
@@ -253,6 +261,133 @@ def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path)
                 await read_all(s.stub_of(other).Generate(text_request()))
 
     run(scenario())
+
+
+GENERATE = "/lineclear.v1.InferenceService/Generate"
+CANCEL = "/lineclear.v1.InferenceService/Cancel"
+CHECK = "/grpc.health.v1.Health/Check"
+PLACES = SchedulerSettings().max_unfinished_per_connection
+FOR_EVER: dict[str, Any] = {"request_timeout_seconds": 3600.0}
+"""Requests are given up for no other reason than that others wait."""
+
+
+def unfinished(connection: Connection, method: str, count: int, *metadata: tuple[str, str]) -> None:
+    for _ in range(count):
+        connection.call(method, message(b"x" * 100, declared=200), *metadata)
+
+
+async def came(s: Serving, count: int) -> None:
+    """Wait until the server has so many calls."""
+    await until(lambda: sum(guard.num_came for guard in s.server._errors) >= count)
+
+
+@pytest.mark.parametrize("flood", [GENERATE, CANCEL, CHECK])
+@pytest.mark.parametrize("excess", [0, 100])
+def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_ones(
+    tmp_path: Path, flood: str, excess: int
+) -> None:
+    """One caller takes every place and keeps it. gRPC gives both callers one name."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, **FOR_EVER) as s:
+            s.engine.answer = lambda request: [5]
+            with Connection(tmp_path / "s") as hostile:
+                hostile.receive()
+                unfinished(hostile, flood, PLACES + excess)
+                await came(s, PLACES + excess)
+                await answered(s.channel)
+                order = pb.CancelRequest(request_id="nobody")
+                assert not (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+                await read_all(s.generate(timeout=BOUND_SECONDS))
+                await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
+
+    run(scenario())
+
+
+def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_unfinished_per_connection=1, **FOR_EVER) as s:
+            s.engine.answer = lambda request: [5]
+            with Connection(tmp_path / "s") as hostile:
+                hostile.receive()
+                unfinished(hostile, GENERATE, 1)
+                await came(s, 1)
+                await read_all(s.generate(timeout=BOUND_SECONDS))
+                while not hostile.ended:
+                    assert await asyncio.to_thread(hostile.receive)
+                assert b"not complete while others waited" in hostile.ended[1]
+
+    run(scenario())
+
+
+def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
+    """Nor do they end them: a client may take its time with a long request and ask for health meanwhile."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, **FOR_EVER) as s:
+            with Connection(tmp_path / "s") as slow:
+                slow.receive()
+                unfinished(slow, GENERATE, PLACES)
+                await came(s, PLACES)
+                for _ in range(3 * PLACES):
+                    await answered(s.channel)
+                while await asyncio.to_thread(slow.receive, 0.5):
+                    pass
+                assert slow.ended == {}
+
+    run(scenario())
+
+
+def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_other(tmp_path: Path) -> None:
+    """As behind a proxy."""
+
+    async def scenario() -> None:
+        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+        async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **FOR_EVER) as s:
+            s.engine.answer = lambda request: [5]
+            with Connection(int(s.server.address.rpartition(":")[2])) as proxy:
+                proxy.receive()
+                unfinished(proxy, GENERATE, PLACES, ("authorization", f"Bearer {ALICE}"))
+                await came(s, PLACES)
+                request = message(text_request().SerializeToString())
+                stream = proxy.call(GENERATE, request, ("authorization", f"Bearer {BOB}"))
+                while not proxy.ended:
+                    assert await asyncio.to_thread(proxy.receive)
+                assert list(proxy.ended) == [stream]
+                assert len(s.engine.submitted) == 1
+
+    run(scenario())
+
+
+def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ended(tmp_path: Path) -> None:
+    """A client that sends many of them over a slow network sends them side by side."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, listen="127.0.0.1:0", max_unfinished_per_connection=1, **FOR_EVER) as s:
+            s.engine.answer = lambda request: [5]
+            with Connection(int(s.server.address.rpartition(":")[2])) as client:
+                client.receive()
+                request = message(text_request().SerializeToString())
+                first = client.call(GENERATE, request[:10])
+                second = client.call(GENERATE, request)
+                await came(s, 2)
+                while await asyncio.to_thread(client.receive, 1.5):
+                    pass
+                assert s.engine.submitted == []
+                client.go_on(first, request[10:])
+                while len(client.ended) < 2:
+                    assert await asyncio.to_thread(client.receive)
+                assert sorted(client.ended) == [first, second]
+                assert len(s.engine.submitted) == 2
+
+    run(scenario())
+
+
+def test_every_method_whose_request_holds_a_prompt_is_read_as_a_long_one() -> None:
+    service = pb.DESCRIPTOR.services_by_name["InferenceService"]
+    large = {"text", "chat", "token_ids", "prompt", "request"}
+    unary = [m for m in service.methods if not m.client_streaming]
+    assert {m.name for m in unary if large & set(m.input_type.fields_by_name)} == LONG
 
 
 def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:

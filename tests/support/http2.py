@@ -26,19 +26,20 @@ def message(data: bytes, declared: int | None = None) -> bytes:
 
 
 class Connection:
-    """A connection to a unix socket. It obeys the windows that the server grants, and counts what it could send."""
+    """A connection to a unix socket, or to a port of this machine. It obeys the windows that the server grants, and
+    counts what it could send."""
 
-    def __init__(self, path: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
+    def __init__(self, where: Path | int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX if isinstance(where, Path) else socket.AF_INET)
         self._socket.settimeout(PATIENCE_SECONDS)
-        self._socket.connect(str(path))
+        self._socket.connect(str(where) if isinstance(where, Path) else ("127.0.0.1", where))
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
         self._window = self._initial = _INITIAL_WINDOW
         self._windows: dict[int, int] = {}
         self._unsent: dict[int, bytes] = {}
         self._received = b""
-        self.num_sent = 0
-        """Bytes of messages that the server has taken."""
+        self.sent: dict[int, int] = {}
+        """Bytes of messages that the server has taken, by the number of the stream."""
         self.ended: dict[int, bytes] = {}
         """What was received with the end of each stream, by its number."""
         self.goaway = b""
@@ -50,16 +51,33 @@ class Connection:
     def __exit__(self, *_: Any) -> None:
         self._socket.close()
 
-    def call(self, method: str, body: bytes) -> int:
+    def call(self, method: str, body: bytes, *metadata: tuple[str, str]) -> int:
         """Begin a call that sends `body` and never ends its side; the number of its stream."""
         stream = 2 * len(self._windows) + 1
         self._windows[stream] = self._initial
-        fields = ((":path", method), (":authority", "x"), ("content-type", "application/grpc"), ("te", "trailers"))
+        fields = (
+            (":path", method),
+            (":authority", "x"),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+            *metadata,
+        )
         headers = bytes([0x83, 0x86]) + b"".join(_literal(name, value) for name, value in fields)  # POST, http
         self._socket.sendall(frame(HEADERS, headers, END_HEADERS, stream))
         self._unsent[stream] = body
+        self.sent[stream] = 0
         self._send()
         return stream
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes of messages that the server has taken, of streams that have not ended."""
+        return sum(count for stream, count in self.sent.items() if stream not in self.ended)
+
+    def go_on(self, stream: int, body: bytes) -> None:
+        """Send more of a call's request."""
+        self._unsent[stream] = self._unsent.get(stream, b"") + body
+        self._send()
 
     def ping(self) -> None:
         """Send one ping."""
@@ -125,7 +143,7 @@ class Connection:
                 self._socket.sendall(frame(DATA, part, stream=stream))
                 self._window -= count
                 self._windows[stream] -= count
-                self.num_sent += count
+                self.sent[stream] += count
 
 
 def _literal(name: str, value: str) -> bytes:

@@ -194,7 +194,8 @@ class SchedulerSettings(BaseSettings):
         ge=1,
         le=2**20,
         brief="Most incomplete requests read at once.",
-        description="Most requests of one connection that are read at once; further ones wait for those to be complete."
+        description="Most long requests of one connection and tenant that are read at once, and most short ones"
+        " (health, Cancel, figures); further ones wait. On a Unix socket, unfinished ones yield to those that wait."
         " They bound, with max_message_bytes, the memory that a connection can take.",
     )
     max_connections: int = CONNECTIONS.field(

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
 from lineclear.limits import MAX_MESSAGE_BYTES
-from lineclear.scheduler.access.reading import MALFORMED, Reading, checked
+from lineclear.scheduler.access.reading import LONG, MALFORMED, Reading, checked
 from lineclear.status import TRAILER, to_trailer
 
 log = structlog.get_logger()
@@ -80,21 +80,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _guard(self, method: str, handler: Handler) -> Handler:
         """The handler of `method` as one that gRPC reads nothing for: its requests are read here, within bounds."""
         return grpc.stream_stream_rpc_method_handler(
-            self._ending_well(method, self._reader(handler)),
+            self._ending_well(method, self._reader(handler, is_long=method.rpartition("/")[2] in LONG)),
             request_deserializer=_total(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
-    def _reader(self, handler: Any) -> Behavior:
+    def _reader(self, handler: Any, is_long: bool) -> Behavior:
         async def many(requests: AsyncIterator[Any], context: Context) -> None:
             with self._reading.stream(context):
                 await handler.stream_stream(_each(requests), context)
 
         async def stream(requests: AsyncIterator[Any], context: Context) -> None:
-            await handler.unary_stream(await self._reading.first(requests, context), context)
+            await handler.unary_stream(await self._reading.first(requests, context, is_long=is_long), context)
 
         async def unary(requests: AsyncIterator[Any], context: Context) -> None:
-            response = await handler.unary_unary(await self._reading.first(requests, context), context)
+            response = await handler.unary_unary(await self._reading.first(requests, context, is_long=is_long), context)
             _check_size(response)
             await context.write(response)
 
