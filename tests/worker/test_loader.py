@@ -116,12 +116,12 @@ def test_pickled_weights(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert "pickle files, which can run code" in refusal(tmp_path)
+    assert "pytorch_model.bin, which is pickle and may run code" in refusal(tmp_path)
 
 
 def test_no_weights(tmp_path: Path) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
-    assert "no *.safetensors weights" in refusal(tmp_path)
+    assert "lacks *.safetensors." in refusal(tmp_path)
 
 
 def test_code_of_its_own_for_a_model_transformers_does_not_have(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = Touched(100)
-    with pytest.raises(ConfigurationError, match=r"100 blocks need 104857600 bytes, and 99614720 .*num_blocks.* 90,"):
+    with pytest.raises(ConfigurationError, match=r"100 blocks need 104857600 bytes, and 99614720 .*num-blocks.* 90,"):
         memory_of(backend, free=95 << 20).give_all()
     assert not backend.calls
     tiny_model("llama").save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: p
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("lineclear.worker.attention.native.Pages.take", take)
-    with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num_blocks"):
+    with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
         ModelRunner(adopt(tiny_model("llama", head_dim=64)), num_blocks=8)
 
 
