@@ -108,3 +108,8 @@ def test_the_page_is_in_step() -> None:
     fresh = runpy.run_path(str(REPOSITORY / "docs" / "reliability.py"))["page"]()
     page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert page == fresh, "run: python docs/generate.py"
+
+
+def test_a_mutant_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.mutants._BOUND_SECONDS", 0.05)
+    assert survivors(mutants()[0]) == []

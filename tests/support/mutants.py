@@ -62,7 +62,7 @@ def mutants() -> list[Mutant]:
 
 
 def survivors(mutant: Mutant) -> list[str]:
-    """Run the tests of a mutant, and return those that passed all the same."""
+    """Run the tests of a mutant, and return those that passed all the same. A run that hangs is red."""
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         copy = Path(folder)
         for name in (*_SOURCES, "tests"):
@@ -76,9 +76,12 @@ def survivors(mutant: Mutant) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=no", "-p", "no:cacheprovider", "--timeout=120"]
         command += [f"tests/{test}" for test in mutant.tests]
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_BOUND_SECONDS, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_BOUND_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return []
     assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed; others: they could not be run
     failed = set(re.findall(r"^(?:FAILED|ERROR) tests/(\S+?::\w+)", done.stdout, re.MULTILINE))
     return [test for test in mutant.tests if test not in failed]
