@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
+import trustme
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
+from structlog.testing import capture_logs
+from support.sources import ROOTS
 
 from lineclear import options
 from lineclear.scheduler import settings as of_scheduler
+from lineclear.scheduler.access.certificates import ServerCertificates
 from lineclear.worker import settings as of_worker
 
 
@@ -283,3 +288,48 @@ def test_help_about_what_is_no_setting_says_what_it_may_be(capsys: pytest.Captur
     assert help_of(SCHEDULER, ["--help=--max-batch-sise"], capsys) == [
         "there is no setting --max-batch-sise; is it --max-batch-size?"
     ]
+
+
+# --- in sentences of a running server --------------------------------------------------------------------------------
+
+
+def sentences(source: str) -> Iterator[str]:
+    """Every text of several words that is no docstring."""
+    tree = ast.parse(source)
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if " " in text and id(node) not in alone:
+                yield text
+
+
+def test_sentences_name_a_setting_by_its_flag() -> None:
+    """The caller cannot raise a limit; the operator, who reads the sentence next, knows the flag."""
+    names = "|".join(sorted({name for _, name in SETTINGS if "_" in name} - {"generation_config"}))
+    field = re.compile(rf"(?<![\w.-])({names})(?![\w.=])")
+    found = [
+        f"{path.name}: {sentence}"
+        for root in ROOTS
+        for path in sorted(root.rglob("*.py"))
+        if path.name != "settings.py"
+        for sentence in sentences(path.read_text(encoding="utf-8"))
+        if field.search(sentence)
+    ]
+    assert found == []
+
+
+def test_a_certificate_that_fails_while_serving_is_named_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    leaf = trustme.CA().issue_cert("localhost")
+    certificate.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    key.write_bytes(leaf.private_key_pem.bytes())
+    monkeypatch.setenv("LINECLEAR_TLS_CERT_FILE", str(certificate))
+    settings, _ = of_scheduler.load(["--tls-key-file", str(key)])
+    monkeypatch.setattr("lineclear.scheduler.access.watched.LOOK_SECONDS", 0.0)
+    serving = ServerCertificates(settings)
+    certificate.unlink()
+    with capture_logs() as lines:
+        assert serving.expires_at
+    assert [line["problem"] for line in lines] == [f"LINECLEAR_TLS_CERT_FILE {certificate}: No such file or directory"]

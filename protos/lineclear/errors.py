@@ -79,7 +79,7 @@ class Malformed(InvalidRequest):
 
 
 class RequestTooLarge(LineclearError):
-    """The request has more bytes than the server takes; send less, or raise max_message_bytes."""
+    """The request has more bytes than the server takes; send less, or have it raise --max-message-bytes."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "REQUEST_TOO_LARGE"

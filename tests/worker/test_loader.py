@@ -62,7 +62,7 @@ def test_eos_ids_are_those_of_the_generation_config() -> None:
 
 def test_a_shorter_context_can_be_chosen_and_a_longer_one_not() -> None:
     assert adopt(tiny_model("llama"), max_model_len=100).max_model_len == 100
-    with pytest.raises(ModelRefused, match="max_model_len 300 is more than the 256 positions"):
+    with pytest.raises(ModelRefused, match="--max-model-len 300 is more than the 256 positions"):
         adopt(tiny_model("llama"), max_model_len=300)
 
 

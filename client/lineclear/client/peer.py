@@ -34,7 +34,7 @@ def check_request_size(size: int, limit: int) -> None:
     """Raises RequestTooLarge."""
     if size > limit:
         raise errors.RequestTooLarge(
-            f"the request has {size} bytes and the limit is {limit}; shorten it, or raise max_message_bytes of the "
+            f"the request has {size} bytes and the limit is {limit}; shorten it, or raise --max-message-bytes of the "
             "server, and grpc.max_send_message_length in `options` of the client",
             metadata={"bytes": str(size), "limit": str(limit)},
         )

@@ -36,7 +36,7 @@ def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo does not say how much memory is available; set num_blocks")
+    raise RuntimeError("/proc/meminfo does not say how much memory is available; give --num-blocks")
 
 
 def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:

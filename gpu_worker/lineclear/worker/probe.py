@@ -211,9 +211,9 @@ def _max_model_len(config: Any, wanted: int) -> int:
         log.warning("context_capped", reason="rope depends on the length", max_model_len=changing)
         limit = changing
     if not limit and not wanted:
-        raise ModelRefused("the configuration states no context length; set max_model_len")
+        raise ModelRefused("the configuration states no context length; give --max-model-len")
     if limit and wanted > limit:
-        raise ModelRefused(f"max_model_len {wanted} is more than the {limit} positions the model can tell apart")
+        raise ModelRefused(f"--max-model-len {wanted} is more than the {limit} positions the model can tell apart")
     return wanted or limit
 
 

@@ -30,7 +30,7 @@ from lineclear.scheduler.access.vacancy import require_vacant
 from lineclear.scheduler.leaving import ExitGuard, Leaving
 from lineclear.scheduler.link import Link
 from lineclear.scheduler.model_files import demo_directory, model_directory, require_model
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load, sources
+from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
 from lineclear.sockets import SocketError
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
     except (ConfigurationError, SocketError) as error:
-        log.error("configuration", problem=sources(arguments).named(str(error)))
+        log.error("configuration", problem=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     finally:
         writer.close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -611,6 +611,12 @@ class SchedulerSettings(BaseSettings):
         description="One JSON object a line, or text for people; auto: text when standard error is a terminal.",
     )
 
+    _sources: options.Sources | None = PrivateAttr(None)
+
+    def named(self, sentence: str) -> str:
+        """Return the sentence with each flag replaced by the flag, variable or line of the file that set it."""
+        return self._sources.named(sentence) if self._sources else sentence
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -731,17 +737,13 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
     file, entries = _file(ours)
     found = options.Sources(SchedulerSettings, ours, os.environ, file, entries)
     try:
-        return SchedulerSettings(**{**entries, "_cli_parse_args": ours}), worker_flags
+        settings = SchedulerSettings(**{**entries, "_cli_parse_args": ours})
+        settings._sources = found
+        return settings, worker_flags
     except ValidationError as error:
         raise ConfigurationError("\n".join(map(found.problem, error.errors()))) from None
     except SettingsError as error:
         raise ConfigurationError(found.unreadable(str(error)) or _about_flags(str(error))) from None
-
-
-def sources(argv: Sequence[str]) -> options.Sources:
-    """Return where the settings of this command line come from. Raises ConfigurationError as `load`."""
-    ours, _ = _split(argv)
-    return options.Sources(SchedulerSettings, ours, os.environ, *_file(ours))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

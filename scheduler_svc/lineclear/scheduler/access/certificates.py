@@ -42,7 +42,7 @@ class ServerCertificates:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
-        self._watched = Watched([Path(name) for name in names if name], lambda: read_certificates(settings))
+        self._watched = Watched([Path(name) for name in names if name], lambda: _read_as_given(settings))
         self._given = self._watched.version
         self._announced: tuple[datetime, int] | None = None
         self.credentials = grpc.dynamic_ssl_server_credentials(
@@ -76,6 +76,13 @@ class ServerCertificates:
             return None
         self._given = self._watched.version
         return certificates.configuration()
+
+
+def _read_as_given(settings: SchedulerSettings) -> Certificates:
+    try:
+        return read_certificates(settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(settings.named(str(error))) from None
 
 
 def read_certificates(settings: SchedulerSettings) -> Certificates:

@@ -137,7 +137,8 @@ class Reading:
         if self._streams[peer] >= self._max_streams and not _is_shared(peer):
             raise QueueFull(
                 f"{self._streams[peer]} calls with a stream of requests are open on this connection, the limit "
-                f"is {self._max_streams}; open another connection, or raise max_sessions_per_connection",
+                f"is {self._max_streams}; open another connection, or have the server raise "
+                "--max-sessions-per-connection",
                 retry_after_seconds=1.0,
                 metadata={"limit": str(self._max_streams)},
             )

@@ -253,7 +253,8 @@ class Admission:
 
 def _too_large(num_bytes: int, limit: int) -> RequestTooLarge:
     return RequestTooLarge(
-        f"the request has {num_bytes} bytes, the limit is {limit}; send less, or raise max_message_bytes",
+        f"the request has {num_bytes} bytes, the limit is {limit}; send less, or have the server raise "
+        "--max-message-bytes",
         metadata={"request_bytes": str(num_bytes), "limit": str(limit)},
     )
 

@@ -61,7 +61,8 @@ class Outlet:
         except TimeoutError:
             limit = f"{self._limit_seconds:g}"
             raise SlowConsumer(
-                f"the stream took no message for {limit} s", metadata={"stall_timeout_seconds": limit}
+                f"the stream took no message for {limit} s, the server's --stall-timeout-seconds; read faster",
+                metadata={"stall_timeout_seconds": limit},
             ) from None
 
     async def _write_first(self, message: Message) -> None:

@@ -225,7 +225,7 @@ def _elsewhere(on_error: Callable[[str], None]) -> Any:
 
     async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         on_error(Unsupported.reason)
-        sentence = "not at this address: operators' methods are at admin_listen, the others at listen"
+        sentence = "not at this address: operators' methods are at --admin-listen, the others at --listen"
         await abort(context, Unsupported(sentence))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

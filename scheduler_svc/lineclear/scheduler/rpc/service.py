@@ -295,7 +295,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Have a session leave when it is as old as a connection may become."""
         seconds = self._settings.max_connection_age_seconds
         error = Draining(
-            "the Session has reached its greatest age (max_connection_age_seconds); open another one",
+            "the Session has reached its greatest age (--max-connection-age-seconds); open another one",
             retry_after_seconds=0.0,
         )
         return self._loop.call_later(seconds or _NEVER_SECONDS, leave, error)

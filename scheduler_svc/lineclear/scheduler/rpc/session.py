@@ -148,7 +148,8 @@ class Session:
         bounds = self._require()
         if len(self._live) >= self._max_requests:
             raise QueueFull(
-                f"the session has {len(self._live)} requests in progress, the limit is {self._max_requests}",
+                f"the session has {len(self._live)} requests in progress, the server's --max-session-requests is "
+                f"{self._max_requests}; wait for one of them, or open another Session",
                 retry_after_seconds=1.0,
                 metadata={"limit": str(self._max_requests)},
             )

@@ -314,17 +314,18 @@ class Mailbox:
     def _give_up(self) -> None:
         unread, num_bytes = len(self._tokens), self._logprobs_bytes
         if unread > self._max_unread_tokens:
-            what = f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or raise "
+            what = (
+                f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or have the server "
+                "raise --max-unread-tokens"
+            )
             figures = {"unread_tokens": unread, "limit": self._max_unread_tokens}
-            setting = "max_unread_tokens"
         else:
             what = (
                 f"{num_bytes} bytes of log probabilities are unread, the limit is {self._max_unread_bytes}; read "
-                "faster, ask for fewer, or raise "
+                "faster, ask for fewer, or have the server raise --max-unread-bytes"
             )
             figures = {"unread_bytes": num_bytes, "limit": self._max_unread_bytes}
-            setting = "max_unread_bytes"
-        error = SlowConsumer(what + setting, metadata={name: str(figure) for name, figure in figures.items()})
+        error = SlowConsumer(what, metadata={name: str(figure) for name, figure in figures.items()})
         self.break_off(error)
         self._engine.cancel(self.key, error)
 
