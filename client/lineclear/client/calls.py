@@ -37,6 +37,11 @@ class Outgoing:
         return self.on_model_change == "restart" and not names_model
 
     @property
+    def may_go_elsewhere(self) -> bool:
+        """Any server of the right model can answer. A submitted request is at one server alone."""
+        return isinstance(self.message, pb.GenerateRequest)
+
+    @property
     def names_itself(self) -> bool:
         """The caller gave the request a name."""
         return isinstance(self.message, pb.GenerateRequest) and self.message.HasField("request_id")

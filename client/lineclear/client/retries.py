@@ -48,6 +48,9 @@ class RetryPolicy:
     not once it has got nothing new for `resume_timeout_seconds`, the starting of a server aside. The pause before is
     drawn from all of the same ceiling. 0, or `max_attempts` 1, switches resuming off.
 
+    Behind a name there may be many servers, and during a rolling update not all have the same model. Where one has
+    another model than the answer, up to `max_replicas` more calls look for a server that can go on.
+
     The deadline of the call bounds everything together.
     """
 
@@ -57,12 +60,15 @@ class RetryPolicy:
     max_resumes: int = 64
     resume_timeout_seconds: float = 60.0
     start_timeout_seconds: float = 600.0
+    max_replicas: int = 16
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ValueError("max_attempts must be at least 1, which means no retries")
         if self.max_resumes < 0:
             raise ValueError("max_resumes must not be negative; 0 means that answers are not resumed")
+        if self.max_replicas < 0:
+            raise ValueError("max_replicas must not be negative; 0 means that no other server is asked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +235,11 @@ class Attempts:
             self._on_wait(wait)
         return wait.pause_seconds
 
+    def has_time_for(self, pause_seconds: float) -> bool:
+        """Whether the call goes on for longer than that."""
+        remaining = self._remaining_seconds()
+        return remaining is None or pause_seconds < remaining
+
     def _remaining_seconds(self) -> float | None:
         return None if self._deadline is None else self._deadline - self._clock()
 
@@ -278,3 +289,30 @@ class Resumptions:
         granted = self._attempts.granted(wait)
         log.warning("an answer was cut off (%s); it is resumed in %.3f s, resume %d", error.reason, granted, self.count)
         return granted
+
+
+class ReplicaSearch:
+    """The search for a server of the model that an answer needs, among those behind one name.
+
+    A call goes to the next server in turn, and it takes a server little to refuse it. So the pauses do not grow.
+    """
+
+    def __init__(self, policy: RetryPolicy, attempts: Attempts, uniform: Callable[[], float] = random.random) -> None:
+        self._policy = policy
+        self._attempts = attempts
+        self._uniform = uniform
+        self._asked = 0
+
+    def begin_anew(self) -> None:
+        """Forget the servers that were asked: one that goes on was found."""
+        self._asked = 0
+
+    def pause_seconds(self) -> float | None:
+        """Return the pause before the next server is asked, None if enough were, or the call has no time left."""
+        pause = self._policy.first_pause_seconds * self._uniform()
+        is_over = self._asked >= self._policy.max_replicas or self._policy.max_attempts == 1
+        if is_over or not self._attempts.has_time_for(pause):
+            return None
+        self._asked += 1
+        log.info("a server has another model; another one is asked in %.3f s", pause)
+        return pause

@@ -21,7 +21,8 @@ from . import interrupts, methods
 from .assembly import Assembly
 from .calls import Outgoing
 from .results import Delta, Generation
-from .retries import Resumptions
+from .retries import ReplicaSearch, Resumptions
+from .routing import names_one_server
 from .transport import AsyncCall, AsyncTransport, Call, Transport
 
 C = TypeVar("C", Call[pb.GenerateResponse], AsyncCall[pb.GenerateResponse])
@@ -38,14 +39,17 @@ class Answer(Generic[C]):
     _open_call: Callable[..., C]
     _stop: threading.Event | asyncio.Event  # set when cancelled; it ends a pause, too
 
-    def __init__(self, outgoing: Outgoing, open_call: Callable[..., C]) -> None:
+    def __init__(self, outgoing: Outgoing, open_call: Callable[..., C], target: str) -> None:
         self._outgoing = outgoing
         self._open_call = open_call
+        # A submitted answer is at one server alone.
+        self._has_replicas = outgoing.may_go_elsewhere and not names_one_server(target)
         self._call: C | None = None
         message = outgoing.message
         self._assembly = Assembly(message.from_index if isinstance(message, pb.AttachRequest) else 0)
         self._restarted = False  # the next delta is the first of a new answer
         self._heard = False  # a first response came: from here on the call is not made again but resumed
+        self._goes_on = False  # a response came from the call that is read now
         self._ended = False
         self._result: Generation | None = None
 
@@ -93,6 +97,7 @@ class Answer(Generic[C]):
         assert self._call is None, "a stream is entered once"
         self._attempts = self._outgoing.attempts()
         self._resumptions = Resumptions(self._outgoing.retry, self._attempts)
+        self._replicas = ReplicaSearch(self._outgoing.retry, self._attempts)
         self._open()
 
     def _leave(self) -> None:
@@ -115,11 +120,13 @@ class Answer(Generic[C]):
             return None
         self._heard = True
         delta = self._assembly.add(message)
+        self._goes_on = True
         self._assembly.resumes = self.resumes
         if self._restarted:
             self._restarted, delta = False, replace(delta, restarted=True)
         if delta.token_ids or delta.text or delta.finish_reason:
             self._resumptions.progressed()
+            self._replicas.begin_anew()
             return delta
         return delta if delta.started is not None or not self._resumptions.count else None
 
@@ -132,9 +139,24 @@ class Answer(Generic[C]):
         """Seconds until `_go_on`. Raises `error` where there is to be no other call."""
         if self._stop.is_set():
             raise error
+        if isinstance(error, ModelChanged) and (pause_seconds := self._pause_before_replica()) is not None:
+            return pause_seconds
         if self._heard and isinstance(error, ModelChanged):
             return self._begin_anew(error)
         return (self._resumptions if self._heard else self._attempts).pause_after(error)
+
+    def _pause_before_replica(self) -> float | None:
+        """Seconds until another server is asked for the same answer. None where no other one is to be asked."""
+        is_cut = self._goes_on
+        if not self._has_replicas or (is_cut and self._resumptions.count >= self._outgoing.retry.max_resumes):
+            return None
+        pause_seconds = self._replicas.pause_seconds()
+        if pause_seconds is None:
+            return None
+        self._resumptions.count += is_cut  # a refused resume is counted already
+        if self._call is not None:
+            self._call.cancel()
+        return pause_seconds
 
     def _begin_anew(self, error: ModelChanged) -> float:
         """Drop the answer of the model that is gone. Raises `error`, which has that answer, where it was not to be."""
@@ -165,7 +187,7 @@ class Answer(Generic[C]):
         call: C = self._open_call(
             method, message, timeout_seconds=self._attempts.begin(), metadata=self._outgoing.metadata
         )
-        self._call = call
+        self._call, self._goes_on = call, False
         if self._stop.is_set():  # cancelled before it began, or by another thread while it was being made
             call.cancel()
         return call
@@ -190,7 +212,7 @@ class Stream(Answer[Call[pb.GenerateResponse]]):
     _stop: threading.Event
 
     def __init__(self, transport: Transport, outgoing: Outgoing) -> None:
-        super().__init__(outgoing, transport.stream)
+        super().__init__(outgoing, transport.stream, transport.target)
         self._stop = threading.Event()
         self._interrupts = interrupts.Canceller(self.cancel)
 
@@ -264,7 +286,7 @@ class AsyncStream(Answer[AsyncCall[pb.GenerateResponse]]):
     _stop: asyncio.Event
 
     def __init__(self, transport: AsyncTransport, outgoing: Outgoing) -> None:
-        super().__init__(outgoing, transport.stream_async)
+        super().__init__(outgoing, transport.stream_async, transport.target)
         self._stop = asyncio.Event()
 
     async def __aenter__(self) -> Self:

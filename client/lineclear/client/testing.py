@@ -85,7 +85,7 @@ class FakeTransport:
     `health` are what the calls of these names return; assign to them at any time.
     """
 
-    target = "fake"
+    target = "unix:fake"
 
     def __init__(self, script: Script | Mapping[str, Script] | Callable[[pb.GenerateRequest], Reply] = "") -> None:
         self.model = pb.GetModelResponse(model_id="fake", family="fake", context_length=4096, vocab_size=256)
