@@ -184,7 +184,7 @@ def _is_shared(peer: str) -> bool:
 def _overdue(timeout_seconds: float) -> DeadlineExceeded:
     limit = f"{timeout_seconds:g}"
     return DeadlineExceeded(
-        f"the request was not complete after {limit} s; see request_timeout_seconds",
+        f"the request was not complete after {limit} s, the server's --request-timeout-seconds",
         metadata={"request_timeout_seconds": limit},
     )
 
@@ -192,7 +192,7 @@ def _overdue(timeout_seconds: float) -> DeadlineExceeded:
 def _displaced(count: int) -> QueueFull:
     return QueueFull(
         f"the request was not complete while others waited; {count} are read at once"
-        " (see max_unfinished_per_connection)",
+        " (the server's --max-unfinished-per-connection)",
         retry_after_seconds=1.0,
         metadata={"limit": str(count)},
     )
