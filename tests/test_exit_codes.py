@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from client.command import spawn
 from support.patience import PATIENCE_SECONDS
 
 from lineclear.exit_codes import COMMAND, TABLE, ExitCode, of_grpc
@@ -70,9 +71,7 @@ def test_programs_end_with_the_codes_of_the_table(words: list[str], code: ExitCo
 def test_ctrl_c_ends_the_command_with_130() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
-        waiting = subprocess.Popen(
-            [*LINECLEAR, "generate", "x", "--target", target], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        waiting = spawn("generate", "x", "--target", target, stdout=subprocess.DEVNULL)
         try:
             connection, _ = silent.accept()
             waiting.send_signal(signal.SIGINT)

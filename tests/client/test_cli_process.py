@@ -21,7 +21,7 @@ def test_as_a_process_it_streams_answers_and_gives_exit_codes(server: Any, tmp_p
     assert (done.returncode, lines(done.stdout)[0]["text"], done.stderr) == (0, "one two", "")
     server.failures = [errors.InvalidRequest("no", violations=[errors.Violation("sampling.top_p", "is above 1")])]
     done = process(server, "generate", "x", *QUICK)
-    assert (done.returncode, done.stdout) == (64 + 3, "")
+    assert (done.returncode, done.stdout) == (100 + 3, "")
     assert "sampling.top_p: is above 1" in done.stderr
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\n", "utf-8")
@@ -58,7 +58,7 @@ def test_what_grpc_notes_for_itself_is_not_shown(server: Any) -> None:
     assert run.stdout.read(5) == b"begun"
     server.stop()
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == 64 + 14
+    assert run.returncode == 100 + 14
     assert b"CONNECTION_LOST" in err
     assert len(err.splitlines()) == 2
 

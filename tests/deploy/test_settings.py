@@ -77,7 +77,7 @@ def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
         for name in model.model_fields
     }
     others = {
-        *("--build", "--build-arg", "--from"),  # docker
+        *("--build", "--build-arg", "--format", "--from", "--scale"),  # docker, podman
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
         "--link",  # requirements.py
         *("--directory", "--owner", "--group", "--mode"),  # install

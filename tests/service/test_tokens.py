@@ -290,7 +290,7 @@ def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
 
     def read_and_exchange(setting: str, path: Any) -> bytes:
         data = real(setting, path)
-        if setting == "tls_cert_file":
+        if setting == "--tls-cert-file":
             pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
         return data
 
