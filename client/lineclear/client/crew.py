@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from lineclear.errors import Cancelled
 
 from . import interrupts
+from .forks import Home
 from .many import Batch, Item, Outcome, Read
 from .progress import Display
 from .results import Generation
@@ -39,6 +40,7 @@ class Outcomes(Iterator[Answer], Generic[Answer]):
         self._interrupts = interrupts.Canceller(crew.cancel)
 
     def __next__(self) -> Answer:
+        self._crew.home.enter()
         try:
             with self._interrupts.guard():
                 return cast("Answer", next(self._outcomes))
@@ -66,6 +68,7 @@ class Crew(Generic[Item]):
     def __init__(self, batch: Batch[Item], concurrency: int, open_stream: Callable[[Item], Stream]) -> None:
         self._batch = batch
         self._open_stream = open_stream
+        self.home = Home()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # for the reader of the outcomes
         self._may_read = threading.Condition(lock)  # for the threads
@@ -98,6 +101,8 @@ class Crew(Generic[Item]):
 
     def cancel(self) -> None:
         """End the batch and what is running of it; from any thread. Its reader gets Cancelled."""
+        if self.home.is_elsewhere:
+            return
         with self._changed:
             self._batch.fail(Cancelled("the batch was cancelled"))
             running = list(self._running)
@@ -106,6 +111,8 @@ class Crew(Generic[Item]):
             stream.cancel()
 
     def _stop(self) -> None:
+        if self.home.is_elsewhere:
+            return
         self.cancel()
         with self._changed:
             reading = self._reading

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from lineclear import errors, status
 
 from .channels import checked_target
+from .forks import Home
 from .methods import Method
 
 Res = TypeVar("Res")
@@ -48,6 +49,7 @@ class Peer:
         self.target = checked_target(target)
         self.closed = False
         """By this side."""
+        self.home = Home()
         self.met = False
         """Somebody was there once: if nobody is now, a server has died or is starting again."""
 

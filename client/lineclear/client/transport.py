@@ -7,7 +7,7 @@ and never looks into a message. `lineclear.client.testing.FakeTransport` is anot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -19,6 +19,7 @@ from lineclear.v1 import inference_pb2 as pb
 from . import interrupts, methods
 from .channels import Options, Pairs, channel_options
 from .crowd import Counted, Crowd
+from .forks import AIO
 from .methods import Method
 from .peer import Peer
 from .routing import names_one_server
@@ -97,6 +98,7 @@ class GrpcTransport:
         return self._peer.target
 
     def unary(self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs) -> Res:
+        self._peer.home.enter()
         call: Any = self._channel.unary_unary(method.path)
         try:
             with interrupts.deferring():
@@ -114,6 +116,7 @@ class GrpcTransport:
     def stream(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Call[Res]:
+        self._peer.home.enter()
         if method is not methods.GENERATE:
             return self._stream(method, request, timeout_seconds, metadata)
         pairs = tuple(metadata)
@@ -123,7 +126,7 @@ class GrpcTransport:
             pairs,
             lambda left: self._stream(method, request, left, pairs),
         )
-        return cast("Call[Res]", _Counted(call, self._crowd.leave))
+        return cast("Call[Res]", _Counted(call, self._crowd.leave, self._peer))
 
     def _open_session(self, metadata: Pairs) -> Session:
         def open_call(orders: Iterator[pb.SessionRequest]) -> Any:
@@ -149,6 +152,8 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._peer.closed = True
+        if self._peer.home.is_elsewhere:
+            return
         with interrupts.deferring():
             if (session := self._crowd.session) is not None:
                 session.close()
@@ -163,6 +168,7 @@ class _GrpcCall(Call[Res]):
         self._cancelled = False
 
     def __next__(self) -> Res:
+        self._peer.home.enter()
         try:
             data = next(self._call)
         except grpc.RpcError as error:
@@ -170,6 +176,8 @@ class _GrpcCall(Call[Res]):
         return self._peer.decoded(self._method, data)
 
     def cancel(self) -> None:
+        if self._peer.home.is_elsewhere:
+            return
         self._cancelled = True
         self._call.cancel()
 
@@ -248,6 +256,7 @@ class AioTransport:
         loop = asyncio.get_running_loop()
         if self._peer.closed:
             raise RuntimeError("the client is closed")
+        AIO.enter()
         if self._channel is None:
             self._loop = loop
             if self._credentials is None:
@@ -294,7 +303,16 @@ def _hung_up(cancelled: bool) -> bool:
 
 
 class _Counted(Counted, Call[Res]):
+    def __init__(self, call: Any, on_end: Callable[[], None], peer: Peer) -> None:
+        super().__init__(call, on_end)
+        self._peer = peer
+
+    def cancel(self) -> None:
+        if not self._peer.home.is_elsewhere:
+            super().cancel()
+
     def __next__(self) -> Res:
+        self._peer.home.enter()
         try:
             found: Res = next(self._call)
         except BaseException:
