@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-from client.command import QUICK, lines, process, spawn
+import pytest
+from client.command import COMMAND, QUICK, lines, process, spawn
 from support.patience import PATIENCE_SECONDS
 
 from lineclear import errors
@@ -100,3 +105,18 @@ def test_interrupting_a_file_of_prompts_cancels_them_and_keeps_what_is_done(serv
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 130
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "output"),
+    [("<&-", 0, "one"), (">&-", 2, ""), ("2>&-", 0, "one"), ("<&- 2>&-", 0, "one"), (">&- 2>&-", 2, "")],
+)
+def test_closed_descriptors_end_with_no_traceback(server: Any, redirection: str, code: int, output: str) -> None:
+    shell = f"exec {shlex.join(COMMAND)} generate one --max-attempts 1 {redirection}"
+    environment = {**os.environ, "LINECLEAR_TARGET": server.target, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout.strip()) == (code, output)
+    assert "Traceback" not in done.stderr
+    assert ("standard output is closed" in done.stderr) == (code == 2 and "2>&-" not in redirection)
