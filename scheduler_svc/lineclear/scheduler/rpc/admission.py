@@ -111,6 +111,7 @@ class Admission:
         self._clock = clock
         self._room = room
         self._pacing = asyncio.Lock()
+        self._free_at = 0.0  # when the next large request may be checked
         self._tickets: dict[tuple[Identity, str], Ticket] = {}  # by the caller and its name for the request
 
     def open(
@@ -130,7 +131,7 @@ class Admission:
         known = validation.check(message, bounds) if num_bytes <= _SMALL_BYTES else None
         self._room.enter(tenant, seconds)
         try:
-            checked = known or validation.check(message, bounds)
+            checked = known or self._check_large(message, bounds)
             validation.check_model(message, checked, bounds)
             text = self._answer_text(checked)
             mailbox = self._streams.open(
@@ -151,13 +152,22 @@ class Admission:
         return ticket
 
     async def pace(self, message: pb.GenerateRequest) -> None:
-        """Return in a turn of the loop in which no other large request is checked. To be awaited before `open`.
+        """Return when a large request may be checked. To be awaited right before `open`.
 
-        Checking one takes milliseconds: many at once would hold up every stream.
+        Checking one takes milliseconds, and one after the other would hold up every stream. So after each the event
+        loop has as long for other work.
         """
         if message.ByteSize() > _SMALL_BYTES:
             async with self._pacing:
-                await asyncio.sleep(0)
+                await asyncio.sleep(max(0.0, self._free_at - self._clock()))
+
+    def _check_large(self, message: pb.GenerateRequest, bounds: Bounds) -> Checked:
+        began = self._clock()
+        try:
+            return validation.check(message, bounds)
+        finally:
+            now = self._clock()
+            self._free_at = now + (now - began)
 
     def _left(self, ticket: Ticket, began: bool) -> None:
         self._room.leave(ticket.tenant, ticket.prompt_tokens, began=began)
