@@ -34,7 +34,7 @@ from typing import Any
 
 from campaigns.answers import Reader, Tally, Tolerance
 from campaigns.questions import ROUTES, Answer, Ask, Question, toy_questions
-from campaigns.server import BOUND_SECONDS, Server, is_running
+from campaigns.server import BOUND_SECONDS, Server, is_orphan
 from campaigns.ties import settle
 from service.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
@@ -182,9 +182,9 @@ class Campaign:
 
     def _count_orphans(self, pids: Sequence[int]) -> None:
         end = time.monotonic() + _ORPHAN_SECONDS
-        while any(map(is_running, pids)) and time.monotonic() < end:
+        while any(map(is_orphan, pids)) and time.monotonic() < end:
             time.sleep(0.01)
-        self.orphans += sum(map(is_running, pids))
+        self.orphans += sum(map(is_orphan, pids))
 
     # --- the verdict ------------------------------------------------------------------------------------------------
 

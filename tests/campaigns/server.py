@@ -104,3 +104,16 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def is_orphan(pid: int) -> bool:
+    """Whether this is still a worker, and no scheduler is its parent: in a long campaign pids are reused."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+        return is_running(pid) and "worker" in _command(pid) and "lineclear.scheduler" not in _command(parent)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 from campaigns import chaos, growth, privacy, questions, server, soak
 from campaigns.answers import Tolerance, differences, is_tie
 from campaigns.questions import Answer
+from campaigns.server import is_orphan
 from support.world import short_directory
 
 from lineclear.client import FinishReason, Sampling
@@ -235,3 +240,23 @@ def test_the_area_is_the_chance_of_a_right_guess() -> None:
 def test_quantiles_are_those_of_the_values() -> None:
     assert chaos.quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
     assert chaos.quantiles([]) == {}
+
+
+def test_an_orphan_is_a_worker_whose_scheduler_is_gone() -> None:
+    sleeper = "import time; time.sleep(60)"
+    parent = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
+        f"{sleeper!r}, *sys.argv[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); print(child.pid)"
+    )
+
+    def left_behind(*words: str) -> int:
+        done = subprocess.run([sys.executable, "-c", parent, *words], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    worker, other = left_behind("service.toy_worker"), left_behind("another")
+    try:
+        assert is_orphan(worker)
+        assert not is_orphan(other), "its pid may have been a worker's"
+    finally:
+        for pid in (worker, other):
+            os.kill(pid, signal.SIGKILL)
