@@ -6,6 +6,7 @@ what ends calls does nothing: they are the parent's.
 
 from __future__ import annotations
 
+import gc
 import os
 
 
@@ -31,7 +32,19 @@ class Home:
 
 
 class AioHome(Home):
-    """The process that used grpc.aio first, of whatever client. A child that uses it, too, is ended by gRPC."""
+    """The process that used grpc.aio first, of whatever client. A child that uses it, too, is ended by gRPC.
+
+    A child that collects what the parent left of grpc.aio would wait for ever for the parent's thread. So garbage from
+    before the fork stays uncollected in the child.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.register_at_fork(after_in_child=self._keep_garbage)
+
+    def _keep_garbage(self) -> None:
+        if self.is_elsewhere:
+            gc.freeze()
 
     def enter(self) -> None:
         if self.is_elsewhere:
