@@ -64,7 +64,7 @@ def test_what_kubernetes_puts_beside_a_service_named_lineclear_is_ignored(monkey
         "LINECLEAR_LIFELINE": "1:2",
     }.items():
         monkeypatch.setenv(name, value)
-    assert load([])[0] == SchedulerSettings()
+    assert load([])[0].model_dump() == SchedulerSettings().model_dump()
 
 
 def test_no_field_can_be_hit_by_such_a_variable() -> None:
