@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from core.rig import Rig, make_request
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.scheduler.recording import replay
+from lineclear.scheduler.recording import recorder, replay
+from lineclear.scheduler.recording.checkpoint import KEY_BYTES
 from lineclear.scheduler.recording.recorder import RecordedScheduler
 from lineclear.scheduler.recording.recordings import Recordings, write
 from lineclear.scheduler.scheduling.core import CoreLimits
@@ -21,8 +23,8 @@ MARKS = (77001, 77002, 77003)
 class RecordedRig(Rig):
     """A rig whose core records."""
 
-    def __init__(self, max_records: int) -> None:
-        super().__init__(worker_vocab_size=80_000)
+    def __init__(self, max_records: int, num_blocks: int = 64) -> None:
+        super().__init__(worker_vocab_size=80_000, worker_num_blocks=num_blocks, worker_max_model_len=4 * num_blocks)
         self.core = self.recorded = RecordedScheduler(CoreLimits(pipeline_depth=1, cache_secret=b"hidden"), max_records)
         self.join()
 
@@ -54,6 +56,23 @@ def test_a_recording_is_bounded_and_replays_from_its_middle(max_records: int) ->
     rig = lived(max_records, requests=100)
     entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
     assert max_records <= len(entries) - 2 <= 2 * max_records
+    assert replay.replay(entries) == len(entries) - 2
+
+
+def test_a_recording_holds_little_more_of_a_long_prompt_than_its_keys() -> None:
+    rig, length = RecordedRig(4096, num_blocks=1500), 4000
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            rig.submit(str(number), range(number, number + length), max_tokens=2)
+            rig.run()
+            rig.plans.clear()
+        taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, recorder.__file__)])
+    finally:
+        tracemalloc.stop()
+    keys = 20 * length // 4 * KEY_BYTES
+    assert keys < sum(trace.size for trace in taken.traces) < 2 * keys
+    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
     assert replay.replay(entries) == len(entries) - 2
 
 

@@ -9,6 +9,7 @@ segments one is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from lineclear.errors import LineclearError
@@ -40,12 +41,12 @@ class RecordedScheduler(Scheduler):
         super().__init__(limits)
         self._max_records = max_records
         self._numbers: dict[str, int] = {}
-        self._keys: list[str] = []
+        self._keys = bytearray()  # a prompt of 32k tokens has 2,048 of them, so they are kept without an object each
         make = self._residents.new_key
 
         def new_key(*arguments: Any) -> bytes:
             key = make(*arguments)
-            self._keys.append(key[:KEY_BYTES].hex())
+            self._keys += key[:KEY_BYTES]
             return key
 
         self._residents.new_key = new_key  # type: ignore[assignment, method-assign]
@@ -59,10 +60,12 @@ class RecordedScheduler(Scheduler):
         Only the header while too many requests live for a checkpoint.
         """
         entries: list[Any] = [{"format": FORMAT, "limits": limits_of(self.limits)}]
+        records: list[list[Any]] = []
         if self._checkpoint is not None:
-            checkpoint, records = self._earlier or (self._checkpoint, [])
-            entries += [checkpoint, *records, *self._records]
-        return map(plain, entries)
+            checkpoint, earlier = self._earlier or (self._checkpoint, [])
+            entries.append(checkpoint)
+            records += earlier + self._records
+        return map(plain, chain(entries, map(_written, records)))
 
     # --- the calls --------------------------------------------------------------------------------------------------
 
@@ -148,7 +151,8 @@ class RecordedScheduler(Scheduler):
         return found
 
     def _record(self, call: str, now: float, facts: list[Any], outcome: Any) -> None:
-        keys, self._keys[:] = list(self._keys), ()
+        keys = bytes(self._keys)
+        self._keys.clear()
         if self._checkpoint is not None:
             self._records.append([call, now, facts, keys, outcome])
         if len(self._records) >= self._max_records or self._checkpoint is None:
@@ -161,6 +165,12 @@ class RecordedScheduler(Scheduler):
             self._earlier = None if self._checkpoint is None else (self._checkpoint, self._records)
             self._checkpoint = freeze(self)
         self._records = []
+
+
+def _written(record: list[Any]) -> list[Any]:
+    """A record as the file has it, its keys apart."""
+    call, now, facts, keys, outcome = record
+    return [call, now, facts, [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)], outcome]
 
 
 def planned(plan: StepPlan | None) -> list[Any] | None:
