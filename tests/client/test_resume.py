@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from lineclear.errors import (
     DuplicateRequest,
     InternalError,
     LineclearError,
+    ModelChanged,
     QueueFull,
     SlowConsumer,
     Starting,
@@ -65,6 +67,16 @@ def test_an_answer_goes_on_where_it_was_cut(server: Any, client: Any, cuts: tupl
         assert list(request.resume.token_ids) == list(range(100, 100 + have))
         assert request.sampling.seed == 77
         assert request.text == "x"
+
+
+def test_an_answer_is_cut_as_often_as_it_likes_while_it_gets_on(server: Any, client: Any) -> None:
+    once = replace(QUICK, max_resumes=1)
+    server.script = cut_after(server, 1, 1, 1, 1)
+    result = client.with_settings(max_attempts=None, retry=once).generate("x")
+    assert (result.text, result.resumes) == ("".join(WORDS), 4)
+    server.script = cut_after(server, 1, 0, 1)
+    with pytest.raises(Drained):
+        client.with_settings(max_attempts=None, retry=once).generate("x")
 
 
 def test_the_pieces_are_those_of_one_answer(server: Any, client: Any) -> None:
@@ -150,13 +162,25 @@ def test_an_answer_that_stands_still_is_given_up() -> None:
     found.pause_after(Unreachable("x"))
 
 
-def test_resumes_are_counted_and_bounded() -> None:
+def test_resumes_are_counted_and_bounded_as_long_as_nothing_new_comes() -> None:
+    found = resumptions(Clock(), max_resumes=2)
+    for _ in range(100):
+        found.pause_after(Unreachable("x"))
+        found.pause_after(Unreachable("x"))
+        with pytest.raises(Unreachable):
+            found.pause_after(Unreachable("x"))
+        found.progressed()
+    assert found.count == 200
+
+
+def test_an_answer_does_not_start_over_without_end() -> None:
     found = resumptions(Clock(), max_resumes=2)
     for _ in range(2):
-        found.pause_after(Unreachable("x"))
+        found.pause_after(ModelChanged("x"), restarts=True)
         found.progressed()
-    with pytest.raises(Unreachable):
-        found.pause_after(Unreachable("x"))
+    with pytest.raises(ModelChanged):
+        found.pause_after(ModelChanged("x"), restarts=True)
+    found.pause_after(Unreachable("x"))
 
 
 def test_a_pause_beyond_the_deadline_is_not_begun() -> None:

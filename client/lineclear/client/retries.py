@@ -44,9 +44,11 @@ class RetryPolicy:
     `max_pause_seconds`; a server that names a longer pause gets it, plus up to half of that draw again so that callers
     refused together do not come back together. One that asks not to be asked again is not.
 
-    An answer that is cut off (the server left, died or cannot be reached) is resumed: at most `max_resumes` times, and
-    not once it has got nothing new for `resume_timeout_seconds`, the starting of a server aside. The pause before is
-    drawn from all of the same ceiling. 0, or `max_attempts` 1, switches resuming off.
+    An answer that is cut off (the server left, died or cannot be reached) is resumed: as often as that happens, as
+    long as something new of it comes in between. It is given up after `max_resumes` in a row without, or when it has
+    got nothing new for `resume_timeout_seconds`, the starting of a server aside. The pause before is drawn from all of
+    the same ceiling. An answer that is to start over where the model changed does so at most `max_resumes` times. 0,
+    or `max_attempts` 1, switches all of this off.
 
     Behind a name there may be many servers, and during a rolling update not all have the same model. Where one has
     another model than the answer, up to `max_replicas` more calls look for a server that can go on.
@@ -256,6 +258,8 @@ class Resumptions:
     ) -> None:
         self.count = 0
         """Attempts to go on so far."""
+        self._without_progress = 0
+        self._restarts = 0
         self._policy = policy
         self._attempts = attempts
         self._clock = clock
@@ -267,22 +271,33 @@ class Resumptions:
     def progressed(self) -> None:
         """Something new of the answer came."""
         self._patience.begin_anew()
-        self._in_vain = 0
+        self._in_vain = self._without_progress = 0
         self._failing_since = math.inf
+
+    @property
+    def are_spent(self) -> bool:
+        """Whether there is no further attempt before something new of the answer comes."""
+        return self._without_progress >= self._policy.max_resumes
+
+    def count_one(self) -> None:
+        """Count an attempt."""
+        self.count += 1
+        self._without_progress += 1
 
     def pause_after(self, error: LineclearError, *, restarts: bool = False) -> float:
         """Seconds to wait before going on, or before a restart. Raises `error` when that is not to be."""
         policy = self._policy
         was_cut = not isinstance(error, Starting)  # who says that he is starting has not gone on with the answer
-        allowed = (
-            policy.max_attempts > 1 and policy.max_resumes > 0 and (self.count < policy.max_resumes or not was_cut)
-        )
+        is_spent = self._restarts >= policy.max_resumes if restarts else was_cut and self.are_spent
+        allowed = policy.max_attempts > 1 and policy.max_resumes > 0 and not is_spent
         if not allowed or not (restarts or may_resume(error, self._in_vain > 0)):
             raise error
         left_seconds = self._patience.left_seconds(error)
         self._failing_since = min(self._failing_since, self._clock())
         ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._in_vain, 30), policy.max_pause_seconds)
-        self.count += was_cut
+        if was_cut:
+            self.count_one()
+        self._restarts += restarts
         self._in_vain += 1
         pause = (error.retry_after_seconds or 0.0) + ceiling * self._uniform()
         wait = Wait(error, pause, self._clock() - self._failing_since, left_seconds, None)

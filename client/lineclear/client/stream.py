@@ -148,12 +148,13 @@ class Answer(Generic[C]):
     def _pause_before_replica(self) -> float | None:
         """Seconds until another server is asked for the same answer. None where no other one is to be asked."""
         is_cut = self._goes_on
-        if not self._has_replicas or (is_cut and self._resumptions.count >= self._outgoing.retry.max_resumes):
+        if not self._has_replicas or (is_cut and self._resumptions.are_spent):
             return None
         pause_seconds = self._replicas.pause_seconds()
         if pause_seconds is None:
             return None
-        self._resumptions.count += is_cut  # a refused resume is counted already
+        if is_cut:  # a refused resume is counted already
+            self._resumptions.count_one()
         if self._call is not None:
             self._call.cancel()
         return pause_seconds
