@@ -2,10 +2,11 @@
 
 All at once, from three tenants: answers by Generate, Session and Submit with Attach; answers given up on the way; slow
 readers; large prompts; submitted requests without a listener; clients whose network is gone (`support.blackhole`);
-kills of the worker. Every answer is compared with the right one. Meanwhile memory, threads and descriptors of both
-processes are read once a second (`growth`), and a canary in a process of its own times its tokens. Prints a line of
-JSON; exits 1 when an answer was lost, repeated, changed or refused, the canary stood still, one of these callers never
-did anything, something is still held at the end, or a slope is above its bound. A short run has a wide interval, so it
+kills of the worker, in the first half only: a worker that lives for two minutes is too young to tell growth from
+warming up. Every answer is compared with the right one. Meanwhile memory, threads and descriptors of both processes
+are read once a second (`growth`), and a canary in a process of its own times its tokens. Prints a line of JSON; exits
+1 when an answer was lost, repeated, changed or refused, the canary stood still, one of these callers never did
+anything, something is still held at the end, or a slope is above its bound. A short run has a wide interval, so it
 fails for want of evidence: `--judge no` only shows figures.
 """
 
@@ -58,6 +59,7 @@ class _Soak:
         self.did: Counter[str] = Counter()
         self.problems: list[str] = []
         self._holes: list[BlackHole] = []
+        self._last_kill_at = 0.0
 
     def client(self, number: int, *, sessions: bool, target: str = "") -> Client:
         """Make a client of one of the tenants."""
@@ -140,8 +142,11 @@ class _Soak:
             self._holes.pop(0).close()
 
     def kill(self, dice: random.Random, number: int) -> None:
-        """Kill the worker."""
+        """Kill the worker, until half of the time is over."""
         began = time.monotonic()
+        if began > self._last_kill_at:
+            self.stopped.wait()
+            return
         os.kill(self.server.worker_pids()[-1], signal.SIGKILL)
         self.server.wait_for("worker_joined", began)
 
@@ -181,6 +186,7 @@ class _Soak:
             threads += [self.thread(self.leave_alone, n, 0.2) for n in range(2)]
             threads += [self.thread(self.vanish, 0, vanish_seconds), self.thread(self.kill, 0, kill_seconds)]
             canary = stack.enter_context(Canary(self.target, token=self.tokens[TENANTS[0]]))
+            self._last_kill_at = time.monotonic() + seconds / 2
             for thread in (*readers, *threads):
                 thread.start()
             samples = self._watch(seconds)
