@@ -80,11 +80,11 @@ def canary(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         is_first = True
+        asked = time.monotonic()
         while is_first or not stopped[0]:
             tokens: list[int] = []
             gaps: list[float] = []
             before, error = None, ""
-            asked = time.monotonic()
             first = None
             try:
                 for response in stub.Generate(request):
@@ -100,24 +100,31 @@ def canary(target: str) -> None:
             except grpc.RpcError as failure:
                 error = failure.code().name
             is_first = False
-            longest = max([first or 0.0, *gaps, time.monotonic() - (before or asked)])
+            ended = time.monotonic()
+            longest = max([first or 0.0, *gaps, ended - (before or asked)])
+            asked = ended  # a canary that something else holds up between two answers has stood still, too
             print(json.dumps({"tokens": tokens, "gaps": gaps, "longest": longest, "error": error}), flush=True)
 
 
 class Canary:
-    """The process that reads, and what it said."""
+    """The process that reads, and what it printed, which is taken from it at once: a full pipe would stop it."""
 
     def __init__(self, target: str) -> None:
         command = [sys.executable, "-m", "campaigns.hostile", "--canary", target]
         self._process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"reading\n", "the canary ended"
+        self._lines: list[bytes] = []
+        self._taking = threading.Thread(target=self._lines.extend, args=(self._process.stdout,), daemon=True)
+        self._taking.start()
 
     def end(self) -> list[dict[str, Any]]:
         """Let it finish the answer in progress. Returns all answers."""
-        output, _ = self._process.communicate(timeout=BOUND_SECONDS)
-        assert self._process.returncode == 0, "the canary failed"
-        return [json.loads(line) for line in output.splitlines()]
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(timeout=BOUND_SECONDS) == 0, "the canary failed"
+        self._taking.join(BOUND_SECONDS)
+        return list(map(json.loads, self._lines))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -29,6 +29,18 @@ def test_a_canary_reads_on_beside_hostile_callers(folder: Path) -> None:
     assert exit_code == 0
 
 
+def test_a_canary_reads_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints of 20 answers fills a pipe."""
+    monkeypatch.setitem(hostile._TOY, "min_step_seconds", 0.0005)
+    monkeypatch.setitem(hostile._TOY, "max_step_seconds", 0.0005)
+    campaign = hostile.Campaign(folder)
+    try:
+        found = campaign.run("calm", 12.0)
+    finally:
+        campaign.end()
+    assert hostile.faults(found) == [], found
+
+
 def test_a_lost_or_altered_answer_would_be_counted() -> None:
     right = [1, 2, 3]
     good = {"tokens": right, "gaps": [0.01, 0.02], "longest": 0.02, "error": ""}
