@@ -27,7 +27,7 @@ _COMMAND = (sys.executable, "-P", "-m", "lineclear.scheduler.text.template_proce
 _PATIENCE = 10  # a conversation may take so many times its CPU time where the machine is busy
 _START_SECONDS = 30.0
 _EXIT_LOOKS, _LOOK_SECONDS = 100, 0.01  # at a process whose connection closed: its exit code comes right after that
-_NICENESS = 5  # a flood of conversations takes less of a busy machine than the worker does
+_NICENESS = 10  # a flood of conversations takes little of a busy machine from the worker and the event loop
 
 
 class TemplatePool:
