@@ -22,6 +22,7 @@ from lineclear.fingerprint import prompt_digest
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.access.identity import Identity
 from lineclear.scheduler.rpc import validation
+from lineclear.scheduler.rpc.pace import SMALL_BYTES, Pace
 from lineclear.scheduler.rpc.prompts import Prompts
 from lineclear.scheduler.rpc.stats import Durations, Stats, durations
 from lineclear.scheduler.rpc.streams import End, Mailbox, Streams
@@ -35,9 +36,6 @@ from lineclear.scheduler.text.rendering import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
 
 log = structlog.get_logger()
-
-# Of a request of at most so many bytes everything but the tokens is checked in less time than refusing it takes.
-_SMALL_BYTES = 1024
 
 
 _was_let_in: ContextVar[bool] = ContextVar("was_let_in", default=False)
@@ -101,6 +99,7 @@ class Admission:
         engine: Submitter,
         room: WaitingRoom,
         stats: Stats,
+        pace: Pace,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -110,8 +109,7 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._room = room
-        self._pacing = asyncio.Lock()
-        self._free_at = 0.0  # when the next large request may be checked
+        self._pace = pace
         self._tickets: dict[tuple[Identity, str], Ticket] = {}  # by the caller and its name for the request
 
     def open(
@@ -128,10 +126,14 @@ class Admission:
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         seconds = min(seconds, self._settings.max_deadline_seconds)
         # Who sends what will never be taken learns it at once, and does not wait for room to hear it.
-        known = validation.check(message, bounds) if num_bytes <= _SMALL_BYTES else None
+        known = validation.check(message, bounds) if num_bytes <= SMALL_BYTES else None
         self._room.enter(tenant, seconds)
         try:
-            checked = known or self._check_large(message, bounds)
+            if known is None:
+                with self._pace.measured():
+                    checked = validation.check(message, bounds)
+            else:
+                checked = known
             validation.check_model(message, checked, bounds)
             text = self._answer_text(checked)
             mailbox = self._streams.open(
@@ -152,22 +154,9 @@ class Admission:
         return ticket
 
     async def pace(self, message: pb.GenerateRequest) -> None:
-        """Return when a large request may be checked. To be awaited right before `open`.
-
-        Checking one takes milliseconds, and one after the other would hold up every stream. So after each the event
-        loop has as long for other work.
-        """
-        if message.ByteSize() > _SMALL_BYTES:
-            async with self._pacing:
-                await asyncio.sleep(max(0.0, self._free_at - self._clock()))
-
-    def _check_large(self, message: pb.GenerateRequest, bounds: Bounds) -> Checked:
-        began = self._clock()
-        try:
-            return validation.check(message, bounds)
-        finally:
-            now = self._clock()
-            self._free_at = now + (now - began)
+        """Return when the request may be opened, at once where it is small. To be awaited right before `open`."""
+        if message.ByteSize() > SMALL_BYTES:
+            await self._pace.wait()
 
     def _left(self, ticket: Ticket, began: bool) -> None:
         self._room.leave(ticket.tenant, ticket.prompt_tokens, began=began)

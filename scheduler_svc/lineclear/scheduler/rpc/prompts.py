@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lineclear.scheduler.access import identity
 from lineclear.scheduler.rpc import validation
 from lineclear.scheduler.rpc.fair_gate import FairGate
+from lineclear.scheduler.rpc.pace import SMALL_BYTES, Pace
 from lineclear.scheduler.rpc.template_pool import TemplatePool
 from lineclear.scheduler.text.chat import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
@@ -54,8 +55,9 @@ class Prompts:
     Where `limits.max_busy` large inputs wait, one more is QueueFull, for the caller that has most of them waiting.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, limits: TextLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, limits: TextLimits, pace: Pace) -> None:
         self.tokenizer = tokenizer
+        self._pace = pace
         self._chat = chat
         self._pool: TemplatePool | None = None
         if chat is not None:
@@ -105,8 +107,11 @@ class Prompts:
         template, pool = self._chat, self._pool
         if template is None or pool is None:
             raise no_chat_template()
-        validation.check_roles(chat, template.knows_role)
-        turns = [Turn(message.role, message.content) for message in chat.messages]
+        if chat.ByteSize() > SMALL_BYTES:
+            await self._pace.wait()
+        with self._pace.measured():
+            validation.check_roles(chat, template.knows_role)
+            turns = [Turn(message.role, message.content) for message in chat.messages]
         opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         cost = sum(len(turn.content) + _MESSAGE_BYTES for turn in turns)
         text = await self._in_turn(

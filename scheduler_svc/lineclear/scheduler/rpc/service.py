@@ -27,6 +27,7 @@ from lineclear.scheduler.rpc.admission import Admission, Submitter, Ticket, outc
 from lineclear.scheduler.rpc.detached import DetachedAnswers, KeptLimits
 from lineclear.scheduler.rpc.metrics import families
 from lineclear.scheduler.rpc.outlet import Context, Outlet
+from lineclear.scheduler.rpc.pace import SMALL_BYTES, Pace
 from lineclear.scheduler.rpc.prompts import Prompts, TextLimits
 from lineclear.scheduler.rpc.ranges import model_defaults
 from lineclear.scheduler.rpc.session import Session, greeting
@@ -89,7 +90,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.certificate: ServerCertificates | None = None
         """What the listeners present, for the metrics."""
         self._settings = settings
-        self._prompts = Prompts(tokenizer, chat, _text_limits(settings))
+        self._pace = Pace(clock)
+        self._prompts = Prompts(tokenizer, chat, _text_limits(settings), self._pace)
         self._defaults = model_defaults(generation_config or {})
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -113,7 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             partial(incident, f"/{NAME}: a stream"),
         )
         self._admission = Admission(
-            self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._clock
+            self._settings, self._prompts, self.streams, engine, self._room, self._stats, self._pace, self._clock
         )
         self._detached = DetachedAnswers(
             self._admission,
@@ -351,7 +353,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The ids that Generate would make of the same text or conversation."""
-        validation.check_tokenize(request, self._settings.max_prompt_bytes, self._settings.max_chat_messages)
+        if request.ByteSize() > SMALL_BYTES:
+            await self._pace.wait()
+        with self._pace.measured():
+            validation.check_tokenize(request, self._settings.max_prompt_bytes, self._settings.max_chat_messages)
         identity.divide_work(identity.tenant(identity.caller(context), context), context)
         if request.WhichOneof("input") == "chat":
             ids = await self._prompts.encode_chat(request.chat)
