@@ -69,7 +69,7 @@ def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: 
         device=hello.device,
         dtype=hello.dtype,
         attention_backend=hello.attention_backend,
-        native_kernels=imported.library_name() or imported.no_library,
+        native_kernels=imported.kernels_name() or imported.no_kernels,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
@@ -93,8 +93,8 @@ class _Imported(NamedTuple):
     refusals: tuple[type[Exception], ...]
     self_test_failed: type[Exception]
     model_files_changed: type[Exception]
-    library_name: Callable[[], str | None]
-    no_library: str
+    kernels_name: Callable[[], str | None]
+    no_kernels: str
 
 
 def _import() -> _Imported:
