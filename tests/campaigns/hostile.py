@@ -118,6 +118,11 @@ class Canary:
         self._taking = threading.Thread(target=self._lines.extend, args=(self._process.stdout,), daemon=True)
         self._taking.start()
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that it has read so far."""
+        return len(self._lines)
+
     def end(self) -> list[dict[str, Any]]:
         """Let it finish the answer in progress. Returns all answers."""
         assert self._process.stdin is not None
