@@ -24,7 +24,7 @@ JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
 # What a server and the demonstration import. Importing it compiles it.
-SERVED := import lineclear.scheduler.serving, lineclear.worker.serving, lineclear.worker.start, lineclear.cli.app
+SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
 .PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos mutants privacy soak hostile images lint format stubs clean
 .DEFAULT_GOAL := help

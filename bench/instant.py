@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lineclear.lifeline import hold
-from lineclear.wire.types import Hello, StepPlan, StepResult
+from lineclear.process.parent_death import die_with_parent
+from lineclear.wire.messages import Hello, StepPlan, StepResult
 
 TOKEN = 100
 BLOCK_SIZE = 16
@@ -37,7 +37,7 @@ class InstantFlight:
 
 
 class InstantRunner:
-    """A Runner (lineclear.worker.protocol) that keeps nothing."""
+    """A Runner (lineclear.worker.runner_interface) that keeps nothing."""
 
     def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17, step_seconds: float = 0.0) -> None:
         self._num_slots, self._vocab_size, self._step_seconds = num_slots, vocab_size, step_seconds
@@ -67,16 +67,16 @@ class InstantRunner:
         """A token for each row that samples."""
         return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
-    def prepare(self) -> bool:
+    def idle_work(self) -> bool:
         """There is nothing to prepare."""
         return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop."""
-    supervised = hold()
-    from lineclear.logs import configure
-    from lineclear.worker.loop import run
+    supervised = die_with_parent()
+    from lineclear.process.logging_setup import configure
+    from lineclear.worker.step_loop import run
 
     configure("worker", "warning")
 

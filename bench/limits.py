@@ -24,9 +24,9 @@ import torch
 
 from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
 from bench.workloads import Workload, make
-from lineclear.worker.int8 import pack_int8
-from lineclear.worker.linear import Packer, pack
-from lineclear.worker.pages import Pages
+from lineclear.worker.cpu.int8_linear import pack_int8
+from lineclear.worker.cpu.linear import Packer, pack
+from lineclear.worker.huge_pages import HugePageArena
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)
@@ -178,7 +178,7 @@ def int8_ours(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Ten
 
 
 def _through(packer: Packer, shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    linear = packer([torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)], Pages())
+    linear = packer([torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)], HugePageArena())
     rooms: dict[int, torch.Tensor] = {}  # as the worker keeps its own
 
     def product(x: torch.Tensor) -> torch.Tensor:

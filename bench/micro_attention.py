@@ -17,7 +17,7 @@ import torch
 
 from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
 from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, make_batch
-from lineclear.worker.attention.backends import BACKENDS
+from lineclear.worker.attention.registry import BACKENDS
 
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 256

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from bench.figures import Figure, arguments, main
 from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
 from bench.measure import median
-from lineclear.scheduler.recording.recorder import RecordedScheduler
-from lineclear.scheduler.scheduling.core import CoreLimits, Request, Scheduler
-from lineclear.wire.types import Sampling, StepPlan, StepResult
+from lineclear.scheduler.core.scheduler import CoreLimits, Request, Scheduler
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.wire.messages import Sampling, StepPlan, StepResult
 
 DECODES = (1, 32, 256, 1024, 4096)
 WAITING = 100_000
@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, limits: CoreLimits, num_slots: int, make: Callable[[CoreLimits], Scheduler] = Scheduler) -> None:
         self.core = make(limits)
-        self.core.reset(InstantRunner(num_slots).hello(1), 0.0)
+        self.core.on_worker_change(InstantRunner(num_slots).hello(1), 0.0)
         self.flights: deque[StepPlan] = deque()
         self.now = 0.0
 
@@ -50,7 +50,7 @@ class Bench:
         while (plan := self.core.plan(self.now)) is not None:
             self.flights.append(plan)
             rows += plan.num_rows
-        self.core.take_events()
+        self.core.drain_events()
         return rows
 
     def apply(self) -> None:
@@ -143,7 +143,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """All of them."""
     for count in options.decodes:
         yield from decoding(count)
-    yield from decoding(max(options.decodes), RecordedScheduler, ", recorded")
+    yield from decoding(max(options.decodes), RecordingScheduler, ", recorded")
     yield from queueing(options.waiting)
 
 

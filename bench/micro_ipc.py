@@ -24,12 +24,12 @@ from typing import TypeVar
 from bench.figures import Figure, arguments, main
 from bench.measure import percentile
 from bench.micro_wire import decodes
-from lineclear.logs import configure
-from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.link import Arrival, Link
-from lineclear.scheduler.scheduling.core import CoreLimits, Request, Scheduler
-from lineclear.scheduler.scheduling.events import Event, Finished
-from lineclear.wire.types import Hello, Sampling, StepResult
+from lineclear.process.logging_setup import configure
+from lineclear.scheduler.core.events import Event, Finished
+from lineclear.scheduler.core.scheduler import CoreLimits, Request, Scheduler
+from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.worker_link import Arrival, WorkerLink
+from lineclear.wire.messages import Hello, Sampling, StepResult
 
 T = TypeVar("T", bound=Arrival)
 
@@ -59,7 +59,7 @@ def worker(num_slots: int) -> Iterator[Path]:
 def round_trips(count: int, trips: int) -> Iterator[Figure]:
     """Plans of `count` decodes, one at a time: encoded, sent, decoded, answered, and the answer decoded."""
     with worker(count) as directory:
-        link = Link(directory)
+        link = WorkerLink(directory)
         try:
             hello = _next(link, Hello)
             plan, _ = decodes(count)
@@ -78,7 +78,7 @@ def round_trips(count: int, trips: int) -> Iterator[Figure]:
         yield Figure(f"ipc: round trip, {name}", f"{count} decodes", value * 1e6, "us")
 
 
-def _next(link: Link, kind: type[T]) -> T:
+def _next(link: WorkerLink, kind: type[T]) -> T:
     """The next arrival, which has to be of this kind."""
     give_up = time.monotonic() + _JOIN_SECONDS
     while not (arrivals := link.receive()):
@@ -101,7 +101,7 @@ def engine_steps(count: int) -> Iterator[Figure]:
 
     joined = threading.Event()
     with worker(count) as directory:
-        link = Link(directory)
+        link = WorkerLink(directory)
         limits = CoreLimits(max_batch_size=count, target_batch_tokens=8192)
         engine = Engine(Scheduler(limits), link, publish, on_joined=lambda hello: joined.set())
         engine.start()

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
-from lineclear.logs import configure
-from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepPlan
-from lineclear.worker.runner import ModelRunner
+from lineclear.process.logging_setup import configure
+from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepPlan
+from lineclear.worker.kernels.call_graph import CallGraph
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings, load
-from lineclear.worker.start import make_runner
-from lineclear.worker.tape import Tape
 
 BATCHES = (1, 8, 32, 64)
 CHUNK = 256
@@ -41,7 +41,7 @@ class Bench:
         self.spent = Counter[str]()
         """Nanoseconds of the last step in the functions of each name on the tape."""
         self._timed: list[Iterable[tuple[str, int]]] = []
-        Tape.play = lambda tape: self._timed.append(tape.timed())  # type: ignore[assignment,method-assign]
+        CallGraph.replay = lambda tape: self._timed.append(tape.timed())  # type: ignore[assignment,method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 

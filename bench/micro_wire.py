@@ -12,7 +12,7 @@ from functools import partial
 from bench.figures import Figure, arguments, main, seconds_per_call
 from bench.instant import BLOCK_SIZE
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Decodes, Message, Row, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.messages import Decodes, Message, Row, Sampling, SlotInit, StepPlan, StepResult
 
 ROWS = (1, 32, 256)
 PROMPT_LEN = 512

@@ -41,7 +41,7 @@ _BUSY = (sys.executable, "-S", "-c", "while True: pass")
 _PROMPT = tuple(range(100, 132))
 _MAX_TOKENS = 384
 _PEER_TOKENS = 128
-_ROOTS = ("protos", "scheduler_svc", "gpu_worker", "client")
+_ROOTS = ("protos", "common", "scheduler_svc", "gpu_worker", "client")
 
 
 @dataclass(frozen=True)

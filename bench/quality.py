@@ -25,9 +25,9 @@ from torch import Tensor
 
 from bench.measure import commit, machine, versions
 from lineclear.worker.attention import Chunk, make_batch
-from lineclear.worker.attention.backends import BACKENDS, choose
-from lineclear.worker.loader import fuse, load, to_int8
-from lineclear.worker.model import LoadedModel
+from lineclear.worker.attention.registry import BACKENDS, choose
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import build_fused, load, to_int8
 
 TOP = Path(__file__).parents[1]
 DEMO = TOP / "demo"
@@ -47,7 +47,7 @@ class Variant:
     def load(self, model: str) -> LoadedModel:
         """The model in these formats."""
         loaded = load(model, CPU, self.dtype)
-        found = to_int8(loaded) if self.weights == "int8" else fuse(loaded)
+        found = to_int8(loaded) if self.weights == "int8" else build_fused(loaded)
         assert found is not None, "its fused forward pass is not the model"
         return found
 

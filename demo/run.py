@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineclear.client import AsyncClient, Generation, LocalServer, ServerFailed
+from lineclear.client import AsyncClient, Generation, LocalServer, ServerStartError
 
 PROMPTS = (
     ("The capital of France is", 6),
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\nStarting the service again: static batching, for comparison")
             with server(model, options.slots, "fixed_size") as service:
                 static = runner.run(run_static(service.target, options.slots))
-    except ServerFailed as error:
+    except ServerStartError as error:
         raise SystemExit(str(error)) from None
     return 0 if report(continuous, static, options.slots) else 1
 

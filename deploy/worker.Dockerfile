@@ -23,6 +23,7 @@ FROM dependencies AS product
 ENV PIP_BUILD_CONSTRAINT=/src/pinned.txt
 COPY hatch_build.py README.md LICENSE ./
 COPY protos protos
+COPY common common
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client

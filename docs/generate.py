@@ -22,11 +22,11 @@ from google.protobuf import descriptor_pb2 as pb
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from lineclear import options
-from lineclear.errors import Foreign, LineclearError, tree
+from lineclear.errors import LineclearError, UnknownStatus, tree
 from lineclear.exit_codes import TABLE, of_grpc
+from lineclear.grpc_status import CODE_NUMBERS
+from lineclear.process import settings_base
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.status import CODE_NUMBERS
 from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,11 +70,11 @@ def configuration() -> str:
 
 def _settings(kind: type[BaseSettings]) -> Iterator[str]:
     prefix = kind.model_config.get("env_prefix", "")
-    for title, fields in options.groups(kind).items():
+    for title, fields in settings_base.groups(kind).items():
         yield from (f"### {title}", "", "| flag | environment | default | meaning |", "|---|---|---|---|")
         for name, field in fields.items():
-            flag = options.flag_of(name)
-            meaning = _cell(options.with_flags(kind, field.description or "")) + _choices(field)
+            flag = settings_base.flag_of(name)
+            meaning = _cell(settings_base.name_flags(kind, field.description or "")) + _choices(field)
             yield f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
         yield ""
 
@@ -121,7 +121,7 @@ def protocol() -> str:
         "|---|---|---|---|",
     ]
     for kind in tree():
-        if kind not in (LineclearError, Foreign):
+        if kind not in (LineclearError, UnknownStatus):
             meaning = _cell((kind.__doc__ or "").split("\n\n")[0])
             lines.append(f"| {kind.code} | {kind.reason} | `{kind.__name__}` | {meaning} |")
     return "\n".join([*lines, ""])

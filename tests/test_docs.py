@@ -16,8 +16,8 @@ from support.patience import PATIENCE_SECONDS
 from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
 
-from lineclear import flags
-from lineclear.scheduler.flags import NAMES_ELSEWHERE
+from lineclear.process import command_line
+from lineclear.scheduler.flag_aliases import FLAG_ALIASES
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
@@ -67,7 +67,7 @@ def test_flags_of_ours_beside_those_of_other_servers_exist() -> None:
     assert len(ours) > 10
     assert not ours - known
     there = {flag for row in rows for flag in re.findall(r"--[a-z-]+[a-z]", row[1])}
-    assert not [f for f, o in NAMES_ELSEWHERE.items() if f in there and o not in ours and f"--no-{o[2:]}" not in ours]
+    assert not [f for f, o in FLAG_ALIASES.items() if f in there and o not in ours and f"--no-{o[2:]}" not in ours]
 
 
 def blocks(language: str) -> list[str]:
@@ -113,7 +113,7 @@ def test_the_servers_flags_in_the_readme_are_those_of_the_process_they_are_given
     for process, settings in (("scheduler", SchedulerSettings), ("worker", WorkerSettings)):
         given = {word for word in found[process] if word.startswith("--")}
         assert len(given) >= 2
-        assert given <= flags.of_fields(settings.model_fields), process
+        assert given <= command_line.flag_names(settings.model_fields), process
 
 
 def test_every_make_target_of_the_readme_exists() -> None:

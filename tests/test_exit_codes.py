@@ -13,7 +13,7 @@ from client.command import spawn
 from support.patience import PATIENCE_SECONDS
 
 from lineclear.exit_codes import COMMAND, TABLE, ExitCode, of_grpc
-from lineclear.status import CODE_NUMBERS
+from lineclear.grpc_status import CODE_NUMBERS
 
 LINECLEAR = [sys.executable, "-m", "lineclear.cli"]
 SCHEDULER = [sys.executable, "-m", "lineclear.scheduler.main"]

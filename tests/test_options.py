@@ -18,9 +18,9 @@ from pydantic_settings import BaseSettings
 from structlog.testing import capture_logs
 from support.sources import ROOTS
 
-from lineclear import options
+from lineclear.process import settings_base
 from lineclear.scheduler import settings as of_scheduler
-from lineclear.scheduler.access.certificates import ServerCertificates
+from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.worker import settings as of_worker
 
 
@@ -123,7 +123,7 @@ def check(program: Program, said: str, wanted: dict[str, tuple[str, Any]]) -> No
 @pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
 def test_every_bad_flag_is_named_as_it_was_typed(program: Program) -> None:
     for number, values in enumerate(rounds(program)):
-        flags = {name: options.flag_of(name) for name in values}
+        flags = {name: settings_base.flag_of(name) for name in values}
         separate = {name: number % 2 and not value.startswith("-") for name, value in values.items()}
         given = {n: f"{flags[n]} {shlex.quote(v)}" if separate[n] else f"{flags[n]}={v}" for n, v in values.items()}
         words = [w for n, v in values.items() for w in ([flags[n], v] if separate[n] else [f"{flags[n]}={v}"])]
@@ -256,7 +256,7 @@ def test_help_has_one_line_for_each_setting_in_one_group(program: Program, capsy
     lines = lines[lines.index("Model:") :]
     titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert titles[-1] == "Other"
-    assert titles[:-1] == list(options.groups(program.kind))
+    assert titles[:-1] == list(settings_base.groups(program.kind))
     of_group: dict[str, str] = {}
     title = ""
     for line in lines:
@@ -279,7 +279,7 @@ def test_help_says_all_about_one_setting(program: Program, name: str, capsys: py
     lines = help_of(program, [f"--help={name.replace('_', '-')}"], capsys)
     assert max(map(len, lines)) <= 100 or get_origin(field.annotation) is Literal
     said = " ".join(" ".join(lines).split())
-    assert " ".join(options.with_flags(program.kind, field.description or "").split()) in said
+    assert " ".join(settings_base.name_flags(program.kind, field.description or "").split()) in said
     assert not [n for n in program.kind.model_fields if "_" in n and f" {n}" in said]
     assert f"{program.kind.model_config['env_prefix']}{name.upper()}" in said
 
@@ -327,7 +327,7 @@ def test_a_certificate_that_fails_while_serving_is_named_as_it_was_given(
     key.write_bytes(leaf.private_key_pem.bytes())
     monkeypatch.setenv("LINECLEAR_TLS_CERT_FILE", str(certificate))
     settings, _ = of_scheduler.load(["--tls-key-file", str(key)])
-    monkeypatch.setattr("lineclear.scheduler.access.watched.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("lineclear.scheduler.security.reloading_file.CHECK_SECONDS", 0.0)
     serving = ServerCertificates(settings)
     certificate.unlink()
     with capture_logs() as lines:

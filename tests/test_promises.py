@@ -10,7 +10,7 @@ from support.sources import REPOSITORY
 from test_faults import functions
 
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.worker.families import VERIFIED
+from lineclear.worker.model.verified_families import VERIFIED
 
 ENTRIES = entries()
 PAGES = ("README.md", "docs/reliability.md", "docs/security.md", "docs/protocol.md")

@@ -27,11 +27,16 @@ MODULES = {module_name(path, root): path for root, path in SOURCES}
 OURS = [p for folder in ("demo", "bench") for p in sorted((REPOSITORY / folder).rglob("*.py"))]
 
 PROTOBUF = "google.protobuf"
-SETTINGS = ("pydantic", "pydantic_settings", "lineclear.options")
-CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.status", "lineclear.v1")
+SETTINGS = ("pydantic", "pydantic_settings", "lineclear.process.settings_base")
+CONTRACT = ("lineclear.wire", "lineclear.errors", "lineclear.grpc_status", "lineclear.v1")
 HOUSEKEEPING = (
-    *("lineclear.sockets", "lineclear.lifeline", "lineclear.logs", "lineclear.flags"),
-    *("lineclear.core_dumps", "lineclear.standby", "lineclear.exit_codes"),
+    *(
+        "lineclear.process.socket_dir",
+        "lineclear.process.parent_death",
+        "lineclear.process.logging_setup",
+        "lineclear.process.command_line",
+    ),
+    *("lineclear.process.core_dumps", "lineclear.process.standby", "lineclear.exit_codes"),
 )
 
 
@@ -58,61 +63,65 @@ def reach(start: str, package: str) -> tuple[str, ...]:
 
 
 # What the core imports is core, so a clock cannot hide in a helper.
-CORE = reach("lineclear.scheduler.scheduling.core", "lineclear.scheduler")
+CORE = reach("lineclear.scheduler.core.scheduler", "lineclear.scheduler")
 
 # The most specific entry that names a module is its room.
 ROOMS = {
     "schema": Room(("lineclear.v1",), ("grpc", PROTOBUF)),
     "errors": Room(("lineclear.errors",)),
-    "limits": Room(("lineclear.limits",)),
+    "limits": Room(("lineclear.api_limits",)),
     "extras": Room(("lineclear.extras",)),
-    "model folder": Room(("lineclear.model_folder",)),
-    "fingerprint": Room(("lineclear.fingerprint",)),
-    "plan types": Room(("lineclear.wire", "lineclear.wire.types")),
-    "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.types")),
-    "status": Room(("lineclear.status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
-    "housekeeping": Room(HOUSEKEEPING, ("structlog",)),
-    "options": Room(("lineclear.options",), ("pydantic", "pydantic_settings", "lineclear.flags")),
-    "core": Room(CORE, ("lineclear.errors", "lineclear.wire.types")),
+    "model folder": Room(("lineclear.model_files", "lineclear.model_files.directory_check")),
+    "fingerprint": Room(("lineclear.model_files.fingerprint",)),
+    "plan types": Room(("lineclear.wire", "lineclear.wire.messages")),
+    "codec": Room(("lineclear.wire.codec", "lineclear.wire.v1"), (PROTOBUF, "lineclear.wire.messages")),
+    "status": Room(("lineclear.grpc_status",), (PROTOBUF, "lineclear.errors", "lineclear.wire.v1")),
+    "housekeeping": Room(("lineclear.process", *HOUSEKEEPING), ("structlog",)),
+    "options": Room(
+        ("lineclear.process.settings_base",), ("pydantic", "pydantic_settings", "lineclear.process.command_line")
+    ),
+    "core": Room(CORE, ("lineclear.errors", "lineclear.wire.messages")),
     # The engine's thread and the sockets know neither gRPC nor text.
     "engine": Room(
-        tuple(f"lineclear.scheduler.{name}" for name in ("engine", "snapshot", "supervisor", "vigil")),
+        ("lineclear.scheduler.engine",),
         ("structlog", *SETTINGS, "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING),
     ),
     "scheduler link": Room(
-        ("lineclear.scheduler.link",), ("zmq", "structlog", "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING)
+        ("lineclear.scheduler.engine.worker_link",),
+        ("zmq", "structlog", "lineclear.scheduler", *CONTRACT, *HOUSEKEEPING),
     ),
     "recording": Room(
-        ("lineclear.scheduler.recording",), ("structlog", "lineclear.scheduler.scheduling", *CONTRACT, *HOUSEKEEPING)
+        ("lineclear.scheduler.flight_recorder",), ("structlog", "lineclear.scheduler.core", *CONTRACT, *HOUSEKEEPING)
     ),
     "text": Room(
         ("lineclear.scheduler.text",),
         (
-            *("tokenizers", "jinja2", "structlog", *SETTINGS, "lineclear.errors", "lineclear.limits"),
-            "lineclear.fingerprint",
-            *("lineclear.scheduler.settings", "lineclear.scheduler.model_files", "lineclear.options"),
+            *("tokenizers", "jinja2", "structlog", *SETTINGS, "lineclear.errors", "lineclear.api_limits"),
+            "lineclear.model_files.fingerprint",
+            *("lineclear.scheduler.settings", "lineclear.scheduler.model_dir", "lineclear.process.settings_base"),
         ),
     ),
-    "access": Room(
-        ("lineclear.scheduler.access",),
+    "security": Room(
+        ("lineclear.scheduler.security",), ("grpc", "structlog", "lineclear.scheduler.settings", *CONTRACT)
+    ),
+    # Free of gRPC: what the services do with a request and its answer.
+    "requests": Room(
+        ("lineclear.scheduler.requests",),
         (
-            "grpc",
-            "grpc_health",
-            PROTOBUF,
-            "structlog",
-            *SETTINGS,
-            *("lineclear.limits", "lineclear.scheduler.addresses", "lineclear.scheduler.settings"),
+            *(PROTOBUF, "structlog", "lineclear.api_limits", "lineclear.model_files.fingerprint"),
+            *("lineclear.scheduler.security", "lineclear.scheduler.core", "lineclear.scheduler.text"),
+            *("lineclear.scheduler.settings", "lineclear.scheduler.engine.engine_stats"),
             *CONTRACT,
-            *HOUSEKEEPING,
         ),
     ),
-    "rpc": Room(
-        ("lineclear.scheduler.rpc",),
+    "services": Room(
+        ("lineclear.scheduler.grpc_api",),
         (
-            *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.limits"),
-            *("prometheus_client", "lineclear.fingerprint"),
-            *("lineclear.scheduler.access", "lineclear.scheduler.scheduling", "lineclear.scheduler.text"),
-            *("lineclear.scheduler.addresses", "lineclear.scheduler.settings", "lineclear.scheduler.snapshot"),
+            *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection", PROTOBUF, "structlog", "lineclear.api_limits"),
+            *("prometheus_client", "lineclear.scheduler.requests", "lineclear.scheduler.metrics"),
+            *("lineclear.scheduler.security", "lineclear.scheduler.core", "lineclear.scheduler.text"),
+            *("lineclear.scheduler.addresses", "lineclear.scheduler.address_check", "lineclear.scheduler.settings"),
+            "lineclear.scheduler.engine.engine_stats",
             *CONTRACT,
         ),
     ),
@@ -132,22 +141,32 @@ ROOMS = {
                 "jinja2",
             ),
             "lineclear.extras",
-            "lineclear.model_folder",
-            *(*SETTINGS, "lineclear.scheduler", "lineclear.limits", "lineclear.fingerprint", *CONTRACT, *HOUSEKEEPING),
+            "lineclear.model_files.directory_check",
+            *(
+                *SETTINGS,
+                "lineclear.scheduler",
+                "lineclear.api_limits",
+                "lineclear.model_files.fingerprint",
+                *CONTRACT,
+                *HOUSEKEEPING,
+            ),
         ),
     ),
-    "worker link": Room(("lineclear.worker.link",), ("zmq", "structlog", "lineclear.wire", *HOUSEKEEPING)),
+    "worker link": Room(("lineclear.worker.scheduler_link",), ("zmq", "structlog", "lineclear.wire", *HOUSEKEEPING)),
     # The threads know the runner by its protocol alone, so that they run against a toy one without torch.
     "worker threads": Room(
-        tuple(f"lineclear.worker.{name}" for name in ("collector", "heart", "protocol")),
-        ("structlog", "lineclear.worker.link", "lineclear.wire", *HOUSEKEEPING),
+        tuple(f"lineclear.worker.{name}" for name in ("result_collector", "heartbeat", "runner_interface")),
+        ("structlog", "lineclear.worker.scheduler_link", "lineclear.wire", *HOUSEKEEPING),
     ),
     # Owns the sockets' context; what is done with a socket is in the link.
     "worker loop": Room(
-        ("lineclear.worker.loop",),
+        ("lineclear.worker.step_loop",),
         (
             *("zmq", "structlog", "lineclear.wire", *HOUSEKEEPING),
-            *(f"lineclear.worker.{name}" for name in ("link", "collector", "heart", "protocol")),
+            *(
+                f"lineclear.worker.{name}"
+                for name in ("scheduler_link", "result_collector", "heartbeat", "runner_interface")
+            ),
         ),
     ),
     "worker": Room(
@@ -155,14 +174,20 @@ ROOMS = {
         (
             *("torch", "triton", "transformers", "huggingface_hub", "safetensors", "numpy", "structlog", *SETTINGS),
             "lineclear.extras",
-            "lineclear.model_folder",
-            *("lineclear.worker", "lineclear.wire", "lineclear.errors", "lineclear.fingerprint", *HOUSEKEEPING),
+            "lineclear.model_files.directory_check",
+            *(
+                "lineclear.worker",
+                "lineclear.wire",
+                "lineclear.errors",
+                "lineclear.model_files.fingerprint",
+                *HOUSEKEEPING,
+            ),
         ),
     ),
     "client": Room(
         ("lineclear.client",),
         (
-            *("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.limits", "lineclear.status"),
+            *("grpc", PROTOBUF, "lineclear.v1", "lineclear.errors", "lineclear.api_limits", "lineclear.grpc_status"),
             *("lineclear.client.progress", "lineclear.extras"),
         ),
     ),
@@ -172,7 +197,7 @@ ROOMS = {
         ("lineclear.cli",),
         (
             *("grpc", PROTOBUF, "typer", "rich", "lineclear.client", "lineclear.v1", "lineclear.errors"),
-            *("lineclear.extras", "lineclear.status", "lineclear.exit_codes"),
+            *("lineclear.extras", "lineclear.grpc_status", "lineclear.exit_codes"),
         ),
     ),
 }
@@ -215,8 +240,8 @@ def test_the_table_covers_every_module() -> None:
 
 def test_the_core_is_the_part_that_decides() -> None:
     names = {module.rpartition(".")[2] for module in CORE}
-    assert names >= {"core", "sequence", "blocks", "policy", "events"}
-    assert not names & {"engine", "link", "server", "service", "settings", "streams", "supervisor"}
+    assert names >= {"scheduler", "sequence", "block_pool", "policies", "events"}
+    assert not names & {"engine", "worker_link", "server", "inference_service", "settings", "output_stream"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -255,35 +280,35 @@ def test_the_namespace_has_no_init_file() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("lineclear.v1.inference_pb2", "from lineclear.wire import types"),
-        ("lineclear.wire.types", "import google.protobuf.message"),
+        ("lineclear.v1.inference_pb2", "from lineclear.wire import messages"),
+        ("lineclear.wire.messages", "import google.protobuf.message"),
         ("lineclear.wire.codec", "import grpc"),
         ("lineclear.errors", "import grpc"),
-        ("lineclear.scheduler.scheduling.core", "import time"),
-        ("lineclear.scheduler.scheduling.core", "import random"),
-        ("lineclear.scheduler.scheduling.core", "import structlog"),
-        ("lineclear.scheduler.scheduling.core", "from lineclear.wire import codec"),
-        ("lineclear.scheduler.scheduling.policy", "from . import engine"),
-        ("lineclear.scheduler.engine", "import zmq"),
-        ("lineclear.scheduler.engine", "import grpc"),
-        ("lineclear.scheduler.vigil", "import zmq"),
-        ("lineclear.scheduler.rpc.service", "from lineclear.scheduler.engine import Engine"),
-        ("lineclear.scheduler.rpc.streams", "import torch"),
-        ("lineclear.scheduler.rpc.streams", "import zmq"),
+        ("lineclear.scheduler.core.scheduler", "import time"),
+        ("lineclear.scheduler.core.scheduler", "import random"),
+        ("lineclear.scheduler.core.scheduler", "import structlog"),
+        ("lineclear.scheduler.core.scheduler", "from lineclear.wire import codec"),
+        ("lineclear.scheduler.core.policies", "from lineclear.scheduler.engine import engine"),
+        ("lineclear.scheduler.engine.engine", "import zmq"),
+        ("lineclear.scheduler.engine.engine", "import grpc"),
+        ("lineclear.scheduler.engine.worker_monitor", "import zmq"),
+        ("lineclear.scheduler.grpc_api.inference_service", "from lineclear.scheduler.engine.engine import Engine"),
+        ("lineclear.scheduler.requests.output_stream", "import torch"),
+        ("lineclear.scheduler.requests.output_stream", "import zmq"),
         ("lineclear.scheduler.main", "from lineclear.worker import main"),
         ("lineclear.scheduler.main", "import lineclear.client"),
-        ("lineclear.worker.loop", "import torch"),
-        ("lineclear.worker.loop", "from lineclear.worker import runner"),
-        ("lineclear.worker.loop", "def f():\n    from torch import nn"),
-        ("lineclear.worker.runner", "import zmq"),
-        ("lineclear.worker.runner", "import grpc.aio"),
-        ("lineclear.worker.main", "import importlib\nimportlib.import_module('lineclear.scheduler.scheduling.core')"),
+        ("lineclear.worker.step_loop", "import torch"),
+        ("lineclear.worker.step_loop", "from lineclear.worker import model_runner"),
+        ("lineclear.worker.step_loop", "def f():\n    from torch import nn"),
+        ("lineclear.worker.model_runner", "import zmq"),
+        ("lineclear.worker.model_runner", "import grpc.aio"),
+        ("lineclear.worker.main", "import importlib\nimportlib.import_module('lineclear.scheduler.core.scheduler')"),
         ("lineclear.client", "import structlog"),
-        ("lineclear.client", "from lineclear.wire.types import Row"),
+        ("lineclear.client", "from lineclear.wire.messages import Row"),
         ("lineclear.client", "import typer"),
-        ("lineclear.client", "from lineclear import logs"),
-        ("lineclear.logs", "import grpc"),
-        ("lineclear.sockets", "from lineclear.scheduler.scheduling import core"),
+        ("lineclear.client", "from lineclear.process import logging_setup"),
+        ("lineclear.process.logging_setup", "import grpc"),
+        ("lineclear.process.socket_dir", "from lineclear.scheduler.core import scheduler"),
         ("lineclear.client", "import google.rpc.status_pb2"),
     ],
 )

@@ -7,31 +7,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("protos", "scheduler_svc", "gpu_worker")
+PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker")
 WITHOUT_ARGUMENTS = frozenset({"join", "wait", "get", "acquire", "result", "communicate", "recv", "recv_multipart"})
 """Methods that wait for ever when they are called without arguments."""
 
 BOUNDED = {
-    "protos/lineclear/logs.py:LineWriter._run:self._lines.get()": "a daemon's own queue; close joins with a timeout",
-    "protos/lineclear/standby.py:Standby.run_in_background:thread.join()": "the supervisor kills a late standby",
-    "scheduler_svc/lineclear/scheduler/leaving.py:ExitGuard._run:self._is_ending.wait()": "a daemon of its own",
-    "scheduler_svc/lineclear/scheduler/leaving.py:Leaving.unless_hurried:task.result()": "the task is done",
-    "scheduler_svc/lineclear/scheduler/recording/recordings.py:Recordings._run:self._orders.get()": (
+    "common/lineclear/process/logging_setup.py:LineWriter._run:self._lines.get()": (
         "a daemon's own queue; close joins with a timeout"
     ),
-    "scheduler_svc/lineclear/scheduler/worker_process.py:WorkerProcess.reap:self._process.wait()": (
+    "common/lineclear/process/standby.py:Standby.run_in_background:thread.join()": (
+        "the supervisor kills a late standby"
+    ),
+    "scheduler_svc/lineclear/scheduler/shutdown.py:ExitGuard._run:self._is_ending.wait()": "a daemon of its own",
+    "scheduler_svc/lineclear/scheduler/shutdown.py:ShutdownController.run_unless_forced:task.result()": (
+        "the task is done"
+    ),
+    "scheduler_svc/lineclear/scheduler/flight_recorder/recording_files.py:RecordingFiles._run:self._jobs.get()": (
+        "a daemon's own queue; close joins with a timeout"
+    ),
+    "scheduler_svc/lineclear/scheduler/engine/worker_process.py:WorkerProcess.reap:self._process.wait()": (
         "called when the descriptor of the process tells that it has ended"
     ),
-    "gpu_worker/lineclear/worker/collector.py:Collector._run:self._items.get()": (
+    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
         "a daemon's own queue; close joins with a timeout"
     ),
-    "gpu_worker/lineclear/worker/collector.py:Collector._land:launched.flight.result()": (
+    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._finish:launched.flight.result()": (
         "the device; the scheduler replaces a worker whose step takes too long, and a stop waits until it is overdue"
     ),
-    "gpu_worker/lineclear/worker/golden.py:_serve:runner.launch(plan).result()": (
+    "gpu_worker/lineclear/worker/self_test.py:_serve:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
-    "gpu_worker/lineclear/worker/runner.py:_Flight._land:self._stopwatch.wait()": "the device; as Collector._land",
+    "gpu_worker/lineclear/worker/model_runner.py:_Flight._finish:self._stopwatch.wait()": "as ResultCollector._finish",
 }
 CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_let_in")
 """Context variables: their get() waits for nothing."""

@@ -136,7 +136,7 @@ def test_the_schema_works_from_the_wheel_alone(wheel: Path) -> None:
 
 
 def test_the_client_works_where_only_grpc_and_protobuf_are_installed(wheel: Path) -> None:
-    modules = "lineclear.client lineclear.errors lineclear.status"
+    modules = "lineclear.client lineclear.errors lineclear.grpc_status"
     import_alone(wheel, modules, present=BARE, absent="google.rpc lineclear.scheduler lineclear.worker")
 
 
@@ -145,7 +145,7 @@ def test_the_scheduler_works_where_torch_is_not_installed(wheel: Path) -> None:
 
 
 def test_the_worker_threads_work_where_torch_is_not_installed(wheel: Path) -> None:
-    modules = "lineclear.worker.protocol lineclear.worker.loop lineclear.worker.link"
+    modules = "lineclear.worker.runner_interface lineclear.worker.step_loop lineclear.worker.scheduler_link"
     import_alone(wheel, modules, absent="torch transformers grpc lineclear.scheduler lineclear.client")
 
 

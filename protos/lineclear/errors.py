@@ -1,7 +1,7 @@
 """Everything that can go wrong for a caller, as one tree.
 
-Each class names its gRPC code and its reason; `lineclear.status` carries it over the wire and back. What goes wrong
-inside (a bug) is an assertion, not an entry here.
+Each class names its gRPC code and its reason; `lineclear.grpc_status` carries it over the wire and back. A bug is an
+assertion, not an entry here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TokenOutOfVocabulary(InvalidRequest):
     reason = "TOKEN_OUT_OF_VOCABULARY"
 
 
-class Malformed(InvalidRequest):
+class MalformedMessage(InvalidRequest):
     """The message is not what the schema says (for instance a string that is not UTF-8)."""
 
     reason = "MALFORMED"
@@ -133,7 +133,7 @@ class ModelChanged(LineclearError):
     token_ids: tuple[int, ...] = ()
 
 
-class CannotFit(LineclearError):
+class KvCapacityExceeded(LineclearError):
     """The request alone needs more KV blocks than the pool has."""
 
     code = "FAILED_PRECONDITION"
@@ -175,21 +175,21 @@ class DeviceOutOfMemory(LineclearError):
     reason = "DEVICE_OUT_OF_MEMORY"
 
 
-class Starting(LineclearError):
+class ServerStarting(LineclearError):
     """No worker has joined yet."""
 
     code = "UNAVAILABLE"
     reason = "STARTING"
 
 
-class Draining(LineclearError):
+class ServerDraining(LineclearError):
     """The server is leaving and takes no new requests."""
 
     code = "UNAVAILABLE"
     reason = "DRAINING"
 
 
-class Drained(LineclearError):
+class ShutdownInterrupted(LineclearError):
     """The server left before the answer was complete."""
 
     code = "UNAVAILABLE"
@@ -231,7 +231,7 @@ class DeadlineExceeded(LineclearError):
     reason = "DEADLINE_EXCEEDED"
 
 
-class DeadlinePredicted(DeadlineExceeded):
+class DeadlineUnreachable(DeadlineExceeded):
     """The deadline would pass in the queue; refused at the door, before any work. Only where a setting asks for it."""
 
     reason = "PREDICTED"
@@ -279,7 +279,7 @@ class Unsupported(LineclearError):
     reason = "UNSUPPORTED"
 
 
-class Foreign(LineclearError):
+class UnknownStatus(LineclearError):
     """A status with no reason of ours and no class that fits it: `code` and `reason` are the instance's own."""
 
 

@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-class Row(NamedTuple):
+class ExitCodeRow(NamedTuple):
     """One line of the table."""
 
     code: ExitCode
@@ -44,54 +44,54 @@ WORKER: Final = "worker"
 PROCESSES: Final = "scheduler, worker"
 
 TABLE: Final = (
-    Row(ExitCode.OK, "all", "success; a process was told to stop, and stopped", ""),
-    Row(
+    ExitCodeRow(ExitCode.OK, "all", "success; a process was told to stop, and stopped", ""),
+    ExitCodeRow(
         ExitCode.NEGATIVE,
         COMMAND,
         "some of several prompts failed; `health`: the server is not serving; `result --cancel`: there was nothing to"
         " cancel; `lineclear-scheduler replay`: a decision differs",
         "",
     ),
-    Row(ExitCode.USAGE, COMMAND, "wrong usage, or a file that cannot be read or written", "does not help"),
-    Row(
+    ExitCodeRow(ExitCode.USAGE, COMMAND, "wrong usage, or a file that cannot be read or written", "does not help"),
+    ExitCodeRow(
         ExitCode.NO_WORKER,
         SCHEDULER,
         "too many ends of workers without progress (--max-worker-crashes)",
         "may help",
     ),
-    Row(
+    ExitCodeRow(
         ExitCode.INTERNAL,
         PROCESSES,
         "a bug, a device that failed, or a worker that failed its self-test; the log says which",
         "may help",
     ),
-    Row(ExitCode.ORPHANED, WORKER, "its scheduler is gone", "the scheduler does it"),
-    Row(
+    ExitCodeRow(ExitCode.ORPHANED, WORKER, "its scheduler is gone", "the scheduler does it"),
+    ExitCodeRow(
         ExitCode.WORKER_STUCK,
         SCHEDULER,
         "a worker could not be killed and still holds its device",
         "helps once the device is free",
     ),
-    Row(ExitCode.ALREADY_JOINED, WORKER, "another worker is joined", "helps once that one is gone"),
-    Row(
+    ExitCodeRow(ExitCode.ALREADY_JOINED, WORKER, "another worker is joined", "helps once that one is gone"),
+    ExitCodeRow(
         ExitCode.OTHER_FILES,
         SCHEDULER,
         "the worker has read other tokenizer files: the model directory changed",
         "helps",
     ),
-    Row(
+    ExitCodeRow(
         ExitCode.CONFIGURATION,
         PROCESSES,
         "cannot run as configured: flags, packages, model, addresses, certificates, sockets",
         "does not help",
     ),
-    Row(
+    ExitCodeRow(
         ExitCode.WORKER_CONFIGURATION,
         SCHEDULER,
         "the worker cannot run as configured; its last log line says why",
         "does not help",
     ),
-    Row(ExitCode.INTERRUPTED, COMMAND, "interrupted by Ctrl-C", ""),
+    ExitCodeRow(ExitCode.INTERRUPTED, COMMAND, "interrupted by Ctrl-C", ""),
 )
 """Every code but those of gRPC errors, which the command adds to FIRST_OF_GRPC."""
 

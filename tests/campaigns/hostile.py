@@ -37,7 +37,7 @@ from support.toy import expected
 
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 _STEP_SECONDS = 0.01
 _TOY = {

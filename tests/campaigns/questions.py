@@ -18,7 +18,7 @@ from support.toy import expected, expected_logprobs
 from support.toy_service import EOS, TOKENIZER, VOCABULARY
 
 from lineclear.client import FinishReason, Generation, Sampling
-from lineclear.wire.types import Sampling as WireSampling
+from lineclear.wire.messages import Sampling as WireSampling
 
 ROUTES = ("generate", "session", "submit")
 _STOPS_OF_NOTHING = ("\x00never", "zzzzzz")

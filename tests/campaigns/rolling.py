@@ -33,7 +33,7 @@ from support.toy_service import text_of
 
 from lineclear.client import Client, RetryPolicy
 from lineclear.errors import LineclearError, ModelChanged
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 _VOCABULARY = 512
 _TOY = {"vocab_size": _VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}

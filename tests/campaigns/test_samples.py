@@ -74,16 +74,16 @@ def test_a_parameter_that_is_lost_in_a_recovery_is_seen(
 _PLANTED = """
 import asyncio, itertools, sys
 from lineclear.scheduler.main import main
-from lineclear.scheduler.rpc import outlet
+from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 
-write, numbers = outlet.Outlet.write, itertools.count(1)
+write, numbers = ResponseWriter.write, itertools.count(1)
 
 async def planted(self, message):
     if getattr(message, "token_ids", ()) and next(numbers) % 10 == 0:
         {bug}
     await write(self, message)
 
-outlet.Outlet.write = planted
+ResponseWriter.write = planted
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -170,7 +170,7 @@ def test_a_short_soak_finds_nothing(folder: Path) -> None:
 _LEAKING = """
 import os, sys, threading
 from lineclear.scheduler.main import main
-from lineclear.scheduler.scheduling.core import Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 
 submit, kept = Scheduler.submit, []
 

@@ -14,7 +14,7 @@ from support.patience import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client
 from lineclear.errors import LineclearError, UnknownRequest
-from lineclear.status import TRAILER, to_trailer
+from lineclear.grpc_status import TRAILER, to_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lineclear.client.assembly import Assembly
+from lineclear.client.answer_assembler import AnswerAssembler
 from lineclear.client.results import FinishReason, Started, TokenLogprobs, TopLogprob, Usage
 from lineclear.errors import DataLoss
 from lineclear.v1 import inference_pb2 as pb
 
 
 def test_pieces_make_the_answer() -> None:
-    assembly = Assembly()
+    assembly = AnswerAssembler()
     assert assembly.add(pb.GenerateResponse(started=pb.Started(request_id="r", seed=4))).started == Started("r", seed=4)
     logprobs = [pb.TokenLogprobs(logprob=-1.5, top=[pb.TopLogprob(token_id=5, logprob=-0.5)])]
     assembly.add(pb.GenerateResponse(token_ids=[5], text="a", logprobs=logprobs, token_times_us=[1500]))
@@ -34,14 +34,14 @@ def test_pieces_make_the_answer() -> None:
 
 
 def test_a_matched_token_is_its_id_even_when_that_is_zero() -> None:
-    assembly = Assembly()
+    assembly = AnswerAssembler()
     assembly.add(pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP_EOS, matched_token_id=0)))
     assert assembly.generation().matched_stop == 0
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_a_gap_or_a_repetition_is_data_loss(index: int) -> None:
-    assembly = Assembly()
+    assembly = AnswerAssembler()
     assembly.add(pb.GenerateResponse(token_ids=[1, 2]))
     with pytest.raises(DataLoss) as caught:
         assembly.add(pb.GenerateResponse(first_index=index, token_ids=[3]))
@@ -50,18 +50,18 @@ def test_a_gap_or_a_repetition_is_data_loss(index: int) -> None:
 
 def test_a_first_piece_that_is_not_the_first_is_data_loss() -> None:
     with pytest.raises(DataLoss):
-        Assembly().add(pb.GenerateResponse(first_index=1, token_ids=[3]))
+        AnswerAssembler().add(pb.GenerateResponse(first_index=1, token_ids=[3]))
 
 
 def test_an_entry_too_few_is_data_loss() -> None:
     with pytest.raises(DataLoss, match="2 tokens and 1 token times"):
-        Assembly().add(pb.GenerateResponse(token_ids=[1, 2], token_times_us=[5]))
+        AnswerAssembler().add(pb.GenerateResponse(token_ids=[1, 2], token_times_us=[5]))
     with pytest.raises(DataLoss, match="1 tokens and 2 logprobs"):
-        Assembly().add(pb.GenerateResponse(token_ids=[1], logprobs=[pb.TokenLogprobs(), pb.TokenLogprobs()]))
+        AnswerAssembler().add(pb.GenerateResponse(token_ids=[1], logprobs=[pb.TokenLogprobs(), pb.TokenLogprobs()]))
 
 
 def test_an_end_without_the_end_and_an_end_before_the_end_are_data_loss() -> None:
-    assembly = Assembly()
+    assembly = AnswerAssembler()
     assembly.add(pb.GenerateResponse(token_ids=[1]))
     with pytest.raises(DataLoss, match="after 1 tokens"):
         assembly.close()

@@ -17,7 +17,7 @@ from grpc._cython import cygrpc
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.sources import REPOSITORY
 
-from lineclear.client import AsyncClient, Client, channels
+from lineclear.client import AsyncClient, Client, channel
 from lineclear.errors import ConnectionLost
 from lineclear.v1 import inference_pb2 as pb
 
@@ -35,7 +35,7 @@ def test_a_port_that_does_not_exist_is_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["127.0.0.1:65535", "[::1]:1", "dns:///somewhere", "dns:///a:1", "ipv6:[::1]:5"])
 def test_other_targets_are_left_as_they_are(target: str) -> None:
-    assert channels.checked_target(target) == target
+    assert channel.checked_target(target) == target
 
 
 def options() -> dict[str, str]:
@@ -102,8 +102,8 @@ def test_a_client_notices_a_server_that_no_packet_reaches(
         server.wait_for_end(context)
 
     server.script = script
-    monkeypatch.setattr(channels, "KEEPALIVE_TIME_SECONDS", 1.0)
-    monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(channel, "KEEPALIVE_TIME_SECONDS", 1.0)
+    monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_SECONDS", 1.0)
     noticed = threading.Event()
 
     def ask() -> None:
@@ -119,6 +119,6 @@ def test_a_client_notices_a_server_that_no_packet_reaches(
 
 
 def test_keepalive_is_as_documented() -> None:
-    chosen = dict(channels.channel_options())
+    chosen = dict(channel.channel_options())
     assert chosen["grpc.keepalive_time_ms"] == 30_000
     assert chosen["grpc.keepalive_timeout_ms"] == chosen["grpc.http2.ping_timeout_ms"] == 10_000

@@ -17,14 +17,14 @@ import typer
 from client.command import QUICK, lines
 
 from lineclear import errors
-from lineclear.cli import exits, screen, serve
+from lineclear.cli import exit_status, output, serve
 from lineclear.cli.app import app
-from lineclear.cli.flags import SamplingFlags
-from lineclear.client import Sampling, local
+from lineclear.cli.options import SamplingFlags
+from lineclear.client import Sampling, local_server
 from lineclear.errors import LineclearError, tree
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
-from lineclear.status import CODE_NUMBERS
+from lineclear.grpc_status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
 # -- generate
@@ -185,7 +185,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "c":
-            server.fail(context, errors.Drained("gone"))
+            server.fail(context, errors.ShutdownInterrupted("gone"))
         yield from alive(request, context)
 
     server.script = script
@@ -206,7 +206,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 # -- exit codes
 
 
-@pytest.mark.parametrize("kind", [kind for kind in tree() if kind not in (LineclearError, errors.Foreign)])
+@pytest.mark.parametrize("kind", [kind for kind in tree() if kind not in (LineclearError, errors.UnknownStatus)])
 def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kind: type[LineclearError]) -> None:
     server.failures = [kind("what happened")]
     result = cli("generate", "x", "--json", *QUICK)
@@ -283,7 +283,7 @@ def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
     ],
 )
 def test_a_door_that_is_misunderstood_has_a_hint_of_its_own(said: str, hint: str) -> None:
-    assert hint in (exits.hint(errors.Unreachable(f"no answer from x:1: {said}")) or "")
+    assert hint in (exit_status.hint(errors.Unreachable(f"no answer from x:1: {said}")) or "")
 
 
 # -- the other commands
@@ -349,7 +349,7 @@ def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyP
 
 
 def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
-    monkeypatch.setattr(local, "_installed", lambda name: name not in ("pyzmq", "torch"))
+    monkeypatch.setattr(local_server, "_installed", lambda name: name not in ("pyzmq", "torch"))
     result = cli("serve", "--demo")
     assert result.exit_code == 78
     assert "pyzmq, torch is not installed" in result.stderr
@@ -360,7 +360,7 @@ def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.Mon
 
 
 def test_a_terminal_is_not_steered_by_a_model() -> None:
-    assert screen.safe("a\x1b]0;title\x07b\n\tc\x9b2J") == "a\ufffd]0;title\ufffdb\n\tc\ufffd2J"
+    assert output.strip_control_chars("a\x1b]0;title\x07b\n\tc\x9b2J") == "a\ufffd]0;title\ufffdb\n\tc\ufffd2J"
 
 
 def test_a_bundle_shows_typer_its_fields() -> None:

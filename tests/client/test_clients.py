@@ -99,7 +99,7 @@ def test_health(server: Any, client: Any, answer: Any, status: HealthStatus) -> 
 
 def test_health_speaks_as_the_official_package_does() -> None:
     health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2", reason="the light client goes without it")
-    from lineclear.client.methods import decode_health_response, encode_health_request
+    from lineclear.client.rpc_methods import decode_health_response, encode_health_request
 
     for service in ("", "lineclear.v1.InferenceService", "x" * 127):
         assert encode_health_request(service) == health_pb2.HealthCheckRequest(service=service).SerializeToString()

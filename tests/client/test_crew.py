@@ -48,7 +48,7 @@ def test_a_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> No
     server.script = script
     results = client.generate_many(["good", "bad", "\ud800", "good"], return_exceptions=True)
     kinds = [type(result).__name__ for result in results]
-    assert kinds == ["Generation", "PromptTooLong", "Malformed", "Generation"]
+    assert kinds == ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
 
 
 def test_the_first_failure_ends_the_batch_and_cancels_the_rest(server: Any, client: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_deadline_missed_on_the_way(server: Any, client: Any) -> None:
         client.generate("x", timeout_seconds=0.3)
 
 
-KINDS = [kind for kind in tree() if kind not in (LineclearError, errors.Foreign)]
+KINDS = [kind for kind in tree() if kind not in (LineclearError, errors.UnknownStatus)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +170,7 @@ def test_a_status_of_somebody_else_keeps_its_code(server: Any, client: Any) -> N
         yield server.started()
 
     server.script = script
-    with pytest.raises(errors.Foreign, match="no token") as caught:
+    with pytest.raises(errors.UnknownStatus, match="no token") as caught:
         client.generate("x")
     assert caught.value.code == "PERMISSION_DENIED"
 

@@ -22,11 +22,11 @@ import pytest
 from client.interrupted import OPERATIONS
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
-from lineclear.cli import batch
-from lineclear.cli.prompts import Entry
+from lineclear.cli import batch_run
+from lineclear.cli.prompt_file import Entry
 from lineclear.client import AsyncClient, Client
-from lineclear.client.interrupts import cancelling
 from lineclear.client.requests import Request
+from lineclear.client.sigint import cancel_on_sigint
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import Cancelled
 from lineclear.v1 import inference_pb2 as pb
@@ -50,7 +50,7 @@ def test_another_thread_cancels_and_the_block_goes_on_to_its_end() -> None:
         done.set()
 
     def block() -> None:
-        with cancelling(cancel):
+        with cancel_on_sigint(cancel):
             signal.raise_signal(signal.SIGINT)
             assert done.wait(PATIENCE_SECONDS)
             steps.append("went on")
@@ -79,7 +79,7 @@ def test_a_reader_who_waits_and_does_not_hear_of_it_is_cancelled_all_the_same() 
     presser = threading.Thread(target=press, daemon=True)
     presser.start()
     was_cancelled = []
-    with pytest.raises(KeyboardInterrupt), cancelling(taken.release):
+    with pytest.raises(KeyboardInterrupt), cancel_on_sigint(taken.release):
         was_cancelled.append(wait())
     assert was_cancelled == [True]
 
@@ -90,7 +90,7 @@ def test_one_who_watches_signals_himself_is_left_alone() -> None:
         writer.setblocking(False)
         assert signal.set_wakeup_fd(writer.fileno()) == -1
         try:
-            with pytest.raises(KeyboardInterrupt), cancelling(lambda: pytest.fail("it is his to decide")):
+            with pytest.raises(KeyboardInterrupt), cancel_on_sigint(lambda: pytest.fail("it is his to decide")):
                 signal.raise_signal(signal.SIGINT)
         finally:
             assert signal.set_wakeup_fd(-1) == writer.fileno()
@@ -99,7 +99,7 @@ def test_one_who_watches_signals_himself_is_left_alone() -> None:
 
 def test_the_end_of_a_cancelled_answer_is_the_interrupt() -> None:
     def block() -> None:
-        with cancelling(lambda: None):
+        with cancel_on_sigint(lambda: None):
             signal.raise_signal(signal.SIGINT)
             raise Cancelled("the call was cancelled")
 
@@ -109,7 +109,7 @@ def test_the_end_of_a_cancelled_answer_is_the_interrupt() -> None:
 
 def test_a_second_one_does_not_wait() -> None:
     def block() -> None:
-        with cancelling(lambda: None):
+        with cancel_on_sigint(lambda: None):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             steps.append("went on")
@@ -121,13 +121,13 @@ def test_a_second_one_does_not_wait() -> None:
 
 
 def test_an_answer_that_somebody_else_cancels_says_so() -> None:
-    with pytest.raises(Cancelled), cancelling(lambda: None):
+    with pytest.raises(Cancelled), cancel_on_sigint(lambda: None):
         raise Cancelled("by its server")
 
 
 def test_a_program_that_does_not_listen_is_left_alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with cancelling(lambda: pytest.fail("nobody pressed anything")):
+    with cancel_on_sigint(lambda: pytest.fail("nobody pressed anything")):
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,7 +150,7 @@ def test_whenever_it_is_pressed_the_next_answer_comes(server: Any) -> None:
 
     def read(client: Client) -> None:
         answer = client.stream("endless")
-        with cancelling(answer.cancel), answer as stream:
+        with cancel_on_sigint(answer.cancel), answer as stream:
             next(stream)
             presser = threading.Timer(chance.random() * 0.01, os.kill, (os.getpid(), signal.SIGINT))
             presser.start()
@@ -208,7 +208,7 @@ def test_so_do_those_of_a_file_and_what_is_complete_is_written(server: Any, tmp_
     entries = [Entry(Request.of(text), cast("dict[str, Any]", Pressing(prompt=text))) for text in ("one", "endless")]
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
-            batch.several(client, entries, tmp_path / "out", resume=False, concurrency=2, progress=False)
+            batch_run.several(client, entries, tmp_path / "out", resume=False, concurrency=2, progress=False)
         assert steps == ["went on"]
         assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
     (line,) = (tmp_path / "out").read_text().splitlines()

@@ -13,7 +13,7 @@ import pytest
 from support.patience import PATIENCE_SECONDS
 from support.world import eventually
 
-from lineclear.client import Client, LocalServer, ServerFailed, local
+from lineclear.client import Client, LocalServer, ServerStartError, local_server
 
 
 def worker(option: str, what: str) -> tuple[str, ...]:
@@ -22,7 +22,9 @@ def worker(option: str, what: str) -> tuple[str, ...]:
 
 
 TOY = worker("-m", "service.toy_worker")
-NEVER_JOINS = worker("-c", "from lineclear.lifeline import hold; import signal; hold(); signal.pause()")
+NEVER_JOINS = worker(
+    "-c", "from lineclear.process.parent_death import die_with_parent as arm; import signal; arm(); signal.pause()"
+)
 REFUSES = worker("-c", "import sys; sys.stderr.write('lineclear-worker: not like this\\n'); raise SystemExit(78)")
 
 
@@ -75,13 +77,13 @@ def test_it_serves_from_the_moment_it_is_there_until_the_block_ends(started: lis
 def test_one_that_does_not_come_up_says_why(
     started: list[subprocess.Popen[bytes]], flags: tuple[str, ...], why: str
 ) -> None:
-    with pytest.raises(ServerFailed, match=why):
+    with pytest.raises(ServerStartError, match=why):
         LocalServer(*flags)
     assert all(process.returncode is not None for process in started)
 
 
 def test_one_that_takes_too_long_is_ended(started: list[subprocess.Popen[bytes]]) -> None:
-    with pytest.raises(ServerFailed, match=r"not ready after 1\.5 s: it said nothing"):
+    with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s: it said nothing"):
         LocalServer(*NEVER_JOINS, start_timeout_seconds=1.5)
     assert [process.returncode for process in started] == [0]
 
@@ -94,8 +96,8 @@ def test_what_it_decides_itself_is_refused(flag: str, started: list[subprocess.P
 
 
 def test_without_a_servers_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "missing", lambda: ["torch"])
-    with pytest.raises(ServerFailed, match=r"torch is not installed; this brings .*: pip install "):
+    monkeypatch.setattr(local_server, "missing", lambda: ["torch"])
+    with pytest.raises(ServerStartError, match=r"torch is not installed; this brings .*: pip install "):
         LocalServer("--demo")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.many import Batch, Outcome, checked_concurrency
+from lineclear.client.batch_window import OrderedWindow, Outcome, checked_concurrency
 from lineclear.errors import InternalError
 
 
@@ -15,17 +15,17 @@ def outcome(index: int) -> Outcome:
     return InternalError(str(index))
 
 
-def take(batch: Batch[Any]) -> tuple[int, Any] | None:
+def take(batch: OrderedWindow[Any]) -> tuple[int, Any] | None:
     return batch.take(batch.read()) if batch.has_room else None
 
 
-def due(batch: Batch[Any]) -> list[str]:
+def due(batch: OrderedWindow[Any]) -> list[str]:
     turn = batch.turn()
     return [] if turn is None else [str(error) for error in turn.due]
 
 
 def test_outcomes_leave_in_the_order_of_the_items() -> None:
-    batch = Batch("abc", window=3)
+    batch = OrderedWindow("abc", window=3)
     assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
     batch.put(1, outcome(1))
     assert due(batch) == []
@@ -41,7 +41,7 @@ def test_outcomes_leave_in_the_order_of_the_items() -> None:
 
 def test_items_are_read_no_further_than_the_window() -> None:
     read = []
-    batch = Batch((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
+    batch = OrderedWindow((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
     assert batch.total is None
     assert [take(batch), take(batch), take(batch)] == [(0, 0), (1, 1), None]
     batch.put(1, outcome(1))
@@ -53,7 +53,7 @@ def test_items_are_read_no_further_than_the_window() -> None:
 
 
 def test_a_source_that_breaks_ends_the_batch_with_its_error() -> None:
-    batch = Batch((1 / n for n in (1, 0)), window=5)
+    batch = OrderedWindow((1 / n for n in (1, 0)), window=5)
     take(batch)
     assert take(batch) is None
     assert isinstance(batch.failure, ZeroDivisionError)
@@ -64,7 +64,7 @@ def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end()
     for return_exceptions, error, ends in (
         (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
     ):  # fmt: skip
-        batch = Batch("abc", 3, return_exceptions)
+        batch = OrderedWindow("abc", 3, return_exceptions)
         take(batch)
         batch.put(0, error)
         turn = batch.turn()
@@ -73,7 +73,7 @@ def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end()
 
 
 def test_the_first_failure_is_the_one_that_counts() -> None:
-    batch = Batch("ab", 2, return_exceptions=False)
+    batch = OrderedWindow("ab", 2, return_exceptions=False)
     for _ in "ab":
         take(batch)
     first = outcome(1)
@@ -85,7 +85,7 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
 
 
 def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
-    batch = Batch("a", 1)
+    batch = OrderedWindow("a", 1)
     assert batch.turn() == ([], None, False)  # nothing is complete: to be shown once
     assert batch.turn() is None
     take(batch)
@@ -99,14 +99,14 @@ def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
 
 
 def test_nobody_works_for_nothing_but_one() -> None:
-    assert [Batch(items, 1).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
+    assert [OrderedWindow(items, 1).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_completion_comes_out_in_order(seed: int) -> None:
     dice = random.Random(seed)
     count, window = dice.randrange(40), dice.randrange(1, 8)
-    batch, out, running = Batch(range(count), window), [], []
+    batch, out, running = OrderedWindow(range(count), window), [], []
     while not batch.done:
         if running and dice.random() < 0.5:
             batch.put(index := running.pop(dice.randrange(len(running))), outcome(index))

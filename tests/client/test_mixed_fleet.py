@@ -11,7 +11,7 @@ import pytest
 from client.conftest import Either, ScriptedServer
 
 from lineclear.client import Client, RetryPolicy
-from lineclear.errors import Drained, LineclearError, ModelChanged
+from lineclear.errors import LineclearError, ModelChanged, ShutdownInterrupted
 from lineclear.v1 import inference_pb2 as pb
 
 OLD, NEW = "old", "new"
@@ -24,7 +24,7 @@ class Fleet:
     def __init__(self, *models: str, error: LineclearError | None = None) -> None:
         self.servers = [ScriptedServer("127.0.0.1:0") for _ in models]
         self.target = "ipv4:" + ",".join(server.target for server in self.servers)
-        self._error = error or Drained("gone", retry_after_seconds=0.0)
+        self._error = error or ShutdownInterrupted("gone", retry_after_seconds=0.0)
         self._uncut = threading.Lock()  # taken by the answer that is cut off
         for server, model in zip(self.servers, models, strict=True):
             server.script = self._script(server, model)
@@ -130,7 +130,7 @@ def test_where_none_is_left_the_answer_ends_or_begins_again(server: Any, client:
         for index, word in enumerate(words):
             if index == 1 and not begun:
                 begun.append(None)
-                server.fail(context, Drained("gone", retry_after_seconds=0.0))
+                server.fail(context, ShutdownInterrupted("gone", retry_after_seconds=0.0))
             yield server.tokens(index, index + 100, text=word)
         yield server.finished(len(words))
 

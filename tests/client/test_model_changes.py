@@ -12,7 +12,7 @@ import pytest
 
 from lineclear.client import Client, RetryPolicy
 from lineclear.client.testing import Answer, FakeTransport
-from lineclear.errors import DataLoss, Drained, LineclearError, ModelChanged, ModelReplaced
+from lineclear.errors import DataLoss, LineclearError, ModelChanged, ModelReplaced, ShutdownInterrupted
 from lineclear.v1 import inference_pb2 as pb
 
 QUICK = RetryPolicy(first_pause_seconds=0.001, max_pause_seconds=0.002)
@@ -28,7 +28,7 @@ class Replaced:
 
     def __init__(self, server: Any, models: list[str], *, then: int = 2, error: LineclearError | None = None) -> None:
         self.server, self.models, self.then = server, models, then
-        self.error = error or Drained("gone", retry_after_seconds=0.0)
+        self.error = error or ShutdownInterrupted("gone", retry_after_seconds=0.0)
         self.checks = True
 
     def __call__(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -131,7 +131,7 @@ def test_an_attached_answer_under_an_old_name_is_not_mixed_with_the_first(server
         yield server.started(model_fingerprint=OLD, seed=seed)
         yield server.tokens(0, 100, text="a")
         if seeds:
-            server.fail(context, Drained("gone", retry_after_seconds=0.0))
+            server.fail(context, ShutdownInterrupted("gone", retry_after_seconds=0.0))
         yield server.tokens(1, 101, text="b")
         yield server.finished(2)
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.client.outbox import Order, Outbox, most_orders
-from lineclear.client.sessions import Session
+from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
+from lineclear.client.outbox import Command, Outbox, most_orders
+from lineclear.client.session import Session
 from lineclear.errors import Cancelled
-from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, SESSION_ORDERS_KEY
 from lineclear.v1 import inference_pb2 as pb
 
 
-def submit(handle: int, num_bytes: int = 1) -> Order:
+def submit(handle: int, num_bytes: int = 1) -> Command:
     return pb.SessionSubmit(handle=handle, request=pb.GenerateRequest(text="x" * num_bytes))
 
 
-def outbox(*orders: Order, most: int = MAX_SESSION_ORDERS) -> Outbox:
+def outbox(*orders: Command, most: int = MAX_SESSION_ORDERS) -> Outbox:
     found = Outbox()
     found.most_orders = most
     for order in orders:

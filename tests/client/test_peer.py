@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from lineclear.client.methods import GET_STATS
-from lineclear.client.peer import Peer
-from lineclear.errors import Cancelled, ConnectionLost, DataLoss, DeadlineExceeded, Draining, Unreachable
-from lineclear.status import TRAILER, to_trailer
+from lineclear.client.call_errors import ErrorTranslator
+from lineclear.client.rpc_methods import GET_STATS
+from lineclear.errors import Cancelled, ConnectionLost, DataLoss, DeadlineExceeded, ServerDraining, Unreachable
+from lineclear.grpc_status import TRAILER, to_trailer
 
 REFUSED = "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host"
 ABSENT = "unix:/x: connect failed: addr: unix:/x error: No such file or directory"
@@ -34,13 +34,13 @@ class Status(grpc.RpcError):
         return self._trailers
 
 
-def failed(peer: Peer, code: str, details: str, cancelled: bool = False, **trailers: Any) -> Any:
+def failed(peer: ErrorTranslator, code: str, details: str, cancelled: bool = False, **trailers: Any) -> Any:
     return peer.failure(Status(code, details, **trailers), cancelled)
 
 
 @pytest.mark.parametrize("details", [REFUSED, f"connections to all backends failing; last error: {ABSENT}", NO_NAME])
 def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
-    peer = Peer("127.0.0.1:9")
+    peer = ErrorTranslator("127.0.0.1:9")
     for _ in range(2):
         assert type(failed(peer, "UNAVAILABLE", details)) is Unreachable
 
@@ -53,7 +53,7 @@ def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
     ],
 )
 def test_the_sentence_begins_with_what_was_asked_and_ends_with_what_the_system_says(details: str, says: str) -> None:
-    assert str(failed(Peer("127.0.0.1:9"), "UNAVAILABLE", details)) == says
+    assert str(failed(ErrorTranslator("127.0.0.1:9"), "UNAVAILABLE", details)) == says
 
 
 @pytest.mark.parametrize(
@@ -68,45 +68,45 @@ def test_the_sentence_begins_with_what_was_asked_and_ends_with_what_the_system_s
     ],
 )
 def test_whoever_is_cut_off_had_a_server_and_misses_it_from_then_on(code: str, details: str) -> None:
-    peer = Peer("127.0.0.1:9")
+    peer = ErrorTranslator("127.0.0.1:9")
     assert type(failed(peer, code, details)) is ConnectionLost
     assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
 
 
 def test_whoever_was_answered_once_misses_the_server() -> None:
-    peer = Peer("127.0.0.1:9")
+    peer = ErrorTranslator("127.0.0.1:9")
     peer.decoded(GET_STATS, b"")
     assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
 
 
 def test_a_refusal_is_an_answer() -> None:
-    peer, draining = Peer("127.0.0.1:9"), Draining("leaving", retry_after_seconds=1.0)
+    peer, draining = ErrorTranslator("127.0.0.1:9"), ServerDraining("leaving", retry_after_seconds=1.0)
     found = peer.failure(_with_trailer(draining), False)
-    assert (type(found), found.retry_after_seconds) == (Draining, 1.0)
+    assert (type(found), found.retry_after_seconds) == (ServerDraining, 1.0)
     assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
 
 
-def _with_trailer(error: Draining) -> Status:
+def _with_trailer(error: ServerDraining) -> Status:
     status = Status("UNAVAILABLE", str(error))
     status._trailers = ((TRAILER, to_trailer(error)),)
     return status
 
 
 def test_what_this_side_ended_is_no_loss() -> None:
-    peer = Peer("127.0.0.1:9")
+    peer = ErrorTranslator("127.0.0.1:9")
     assert type(failed(peer, "CANCELLED", "x", cancelled=True)) is Cancelled
     assert type(failed(peer, "DEADLINE_EXCEEDED", "x")) is DeadlineExceeded
-    assert not peer.met
+    assert not peer.was_reachable
     peer.closed = True
     assert type(failed(peer, "CANCELLED", "x")) is Cancelled
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("1500", 1.5), ("0", 0.0), ("-1", math.inf), ("soon", math.inf)])
 def test_pushback_in_grpcs_own_word_is_honoured(word: str, seconds: float) -> None:
-    found = failed(Peer("127.0.0.1:9"), "RESOURCE_EXHAUSTED", "busy", grpc_retry_pushback_ms=word)
+    found = failed(ErrorTranslator("127.0.0.1:9"), "RESOURCE_EXHAUSTED", "busy", grpc_retry_pushback_ms=word)
     assert found.retry_after_seconds == seconds
 
 
 def test_bytes_that_are_no_answer_are_data_loss() -> None:
     with pytest.raises(DataLoss):
-        Peer("127.0.0.1:9").decoded(GET_STATS, b"\xff")
+        ErrorTranslator("127.0.0.1:9").decoded(GET_STATS, b"\xff")

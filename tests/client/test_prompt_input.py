@@ -15,10 +15,10 @@ from client.command import lines, process
 from support.patience import PATIENCE_SECONDS
 from support.toy_service import answer, toy_service
 
-from lineclear.cli import batch
-from lineclear.cli.prompts import PromptFile
+from lineclear.cli import batch_run
+from lineclear.cli.prompt_file import PromptFile
 from lineclear.client import Request
-from lineclear.status import CODE_NUMBERS
+from lineclear.grpc_status import CODE_NUMBERS
 
 PROMPTS = [f"prompt {n}" for n in range(200)]
 
@@ -91,13 +91,13 @@ def test_a_file_that_changes_between_counting_and_asking_is_an_error(
 ) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\nthree\n")
-    several = batch.several
+    several = batch_run.several
 
     def change_and_ask(*arguments: Any, **named: Any) -> int:
         path.write_text(change)
         return several(*arguments, **named)
 
-    monkeypatch.setattr(batch, "several", change_and_ask)
+    monkeypatch.setattr(batch_run, "several", change_and_ask)
     done = cli("generate", "--file", str(path))
     assert done.exit_code == 100 + CODE_NUMBERS["DATA_LOSS"]
     assert "3 prompts were counted" in done.stderr

@@ -15,7 +15,7 @@ from support.sockets import free_ports
 from support.toy_service import answer, toy_service
 
 from lineclear.client import AsyncClient, Client
-from lineclear.errors import Foreign, LineclearError, QueueFull, Unsupported
+from lineclear.errors import LineclearError, QueueFull, UnknownStatus, Unsupported
 from lineclear.v1 import inference_pb2 as pb
 
 PROMPTS = [[5, 6, 7 + n] for n in range(8)]
@@ -53,7 +53,7 @@ def test_so_do_those_of_an_event_loop(target: str) -> None:
 REFUSALS = [
     QueueFull("too many sessions", retry_after_seconds=1.0),
     Unsupported("no such method"),
-    Foreign("a proxy allows Generate alone"),
+    UnknownStatus("a proxy allows Generate alone"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_no_attempt_is_used_up_by_the_refusal(server: Any, client: Any, refusal:
 
     def session(orders: Any, context: grpc.ServicerContext) -> Iterator[pb.SessionResponse]:
         opened.append(None)
-        if isinstance(refusal, Foreign):
+        if isinstance(refusal, UnknownStatus):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(refusal))
         server.fail(context, refusal)
         yield

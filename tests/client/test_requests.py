@@ -10,7 +10,7 @@ import pytest
 
 from lineclear.client import ChatMessage, Request, Sampling
 from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Params, pairs, tokenize_request
-from lineclear.errors import InvalidRequest, Malformed
+from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
@@ -120,7 +120,7 @@ def test_what_the_message_cannot_hold_is_named_but_never_repeated(wrong: dict[st
 
 @pytest.mark.parametrize("wrong", [{"prompt": "\ud800"}, {"stop": "\ud800"}])
 def test_text_that_is_no_unicode_is_malformed(wrong: dict[str, Any]) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         Request.of(**({"prompt": "hi"} | wrong)).to_proto()
 
 

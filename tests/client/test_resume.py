@@ -12,19 +12,19 @@ import pytest
 
 from lineclear import errors
 from lineclear.client import Client, RetryPolicy
-from lineclear.client.retries import Attempts, Resumptions, may_resume
+from lineclear.client.retry import ResumeState, RetryState, may_resume
 from lineclear.client.testing import Answer, FakeTransport
 from lineclear.errors import (
     DataLoss,
     DeadlineExceeded,
-    Drained,
     DuplicateRequest,
     InternalError,
     LineclearError,
     ModelChanged,
     QueueFull,
+    ServerStarting,
+    ShutdownInterrupted,
     SlowConsumer,
-    Starting,
     Unreachable,
     WorkerUnavailable,
 )
@@ -45,7 +45,7 @@ def cut_after(server: Any, *cuts: int, error: LineclearError | None = None) -> A
         for index, word in list(enumerate(WORDS))[have:until]:
             yield server.tokens(index, index + 100, text=word)
         if until is not None:
-            server.fail(context, error or Drained("gone", retry_after_seconds=0.0))
+            server.fail(context, error or ShutdownInterrupted("gone", retry_after_seconds=0.0))
         yield server.finished(len(WORDS), usage=pb.Usage(completion_tokens=len(WORDS)))
 
     return script
@@ -75,7 +75,7 @@ def test_an_answer_is_cut_as_often_as_it_likes_while_it_gets_on(server: Any, cli
     result = client.with_settings(max_attempts=None, retry=once).generate("x")
     assert (result.text, result.resumes) == ("".join(WORDS), 4)
     server.script = cut_after(server, 1, 0, 1)
-    with pytest.raises(Drained):
+    with pytest.raises(ShutdownInterrupted):
         client.with_settings(max_attempts=None, retry=once).generate("x")
 
 
@@ -90,7 +90,7 @@ def test_the_pieces_are_those_of_one_answer(server: Any, client: Any) -> None:
 @pytest.mark.parametrize("policy", [RetryPolicy(max_attempts=1), RetryPolicy(max_resumes=0)])
 def test_resuming_can_be_switched_off(server: Any, client: Any, policy: RetryPolicy) -> None:
     server.script = cut_after(server, 2)
-    with pytest.raises(Drained):
+    with pytest.raises(ShutdownInterrupted):
         client.with_settings(max_attempts=None, retry=policy).generate("x")
     assert len(server.requests) == 1
 
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_know_resuming_is_data_loss_not_a_repetition(serv
         yield server.tokens(0, 100, 101, text="one two")
         if cuts:
             cuts.pop()
-            server.fail(context, Drained("gone", retry_after_seconds=0.0))
+            server.fail(context, ShutdownInterrupted("gone", retry_after_seconds=0.0))
 
     server.script = script
     with pytest.raises(DataLoss):
@@ -135,17 +135,19 @@ class Clock:
         return self.now
 
 
-def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: Any) -> Resumptions:
+def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: Any) -> ResumeState:
     chosen = RetryPolicy(**{"first_pause_seconds": 1.0, "max_pause_seconds": 3.0, **policy})
-    return Resumptions(chosen, Attempts(chosen, timeout_seconds, clock), clock, lambda: 0.5)
+    return ResumeState(chosen, RetryState(chosen, timeout_seconds, clock), clock, lambda: 0.5)
 
 
 def test_pauses_double_until_something_comes() -> None:
     found = resumptions(Clock())
     assert [found.pause_after(Unreachable("x")) for _ in range(3)] == [0.5, 1.0, 1.5]
-    found.progressed()
+    found.on_progress()
     assert found.pause_after(Unreachable("x")) == 0.5
-    assert found.pause_after(Drained("x", retry_after_seconds=4.0)) == 5.0, "the server's word, and the draw on top"
+    assert found.pause_after(ShutdownInterrupted("x", retry_after_seconds=4.0)) == 5.0, (
+        "the server's word, and the draw on top"
+    )
     assert found.count == 5
 
 
@@ -158,7 +160,7 @@ def test_an_answer_that_stands_still_is_given_up() -> None:
     clock.now += 2
     with pytest.raises(Unreachable):
         found.pause_after(Unreachable("x"))
-    found.progressed()
+    found.on_progress()
     found.pause_after(Unreachable("x"))
 
 
@@ -169,7 +171,7 @@ def test_resumes_are_counted_and_bounded_as_long_as_nothing_new_comes() -> None:
         found.pause_after(Unreachable("x"))
         with pytest.raises(Unreachable):
             found.pause_after(Unreachable("x"))
-        found.progressed()
+        found.on_progress()
     assert found.count == 200
 
 
@@ -177,7 +179,7 @@ def test_an_answer_does_not_start_over_without_end() -> None:
     found = resumptions(Clock(), max_resumes=2)
     for _ in range(2):
         found.pause_after(ModelChanged("x"), restarts=True)
-        found.progressed()
+        found.on_progress()
     with pytest.raises(ModelChanged):
         found.pause_after(ModelChanged("x"), restarts=True)
     found.pause_after(Unreachable("x"))
@@ -193,8 +195,8 @@ def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
     [
         (Unreachable("x", retry_after_seconds=math.inf), False, False),
         (Unreachable("x"), True, True),
-        (Drained("x"), True, True),
-        (Starting("x"), True, True),
+        (ShutdownInterrupted("x"), True, True),
+        (ServerStarting("x"), True, True),
         (WorkerUnavailable("x"), True, True),
         (DuplicateRequest("x"), False, True),
         (QueueFull("x", retry_after_seconds=1.0), False, True),
@@ -213,7 +215,7 @@ def test_retries_and_resumes_are_logged_without_content(
         if not request.HasField("resume"):
             yield server.started()
             yield server.tokens(0, 1, text="secret answer")
-            server.fail(context, errors.Drained("gone"))
+            server.fail(context, errors.ShutdownInterrupted("gone"))
         yield server.started()
         yield server.finished(1)
 

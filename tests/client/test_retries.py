@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.calls import Settings
-from lineclear.client.kept import submission
-from lineclear.client.retries import MAX_TIMEOUT_SECONDS, Attempts, Resumptions, RetryPolicy, may_retry
+from lineclear.client.call_settings import ClientConfig
+from lineclear.client.retry import MAX_TIMEOUT_SECONDS, ResumeState, RetryPolicy, RetryState, may_retry
+from lineclear.client.submitted import submission
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,
     DeviceOutOfMemory,
-    Draining,
     DuplicateRequest,
     InternalError,
     LineclearError,
     QueueFull,
-    Starting,
+    ServerDraining,
+    ServerStarting,
     Unreachable,
     WorkerUnavailable,
     tree,
@@ -34,9 +34,9 @@ class Clock:
         return self.now
 
 
-def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: Clock | None = None) -> Attempts:
+def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: Clock | None = None) -> RetryState:
     policy = RetryPolicy(max_attempts=4, first_pause_seconds=1.0, max_pause_seconds=3.0)
-    return Attempts(policy, timeout_seconds, clock or Clock(), lambda: dice)
+    return RetryState(policy, timeout_seconds, clock or Clock(), lambda: dice)
 
 
 def waits_through(patience: Any, clock: Clock, error: LineclearError, seconds: float) -> None:
@@ -53,8 +53,8 @@ def waits_through(patience: Any, clock: Clock, error: LineclearError, seconds: f
         (ConnectionLost("x"), True),
         (Unreachable("x", retry_after_seconds=math.inf), False),
         (QueueFull("x", retry_after_seconds=math.inf), False),
-        (Starting("x", retry_after_seconds=1.0), True),
-        (Draining("x", retry_after_seconds=0.0), True),
+        (ServerStarting("x", retry_after_seconds=1.0), True),
+        (ServerDraining("x", retry_after_seconds=0.0), True),
         (QueueFull("x", retry_after_seconds=1.0), True),
         (QueueFull("x"), False),
         (WorkerUnavailable("x"), False),
@@ -85,8 +85,8 @@ def test_pauses_double_up_to_their_limit_and_attempts_are_counted() -> None:
     ("error", "most_seconds"),
     [
         (ConnectionLost("x"), 60.0),
-        (Draining("x", retry_after_seconds=0.1), 60.0),
-        (Starting("x", retry_after_seconds=0.1), 600.0),
+        (ServerDraining("x", retry_after_seconds=0.1), 60.0),
+        (ServerStarting("x", retry_after_seconds=0.1), 600.0),
     ],
 )
 def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: LineclearError, most_seconds: float) -> None:
@@ -98,14 +98,14 @@ def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: Linecle
         calls.pause_after(error)
 
 
-STARTING = Starting("x", retry_after_seconds=1.0)
+STARTING = ServerStarting("x", retry_after_seconds=1.0)
 
 
-def cut_off(policy: RetryPolicy, clock: Clock) -> Resumptions:
-    return Resumptions(policy, Attempts(policy, None, clock), clock, lambda: 0.5)
+def cut_off(policy: RetryPolicy, clock: Clock) -> ResumeState:
+    return ResumeState(policy, RetryState(policy, None, clock), clock, lambda: 0.5)
 
 
-@pytest.mark.parametrize("make", [lambda policy, clock: Attempts(policy, None, clock), cut_off])
+@pytest.mark.parametrize("make", [lambda policy, clock: RetryState(policy, None, clock), cut_off])
 def test_a_server_that_says_it_is_starting_is_not_away(make: Callable[[RetryPolicy, Clock], Any]) -> None:
     """A restart that loads a large model takes minutes, of which it is away for the first few seconds."""
     clock = Clock()
@@ -114,7 +114,7 @@ def test_a_server_that_says_it_is_starting_is_not_away(make: Callable[[RetryPoli
     waits_through(patience, clock, STARTING, 300.0)
     waits_through(patience, clock, ConnectionLost("x"), 50.0)
     waits_through(patience, clock, STARTING, 200.0)
-    with pytest.raises(Starting):  # it has been at it for start_timeout_seconds, whatever came between
+    with pytest.raises(ServerStarting):  # it has been at it for start_timeout_seconds, whatever came between
         waits_through(patience, clock, STARTING, 100.0)
 
 
@@ -152,14 +152,14 @@ def test_who_waits_for_a_server_still_has_all_attempts_for_want_of_room() -> Non
 
 def test_a_name_in_use_is_our_own_once_a_connection_was_lost() -> None:
     policy, taken = RetryPolicy(), DuplicateRequest("x")
-    for calls in (Attempts(policy, None), Attempts(policy, None, meets_itself=True)):
+    for calls in (RetryState(policy, None), RetryState(policy, None, meets_itself=True)):
         with pytest.raises(DuplicateRequest):
             calls.pause_after(taken)
-    lost = Attempts(policy, None, meets_itself=True)
+    lost = RetryState(policy, None, meets_itself=True)
     lost.pause_after(ConnectionLost("x"))
     for _ in range(10):
         lost.pause_after(taken)
-    elsewhere = Attempts(policy, None)
+    elsewhere = RetryState(policy, None)
     elsewhere.pause_after(ConnectionLost("x"))
     with pytest.raises(DuplicateRequest):
         elsewhere.pause_after(taken)
@@ -184,9 +184,9 @@ def test_a_server_that_asks_for_longer_gets_it_and_some_jitter() -> None:
 
 
 def test_one_attempt_is_no_retry() -> None:
-    for error in (Unreachable("x"), ConnectionLost("x"), Starting("x", retry_after_seconds=0.1)):
+    for error in (Unreachable("x"), ConnectionLost("x"), ServerStarting("x", retry_after_seconds=0.1)):
         with pytest.raises(type(error)):
-            Attempts(RetryPolicy(max_attempts=1), None).pause_after(error)
+            RetryState(RetryPolicy(max_attempts=1), None).pause_after(error)
     with pytest.raises(ValueError, match="at least 1"):
         RetryPolicy(max_attempts=0)
 
@@ -211,7 +211,7 @@ def test_without_a_deadline_there_is_none() -> None:
 @pytest.mark.parametrize("timeout_seconds", [1e9, 1e15, 1e300, math.inf])
 def test_a_timeout_longer_than_a_year_counts_as_one(timeout_seconds: float) -> None:
     assert attempts(timeout_seconds).begin() == MAX_TIMEOUT_SECONDS
-    prompt = Settings(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
+    prompt = ClientConfig(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
     assert submission(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
 
 

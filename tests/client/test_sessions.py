@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.sessions import AioSessionCall, SessionCall
+from lineclear.client.session import AioSessionCall, SessionCall
 from lineclear.errors import Cancelled, Unsupported
 from lineclear.v1 import inference_pb2 as pb
 

@@ -13,17 +13,17 @@ import pytest
 from client.command import spawn
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.cli.waiting import Notice
+from lineclear.cli.wait_notice import WaitNotice
 from lineclear.client import RetryPolicy
-from lineclear.client.retries import Attempts, Resumptions, Wait
-from lineclear.errors import ConnectionLost, Drained, QueueFull, Starting
+from lineclear.client.retry import ResumeState, RetryState, RetryWait
+from lineclear.errors import ConnectionLost, QueueFull, ServerStarting, ShutdownInterrupted
 from lineclear.v1 import inference_pb2 as pb
 
 LOST = ConnectionLost("no answer from here: Socket closed")
 
 
-def wait(pause: float, waited: float, left: float | None = 60.0, attempts: int | None = None) -> Wait:
-    return Wait(LOST, pause, waited, left, attempts)
+def wait(pause: float, waited: float, left: float | None = 60.0, attempts: int | None = None) -> RetryWait:
+    return RetryWait(LOST, pause, waited, left, attempts)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -33,7 +33,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_the_pause_that_takes_a_call_past_two_seconds_is_said_and_nothing_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    notice = Notice("here")
+    notice = WaitNotice("here")
     for waited, pause in ((0.0, 0.1), (0.5, 0.8), (1.1, 0.8)):
         notice(wait(pause, waited))
     assert said(capsys) == []
@@ -42,7 +42,7 @@ def test_the_pause_that_takes_a_call_past_two_seconds_is_said_and_nothing_before
 
 
 def test_it_is_said_once_whoever_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    notice = Notice("here")
+    notice = WaitNotice("here")
     threads = [threading.Thread(target=notice, args=(wait(5.0, 5.0),)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -53,7 +53,7 @@ def test_it_is_said_once_whoever_waits(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_what_was_said_holds_no_longer_than_it_said(capsys: pytest.CaptureFixture[str]) -> None:
-    notice = Notice("here")
+    notice = WaitNotice("here")
     notice(wait(5.0, 5.0, left=0.0))
     notice(wait(5.0, 10.0, left=600.0))
     assert [line.partition(":")[0] for line in said(capsys)] == [
@@ -62,15 +62,15 @@ def test_what_was_said_holds_no_longer_than_it_said(capsys: pytest.CaptureFixtur
 
 
 def test_where_attempts_are_counted_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    Notice("here")(wait(12.0, 0.0, left=None, attempts=3))
-    Notice("here")(wait(12.0, 0.0, left=None, attempts=1))
+    WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=3))
+    WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=1))
     assert [line.partition(":")[0] for line in said(capsys)] == [
         "asking here again, up to 3 times, in 12 s", "asking here again, once, in 12 s",
     ]  # fmt: skip
 
 
 def test_a_terminal_is_not_steered_and_the_line_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    Notice("here")(Wait(ConnectionLost("a\nb\x1b[2Jc"), 9.0, 0.0, 60.0, None))
+    WaitNotice("here")(RetryWait(ConnectionLost("a\nb\x1b[2Jc"), 9.0, 0.0, 60.0, None))
     (line,) = said(capsys)
     assert line.endswith("a b\ufffd[2Jc")
 
@@ -89,38 +89,42 @@ POLICY = RetryPolicy(first_pause_seconds=1.0, max_pause_seconds=4.0)
 
 
 def test_attempts_tell_of_each_pause_how_long_it_has_been_and_may_be() -> None:
-    clock, waits = Clock(), list[Wait]()
-    attempts = Attempts(POLICY, 90.0, clock, lambda: 1.0, on_wait=waits.append)
+    clock, waits = Clock(), list[RetryWait]()
+    attempts = RetryState(POLICY, 90.0, clock, lambda: 1.0, on_wait=waits.append)
     attempts.pause_after(LOST)
     clock.now += 40.0
     attempts.pause_after(LOST)
-    starting = Starting("loading", retry_after_seconds=1.0)
+    starting = ServerStarting("loading", retry_after_seconds=1.0)
     attempts.pause_after(starting)
     full = QueueFull("full", retry_after_seconds=8.0)
     attempts.pause_after(full)
     assert waits == [
-        Wait(LOST, 1.0, 0.0, 60.0, None),
-        Wait(LOST, 2.0, 40.0, 20.0, None),
-        Wait(starting, 4.0, 40.0, 50.0, None),  # of 600 s the deadline leaves so many
-        Wait(full, 10.0, 40.0, None, 3),
+        RetryWait(LOST, 1.0, 0.0, 60.0, None),
+        RetryWait(LOST, 2.0, 40.0, 20.0, None),
+        RetryWait(starting, 4.0, 40.0, 50.0, None),  # of 600 s the deadline leaves so many
+        RetryWait(full, 10.0, 40.0, None, 3),
     ]
 
 
 def test_an_answer_that_stands_still_tells_it_too_and_begins_anew_with_each_piece() -> None:
-    clock, waits = Clock(), list[Wait]()
-    resumptions = Resumptions(POLICY, Attempts(POLICY, None, clock, on_wait=waits.append), clock, lambda: 1.0)
-    cut = Drained("left")
+    clock, waits = Clock(), list[RetryWait]()
+    resumptions = ResumeState(POLICY, RetryState(POLICY, None, clock, on_wait=waits.append), clock, lambda: 1.0)
+    cut = ShutdownInterrupted("left")
     for seconds in (10.0, 5.0):
         resumptions.pause_after(cut)
         clock.now += seconds
-    resumptions.progressed()
+    resumptions.on_progress()
     resumptions.pause_after(cut)
-    assert waits == [Wait(cut, 1.0, 0.0, 60.0, None), Wait(cut, 2.0, 10.0, 50.0, None), Wait(cut, 1.0, 0.0, 60.0, None)]
+    assert waits == [
+        RetryWait(cut, 1.0, 0.0, 60.0, None),
+        RetryWait(cut, 2.0, 10.0, 50.0, None),
+        RetryWait(cut, 1.0, 0.0, 60.0, None),
+    ]
 
 
 def test_a_pause_that_is_not_granted_is_not_told() -> None:
-    waits: list[Wait] = []
-    attempts = Attempts(POLICY, 0.5, Clock(), lambda: 1.0, on_wait=waits.append)
+    waits: list[RetryWait] = []
+    attempts = RetryState(POLICY, 0.5, Clock(), lambda: 1.0, on_wait=waits.append)
     with pytest.raises(ConnectionLost):
         attempts.pause_after(LOST)
     assert waits == []

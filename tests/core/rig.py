@@ -10,12 +10,12 @@ from typing import Any
 from support.events import flat
 from support.toy import ToyRunner, expected
 
-from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
-from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady
-from lineclear.scheduler.scheduling.policy import PolicySettings
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import Sampling, StepPlan, StepResult
+from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.policies import PolicySettings
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling, StepPlan, StepResult
 
 VOCABULARY = 97
 _POLICY = tuple(field.name for field in fields(PolicySettings))
@@ -59,12 +59,12 @@ class Rig:
         self.epoch += 1
         self.runner = ToyRunner(**self.worker | worker, is_bad=self.is_bad)
         self.flights.clear()
-        self.saw(self.core.reset(self.runner.hello(self.epoch), self.now))
+        self.saw(self.core.on_worker_change(self.runner.hello(self.epoch), self.now))
 
-    def lose(self, loss: Loss = Loss.LEFT) -> None:
+    def lose(self, loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
         """The worker is lost."""
         self.flights.clear()
-        self.saw(self.core.reset(None, self.now, loss))
+        self.saw(self.core.on_worker_change(None, self.now, loss))
 
     def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
         """Submit `make_request(...)` and return it."""
@@ -79,7 +79,7 @@ class Rig:
     def plan(self) -> StepPlan | None:
         """One plan, on its way to the worker."""
         plan = self.core.plan(self.now)
-        self.saw(self.core.take_events())
+        self.saw(self.core.drain_events())
         if plan is not None:
             self.plans.append(plan)
             self.flights.append(plan)

@@ -11,8 +11,8 @@ import pytest
 from core.rig import Rig, answer
 
 from lineclear.errors import InternalError, NonFiniteLogits
-from lineclear.scheduler.scheduling.core import BadResult
-from lineclear.scheduler.scheduling.events import Failed, Finished
+from lineclear.scheduler.core.events import Failed, Finished
+from lineclear.scheduler.core.scheduler import BadResult
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from core.rig import Rig, make_request
 from support.work import count_calls
 
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 LARGE = 100_000
 
@@ -122,7 +122,14 @@ def test_nothing_grows_with_history() -> None:
         rig.events.clear()
         rig.plans.clear()
         core = rig.core
-        containers = (core._live, core._deadlines, core._flights, core._events, core._fresh._heap, core._resuming._heap)
+        containers = (
+            core._live,
+            core._deadlines,
+            core._inflight,
+            core._events,
+            core._fresh._heap,
+            core._resuming._heap,
+        )
         sizes.append(sum(map(len, containers)))
     assert max(sizes[300:]) <= max(sizes[:300]) <= 300
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.rig import Rig
 
-from lineclear.scheduler.scheduling.events import Started
+from lineclear.scheduler.core.events import Started
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])

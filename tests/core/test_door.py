@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.rig import Rig
 
-from lineclear.errors import CannotFit, Draining, DuplicateRequest, PromptTooLong, QueueFull
+from lineclear.errors import DuplicateRequest, KvCapacityExceeded, PromptTooLong, QueueFull, ServerDraining
 
 
 def test_the_queue_has_a_limit_in_requests() -> None:
@@ -35,7 +35,7 @@ def test_what_can_never_run_is_refused_at_the_door() -> None:
     rig = Rig(worker_num_blocks=2, worker_max_model_len=40)
     with pytest.raises(PromptTooLong):
         rig.submit("long", 38, max_tokens=3)
-    with pytest.raises(CannotFit):
+    with pytest.raises(KvCapacityExceeded):
         rig.submit("big", 6, max_tokens=4)  # 9 positions, 3 blocks
     rig.submit("fits", 5, max_tokens=4)  # 8 positions, 2 blocks
     with pytest.raises(DuplicateRequest):
@@ -49,7 +49,7 @@ def test_draining_refuses_and_finishes_what_is_here() -> None:
     rig.submit("a", 5)
     assert rig.step() is None  # one of eight
     rig.core.drain(rig.now)
-    with pytest.raises(Draining):
+    with pytest.raises(ServerDraining):
         rig.submit("b", 5)
     rig.run()
     assert rig.core.snapshot().draining

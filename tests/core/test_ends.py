@@ -7,7 +7,7 @@ from dataclasses import replace
 from core.rig import Rig, answer, make_request
 
 from lineclear.errors import DeadlineExceeded
-from lineclear.scheduler.scheduling.events import Failed, Finished, FinishReason
+from lineclear.scheduler.core.events import Failed, Finished, FinishReason
 
 
 def test_eos_ends_an_answer_and_is_part_of_it() -> None:

@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 from core.rig import Rig, make_request
 
-from lineclear.scheduler.scheduling.fair import Fair
-from lineclear.scheduler.scheduling.sequence import Sequence
+from lineclear.scheduler.core.fair_share import FairShare
+from lineclear.scheduler.core.sequence import Sequence
 
 SIZES = {"a": (4, 4), "b": (4, 20), "c": (30, 2)}  # prompt tokens, output tokens
 
@@ -94,7 +94,7 @@ def test_a_tenants_own_requests_begin_as_they_came() -> None:
 
 
 def test_tenants_who_are_gone_are_forgotten() -> None:
-    order = Fair(None)
+    order = FairShare(None)
 
     def arrive(number: int) -> Sequence:
         request = make_request(f"r{number}", 1, 1, tenant=f"t{number}")
@@ -103,11 +103,11 @@ def test_tenants_who_are_gone_are_forgotten() -> None:
     stays = arrive(-1)
     for number in range(5000):
         sequence = arrive(number)
-        order.began(sequence)
+        order.on_start(sequence)
         sequence.started_at = 0.0
         sequence.tokens.append(1)
-        order.ended(sequence)
-    assert list(order.state()["present"]) == ["t-1"]
-    assert 0 < len(order.state()["debtors"]) <= 4096
-    order.ended(stays)
-    assert order.state() == {"clock": 0, "present": {}, "debtors": {}}
+        order.on_finish(sequence)
+    assert list(order.dump()["present"]) == ["t-1"]
+    assert 0 < len(order.dump()["debtors"]) <= 4096
+    order.on_finish(stays)
+    assert order.dump() == {"clock": 0, "present": {}, "debtors": {}}

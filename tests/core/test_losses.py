@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from core.rig import Rig, answer
 
-from lineclear.errors import CannotFit, DeviceOutOfMemory
-from lineclear.scheduler.scheduling.events import Failed, Finished
-from lineclear.wire.types import StepError, StepErrorKind
+from lineclear.errors import DeviceOutOfMemory, KvCapacityExceeded
+from lineclear.scheduler.core.events import Failed, Finished
+from lineclear.wire.messages import StepError, StepErrorKind
 
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY
 
@@ -34,7 +34,7 @@ def test_who_does_not_fit_the_next_worker_fails() -> None:
     rig.join(num_blocks=2)
     end = rig.end("large")
     assert isinstance(end, Failed)
-    assert isinstance(end.error, CannotFit)
+    assert isinstance(end.error, KvCapacityExceeded)
     rig.run()
     assert isinstance(rig.end("small"), Finished)
 
@@ -50,7 +50,7 @@ def test_out_of_memory_halves_the_budget_until_it_fits_and_doubles_it_again() ->
         plan = rig.plan()
         assert plan is not None
         assert sum(row.num_tokens for row in plan.rows) == budget
-        assert rig.core.fail_step(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now) == []
+        assert rig.core.on_step_error(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now) == []
         rig.lose()
         rig.join()
     budgets = []
@@ -70,7 +70,7 @@ def test_out_of_memory_alone_fails_the_request() -> None:
     rig.submit("huge", 30)
     plan = rig.plan()
     assert plan is not None
-    (end,) = rig.core.fail_step(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now)
+    (end,) = rig.core.on_step_error(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now)
     assert isinstance(end, Failed)
     assert isinstance(end.error, DeviceOutOfMemory)
 
@@ -80,5 +80,5 @@ def test_a_failed_step_that_is_not_the_oldest_says_nothing() -> None:
     rig.submit("a", 3)
     plan = rig.plan()
     assert plan is not None
-    assert rig.core.fail_step(StepError(rig.epoch, plan.step + 1, OUT_OF_MEMORY), rig.now) == []
+    assert rig.core.on_step_error(StepError(rig.epoch, plan.step + 1, OUT_OF_MEMORY), rig.now) == []
     assert rig.core.num_live == 1

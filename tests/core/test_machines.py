@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from lineclear.scheduler.scheduling.blocks import BlockPool, OutOfBlocks, chain_key, root_key
-from lineclear.scheduler.scheduling.sequence import Request, Sequence
-from lineclear.scheduler.scheduling.waiting import WaitingQueue
-from lineclear.wire.types import Sampling
+from lineclear.scheduler.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
+from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.sequence import Request, Sequence
+from lineclear.wire.messages import Sampling
 
 _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 _CONTENTS = st.sampled_from([(b"x", (0, 0)), (b"x", (0, 1)), (b"y", (0, 0))])  # salt and tokens of a block
@@ -26,7 +26,7 @@ def test_blocks_come_from_the_lowest_up_and_those_used_once_before_any_that_neve
     assert sorted(pool.take(3)) == [1, 2, 3], "a cached prefix stays"
     assert pool.take(1) == [4]
     pool.release([2])
-    pool.forget()
+    pool.clear_cache()
     assert sorted(pool.take(2)) == [0, 2]
     assert pool.take(1) == [5]
 
@@ -97,7 +97,7 @@ class Pool(RuleBasedStateMachine):
         if dirty:
             self.contents = {k: (b, t) for k, (b, t) in self.contents.items() if b not in table}
             self.dirty |= set(table)
-            self.pool.release_dirty(table)
+            self.pool.release_tainted(table)
         else:
             self.pool.release(table)
         found = {block for block, _ in self.contents.values()}
@@ -106,7 +106,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.clear_cache()
         self.contents.clear()
         self.unused.clear()
 
@@ -123,7 +123,7 @@ class Queue(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue()
+        self.queue = RequestQueue()
         self.waiting: list[Sequence] = []  # by arrival in the queue
         self.away: list[Sequence] = []
         self.number = 0
@@ -160,12 +160,12 @@ class Queue(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9))
     def look(self, count: int) -> None:
-        assert self.queue.first(count) == sorted(self.waiting, key=lambda s: s.rank)[:count]
+        assert self.queue.first(count) == sorted(self.waiting, key=lambda s: s.queue_key)[:count]
 
     @invariant()
     def holds(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.head() is min(self.waiting, key=lambda s: s.rank, default=None)
+        assert self.queue.head() is min(self.waiting, key=lambda s: s.queue_key, default=None)
         assert self.queue.oldest() is (self.waiting[0] if self.waiting else None)
         assert self.queue.num_tokens == sum(len(s.tokens) for s in self.waiting)
         assert all((s in self.queue) == (s in self.waiting) for s in (*self.waiting, *self.away))

@@ -61,7 +61,7 @@ def test_the_cache_can_be_off_and_can_be_emptied() -> None:
             rig.submit(request_id, prompt, max_tokens=1)
             rig.run()
         assert rig.end("b").record.cached_tokens == hits
-        rig.core.forget_prefixes()
+        rig.core.clear_prefix_cache()
         rig.submit("c", prompt, max_tokens=1)
         rig.run()
         assert rig.end("c").record.cached_tokens == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.rig import Rig, answer
 
-from lineclear.scheduler.scheduling.events import Preempted
+from lineclear.scheduler.core.events import Preempted
 
 
 def test_recomputed_tokens_are_those_computed_twice() -> None:

@@ -10,11 +10,11 @@ import pytest
 from core.rig import Rig, make_request
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.scheduler.recording import recorder, replay
-from lineclear.scheduler.recording.checkpoint import KEY_BYTES
-from lineclear.scheduler.recording.recorder import RecordedScheduler
-from lineclear.scheduler.recording.recordings import Recordings, write
-from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.flight_recorder import recorder, replay
+from lineclear.scheduler.flight_recorder.core_state import KEY_BYTES
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles, write
 
 MARKS = (77001, 77002, 77003)
 """Tokens that occur nowhere else."""
@@ -25,7 +25,9 @@ class RecordedRig(Rig):
 
     def __init__(self, max_records: int, num_blocks: int = 64) -> None:
         super().__init__(worker_vocab_size=80_000, worker_num_blocks=num_blocks, worker_max_model_len=4 * num_blocks)
-        self.core = self.recorded = RecordedScheduler(CoreLimits(pipeline_depth=1, cache_secret=b"hidden"), max_records)
+        self.core = self.recorded = RecordingScheduler(
+            CoreLimits(pipeline_depth=1, cache_secret=b"hidden"), max_records
+        )
         self.join()
 
 
@@ -80,7 +82,7 @@ def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig, directory = lived(), tmp_path / "recordings"
-    recordings = Recordings(rig.recorded, directory)
+    recordings = RecordingFiles(rig.recorded, directory)
     names = []
     for _ in range(6):
         path = recordings.write("a test").result(PATIENCE_SECONDS)
@@ -94,7 +96,7 @@ def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
 
 
 def test_two_anomalies_in_a_row_are_one_file(tmp_path: Path) -> None:
-    recordings = Recordings(lived().recorded, tmp_path / "recordings")
+    recordings = RecordingFiles(lived().recorded, tmp_path / "recordings")
     for reason in ("first", "second"):
         recordings.dump(reason)
         recordings.wait()
@@ -102,7 +104,7 @@ def test_two_anomalies_in_a_row_are_one_file(tmp_path: Path) -> None:
 
 
 def test_whoever_asks_gets_a_file_of_his_own_also_right_after_an_anomaly(tmp_path: Path) -> None:
-    recordings = Recordings(lived().recorded, tmp_path / "recordings")
+    recordings = RecordingFiles(lived().recorded, tmp_path / "recordings")
     recordings.dump("an anomaly")
     recordings.wait()
     assert recordings.write("somebody asks").result(PATIENCE_SECONDS).name == "flight-1.jsonl"
@@ -110,7 +112,7 @@ def test_whoever_asks_gets_a_file_of_his_own_also_right_after_an_anomaly(tmp_pat
 
 def test_a_directory_that_others_may_read_is_not_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    recordings = Recordings(lived().recorded, tmp_path)
+    recordings = RecordingFiles(lived().recorded, tmp_path)
     with pytest.raises(OSError, match="0700"):
         recordings.write("a test").result(PATIENCE_SECONDS)
     assert list(tmp_path.iterdir()) == []
@@ -126,9 +128,10 @@ def test_a_core_that_decides_otherwise_is_told_from_this_one(
     path = tmp_path / "flight.jsonl"
     write(path, rig.recorded.recording())
     assert replay.main([str(path)]) == 0
-    monkeypatch.setattr("lineclear.scheduler.scheduling.planning._ENOUGH", 1)
+    monkeypatch.setattr("lineclear.scheduler.core.planner._ENOUGH", 1)
     monkeypatch.setattr(
-        "lineclear.scheduler.scheduling.planning.Planning._decode", lambda planning: planning._decode_by_age()
+        "lineclear.scheduler.core.planner.StepPlanner._plan_decodes",
+        lambda planning: planning._plan_decodes_one_by_one(),
     )
     assert replay.main([str(path)]) == 1
     assert "recorded" in capsys.readouterr().out

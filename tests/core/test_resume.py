@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.rig import Rig, answer, make_request
 
-from lineclear.scheduler.scheduling.events import Finished, FinishReason, TokensReady
+from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from core.rig import Rig, answer
 
-from lineclear.scheduler.scheduling.events import Preempted
+from lineclear.scheduler.core.events import Preempted
 
 
 def test_the_cheapest_of_the_younger_yields_and_comes_back_with_the_same_answer() -> None:

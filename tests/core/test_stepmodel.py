@@ -7,26 +7,26 @@ import random
 
 import pytest
 
-from lineclear.scheduler.scheduling.stepmodel import StepModel
+from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 
 def machine(tokens: float, kv_tokens: float) -> float:
     return 0.005 + 1e-4 * tokens + 2e-7 * kv_tokens
 
 
-def teach(model: StepModel, rng: random.Random, steps: int, *, noise: float = 0.0, slow: float = 1.0) -> None:
+def teach(model: StepTimeModel, rng: random.Random, steps: int, *, noise: float = 0.0, slow: float = 1.0) -> None:
     for _ in range(steps):
         tokens, kv_tokens = rng.choice((1, 8, 32, 64, 256)), rng.randint(1, 60_000)
         model.observe(tokens, kv_tokens, slow * machine(tokens, kv_tokens) * (1 + rng.uniform(-noise, noise)))
 
 
-def worst_error(model: StepModel, slow: float = 1.0) -> float:
+def worst_error(model: StepTimeModel, slow: float = 1.0) -> float:
     points = [(tokens, kv_tokens) for tokens in (1, 64, 512) for kv_tokens in (100, 20_000, 60_000)]
     return max(abs(model.predict(*p) / (slow * machine(*p)) - 1) for p in points)
 
 
 def test_knows_nothing_at_first() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     teach(model, random.Random(1), 7)
     assert model.tokens_within(1.0, 0) is None
     teach(model, random.Random(2), 1)
@@ -34,14 +34,14 @@ def test_knows_nothing_at_first() -> None:
 
 
 def test_finds_the_three_numbers() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     teach(model, random.Random(1), 100)
     assert model.coefficients == pytest.approx((0.005, 1e-4, 2e-7), rel=0.01)
     assert model.tokens_within(0.025, 0) == pytest.approx(200, rel=0.01)
 
 
 def test_tokens_deep_in_a_prompt_take_longer() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     teach(model, random.Random(1), 100)
     # 25 ms, of which 5 ms are the step's, 1 ms ten tokens and 2 ms what those attend to: 17 ms for 0.1 or 0.5 ms each.
     assert model.more_within(0.025, 10, 10_000, 0) == pytest.approx(170, rel=0.02)
@@ -49,13 +49,13 @@ def test_tokens_deep_in_a_prompt_take_longer() -> None:
 
 
 def test_sees_through_noise() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     teach(model, random.Random(1), 1000, noise=0.1)
     assert worst_error(model) < 0.05
 
 
 def test_follows_a_machine_that_slows_down() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     teach(model, random.Random(1), 1000)
     teach(model, random.Random(2), 1000, slow=3.0)
     assert worst_error(model, slow=3.0) < 0.02
@@ -64,7 +64,7 @@ def test_follows_a_machine_that_slows_down() -> None:
 @pytest.mark.parametrize("steps", [1_000, 160_000])
 def test_a_long_night_of_equal_steps_spoils_nothing(steps: int) -> None:
     # Forgetting without news blows the covariance up, by 1.005 a step: after 150,000 steps it used to be infinite.
-    model, rng = StepModel(), random.Random(1)
+    model, rng = StepTimeModel(), random.Random(1)
     teach(model, rng, 300, noise=0.05)
     for _ in range(steps):
         model.observe(8, 8000, machine(8, 8000) * (1 + rng.uniform(-0.05, 0.05)))
@@ -75,7 +75,7 @@ def test_a_long_night_of_equal_steps_spoils_nothing(steps: int) -> None:
 
 
 def test_steps_that_take_no_time_say_nothing() -> None:
-    model = StepModel()
+    model = StepTimeModel()
     for _ in range(100):
         model.observe(8, 100, 0.0)
     assert model.coefficients == (0.0, 0.0, 0.0)
@@ -84,7 +84,7 @@ def test_steps_that_take_no_time_say_nothing() -> None:
 
 def test_an_unbelievably_fast_machine_gives_a_number_of_tokens() -> None:
     # The answer becomes an integer: infinity would end the engine.
-    model = StepModel()
+    model = StepTimeModel()
     for tokens in range(1, 20):
         model.observe(tokens, 0, tokens * 5e-324)
     fitting = model.tokens_within(60.0, 0)

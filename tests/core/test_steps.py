@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from core.rig import Rig, answer
 
-from lineclear.scheduler.scheduling.events import Finished, FinishReason
-from lineclear.scheduler.scheduling.stepmodel import StepModel
+from lineclear.scheduler.core.events import Finished, FinishReason
+from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 
 def test_a_request_is_prefilled_once_and_then_decoded() -> None:
@@ -87,7 +87,7 @@ def test_the_inter_token_target_cuts_prompts_but_never_to_nothing(target: float,
 def test_prompts_get_as_many_tokens_as_there_are_decodes_within_bounds_whatever_they_cost(
     monkeypatch: pytest.MonkeyPatch, decodes: int, prompt_tokens: int
 ) -> None:
-    monkeypatch.setattr(StepModel, "more_within", lambda *_: 0.0)
+    monkeypatch.setattr(StepTimeModel, "more_within", lambda *_: 0.0)
     rig = Rig(target_batch_tokens=256, worker_num_blocks=512, worker_num_slots=32)
     for number in range(decodes):
         rig.submit(f"old{number}", 2, max_tokens=100)
@@ -133,7 +133,7 @@ def test_who_would_begin_where_a_token_is_too_dear_for_this_step_joins_the_next_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # At its beginning the step has time for five tokens more, behind 800 positions for none.
-    monkeypatch.setattr(StepModel, "more_within", lambda model, s, t, kv, context: 5.0 if context < 100 else 0.0)
+    monkeypatch.setattr(StepTimeModel, "more_within", lambda model, s, t, kv, context: 5.0 if context < 100 else 0.0)
     rig = Rig(target_batch_tokens=64, worker_num_blocks=1024, worker_max_model_len=1024)
     prefix = [5 + i % 40 for i in range(800)]
     rig.submit("first", prefix, max_tokens=1)

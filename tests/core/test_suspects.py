@@ -6,14 +6,14 @@ import pytest
 from core.rig import Rig, answer
 
 from lineclear.errors import DeviceOutOfMemory, PoisonRequest
-from lineclear.scheduler.scheduling.events import Failed
-from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import StepError, StepErrorKind
+from lineclear.scheduler.core.events import Failed
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.wire.messages import StepError, StepErrorKind
 
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY
 
 
-def crash(rig: Rig, loss: Loss = Loss.BROKE) -> None:
+def crash(rig: Rig, loss: WorkerLoss = WorkerLoss.CRASHED) -> None:
     """The worker is lost with what is in flight, and another one joins."""
     rig.lose(loss)
     rig.join()
@@ -21,10 +21,10 @@ def crash(rig: Rig, loss: Loss = Loss.BROKE) -> None:
 
 def slots_of(rig: Rig, name: str) -> set[int]:
     """The slot of a request, if it has one."""
-    return {s.slot for s in rig.core._residents.running if s.request.request_id == name}
+    return {s.slot for s in rig.core._batch.running if s.request.request_id == name}
 
 
-def run_with_poison(rig: Rig, name: str, loss: Loss = Loss.BROKE) -> int:
+def run_with_poison(rig: Rig, name: str, loss: WorkerLoss = WorkerLoss.CRASHED) -> int:
     """Run until nobody lives; the worker dies at every step in which `name` has a row. How many died."""
     dead = 0
     for _ in range(200):
@@ -63,7 +63,7 @@ def test_a_request_whose_worker_is_killed_from_outside_three_times_in_a_row_live
     request = rig.submit("a", 5, max_tokens=6)
     for _ in range(3):
         assert rig.plan() is not None
-        crash(rig, Loss.KILLED)
+        crash(rig, WorkerLoss.KILLED)
     rig.run()
     assert rig.outputs("a") == answer(request)
 
@@ -71,7 +71,7 @@ def test_a_request_whose_worker_is_killed_from_outside_three_times_in_a_row_live
 def test_kills_from_outside_convict_at_the_fourth() -> None:
     rig = Rig()
     rig.submit("a", 5)
-    assert run_with_poison(rig, "a", Loss.KILLED) == 4
+    assert run_with_poison(rig, "a", WorkerLoss.KILLED) == 4
 
 
 def test_a_worker_that_left_says_nothing_against_anybody() -> None:
@@ -79,7 +79,7 @@ def test_a_worker_that_left_says_nothing_against_anybody() -> None:
     request = rig.submit("a", 5)
     for _ in range(10):
         assert rig.plan() is not None
-        crash(rig, Loss.LEFT)
+        crash(rig, WorkerLoss.CLEAN)
     rig.run()
     assert rig.outputs("a") == answer(request)
 
@@ -133,8 +133,8 @@ def test_the_one_that_runs_out_of_memory_is_found_and_the_budget_is_whole_again(
         assert plan is not None
         if slots_of(rig, "huge") & {row.slot for row in plan.rows}:
             errors += 1
-            rig.saw(rig.core.fail_step(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now))
-            crash(rig, Loss.LEFT)
+            rig.saw(rig.core.on_step_error(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now))
+            crash(rig, WorkerLoss.CLEAN)
         else:
             rig.apply()
     assert errors == 3
@@ -161,5 +161,5 @@ def test_a_suspect_that_ends_is_none_any_more(ends: str) -> None:
         rig.cancel("a")
     else:
         rig.saw(rig.core.finish("a", 0, rig.now))
-    assert [s.request.request_id for s in rig.core._suspects] == ["b"]
+    assert [s.request.request_id for s in rig.core._poison] == ["b"]
     rig.run()

@@ -9,8 +9,8 @@ import pytest
 from core.rig import Rig
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.scheduling.events import Event, Failed, Finished, Preempted, Started, TokensReady
-from lineclear.wire.types import StepError, StepErrorKind, StepPlan
+from lineclear.scheduler.core.events import Event, Failed, Finished, Preempted, Started, TokensReady
+from lineclear.wire.messages import StepError, StepErrorKind, StepPlan
 
 SCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 
@@ -73,7 +73,7 @@ class Player:
     def _oom(self) -> None:
         plan = self.rig.flights[0]
         error = StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY)
-        self.rig.events += self.rig.core.fail_step(error, self.rig.now)
+        self.rig.events += self.rig.core.on_step_error(error, self.rig.now)
 
     def _state(self) -> list[str]:
         s = self.rig.core.snapshot()

@@ -17,11 +17,11 @@ from support.kustomize import build
 from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
 
-from lineclear.scheduler.access.tokens import read_tokens
 from lineclear.scheduler.addresses import parse_address
-from lineclear.scheduler.pulse import BEAT_SECONDS
-from lineclear.scheduler.rpc.server import LIVE, READY, WORKER
+from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
+from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import load
+from lineclear.scheduler.watchdog import TICK_SECONDS
 from lineclear.worker import settings as worker_settings
 
 DEPLOY = REPOSITORY / "deploy"
@@ -219,14 +219,14 @@ def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], noticed_s
 def test_a_hung_worker_is_replaced_within_25_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.worker["livenessProbe"]
-    noticed_seconds = settings.heartbeat_timeout_seconds + BEAT_SECONDS
+    noticed_seconds = settings.heartbeat_timeout_seconds + TICK_SECONDS
     assert seconds_until_replaced(probe, manifest.pod, noticed_seconds) <= 25
 
 
 def test_a_scheduler_that_stands_still_is_replaced_within_50_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.scheduler["livenessProbe"]
-    assert seconds_until_replaced(probe, manifest.pod, settings.standstill_seconds + BEAT_SECONDS) <= 50
+    assert seconds_until_replaced(probe, manifest.pod, settings.standstill_seconds + TICK_SECONDS) <= 50
 
 
 def test_the_app_reaches_the_model_and_nobody_else_does() -> None:

@@ -29,5 +29,5 @@ def test_what_is_imported_at_the_end_is_compiled_where_the_environment_forbids_i
 
 def test_scheduler_and_worker_are_imported_at_the_end() -> None:
     (line,) = (line for line in recipe(f"VENV={sys.prefix}") if "import lineclear" in line)
-    for module in ("lineclear.scheduler.serving", "lineclear.worker.serving", "lineclear.worker.start"):
+    for module in ("lineclear.scheduler.app", "lineclear.worker.app", "lineclear.worker.runner_factory"):
         assert module in line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lineclear.sockets import SocketError, private_sockets
+from lineclear.process.socket_dir import SocketError, private_socket_dir
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ def test_a_private_folder_is_made_in_a_volume(tmp_path: Path, mode: int) -> None
     volume = tmp_path / "v"
     volume.mkdir()
     volume.chmod(mode)
-    made = private_sockets(volume / "sockets").directory
+    made = private_socket_dir(volume / "sockets").directory
     assert made.stat().st_mode & 0o777 == 0o700
     # The second container finds it as the first one made it.
-    assert private_sockets(volume / "sockets").directory == made
+    assert private_socket_dir(volume / "sockets").directory == made
 
 
 def test_the_volume_itself_is_not_taken(tmp_path: Path) -> None:
@@ -29,4 +29,4 @@ def test_the_volume_itself_is_not_taken(tmp_path: Path) -> None:
     volume.mkdir()
     os.chmod(volume, 0o777)
     with pytest.raises(SocketError, match="must be 0700"):
-        private_sockets(volume)
+        private_socket_dir(volume)

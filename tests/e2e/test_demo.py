@@ -14,14 +14,14 @@ from support.inprocess import InProcess
 from support.natives import LIBRARIES, needs_kernels
 from support.service import DEMO_MODEL
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
 from lineclear.worker import kernels
 from lineclear.worker.kernels import library_name
-from lineclear.worker.runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
-from lineclear.worker.start import make_runner
 
 TEXTS = ["Once upon a time", "The signal", "A train", "There was a small station at the end of the line. Every morning"]
 

@@ -11,13 +11,13 @@ import torch
 from support.families import CONFIGS, VOCAB_SIZE, tiny_model
 from support.inprocess import InProcess
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
-from lineclear.worker.families import VERIFIED
-from lineclear.worker.loader import adopt
-from lineclear.worker.model import LoadedModel
-from lineclear.worker.runner import ModelRunner
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model.verified_families import VERIFIED
+from lineclear.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 4
 PROMPT_LENS = (5, 1, 16, 33, 9, 24, 12, 3)
@@ -68,7 +68,7 @@ def make_family(request: pytest.FixtureRequest) -> Family:
         replace(x, request_id=f"sampled-{i}", sampling=replace(GREEDY, temperature=0.8, top_p=0.9, seed=i + 1))
         for i, x in enumerate(asked)
     ]
-    family = Family(adopt(tiny_model(request.param)), asked + sampled, expected)
+    family = Family(wrap_model(tiny_model(request.param)), asked + sampled, expected)
     for x in sampled:
         expected |= family.server().serve([x])
     return family

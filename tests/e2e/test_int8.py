@@ -10,13 +10,13 @@ from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.natives import needs_kernels
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
-from lineclear.worker.decoder import FAMILIES
-from lineclear.worker.loader import adopt, to_int8
-from lineclear.worker.model import LoadedModel
-from lineclear.worker.runner import ModelRunner
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
+from lineclear.worker.cpu.fused_decoder import FAMILIES
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
 
 pytestmark = needs_kernels
 PROMPT_LENS = (5, 1, 17, 33, 40, 24)
@@ -40,7 +40,7 @@ def server(
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_answers_do_not_depend_on_what_else_is_served(family: str, kv_dtype: torch.dtype | None) -> None:
-    loaded = to_int8(adopt(tiny_model(family, **WIDE)))
+    loaded = to_int8(wrap_model(tiny_model(family, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     expected = {x.request_id: alone.serve([x])[x.request_id] for x in requests()}
     assert server(loaded, kv_dtype=kv_dtype).serve(requests()) == expected
@@ -67,7 +67,7 @@ def test_answers_do_not_depend_on_what_else_is_served(family: str, kv_dtype: tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_the_same_to_the_last_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Bfloat16 weights cannot promise that: their sums are rounded in an order that depends on the batch."""
-    loaded = to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE)))
+    loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     for x in requests():
         alone.serve([x])

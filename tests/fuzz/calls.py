@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from service.bad_requests import CASES
 from support.mutation import mutate
 
-from lineclear.fingerprint import prompt_digest
+from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.v1 import inference_pb2 as pb
 
 ALWAYS_ALLOWED = frozenset(

@@ -42,7 +42,7 @@ def test_damaged_requests_get_their_status_and_nobody_else_notices(tmp_path: Pat
 
 _PROGRAM = """
 import sys
-from lineclear.scheduler.engine import Engine
+from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.main import main
 Engine.{method} = lambda *arguments: None
 sys.exit(main(sys.argv[1:]))

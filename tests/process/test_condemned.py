@@ -9,9 +9,9 @@ from support.peer import Peer, hello, peers
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler.link import Arrival
-from lineclear.scheduler.supervisor import Supervisor
-from lineclear.wire.types import Goodbye, Rejoin, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.scheduler.engine.worker_link import Arrival
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.wire.messages import Goodbye, Rejoin, StepError, StepErrorKind, StepPlan, StepResult
 
 
 class Scene:
@@ -31,7 +31,7 @@ class Scene:
         peer, answers = self.peer(epoch), list[bool]()
 
         def is_reachable() -> bool:  # asked on the thread that owns the link
-            self.world.engine.between_turns(lambda: answers.append(self.world.link.is_reachable(epoch)))
+            self.world.engine.call_on_engine_thread(lambda: answers.append(self.world.link.is_reachable(epoch)))
             return any(answers)
 
         eventually(is_reachable)
@@ -129,7 +129,7 @@ def test_a_worker_that_hears_that_it_is_being_killed_leaves() -> None:
         world.options = ToyOptions(fault="tokens", fault_step=5, fault_once=str(world.root / "once"))
         world.is_killing = True
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             streams = [world.submit(request(i)) for i in range(8)]
             world.wait_ended(streams)
             for stream in streams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lineclear.scheduler.crash_budget import Backoff, CrashBudget
+from lineclear.scheduler.engine.crash_budget import Backoff, CrashBudget
 
 DIES, GETS_ON = "D", "P"
 

@@ -14,14 +14,14 @@ from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import Stream, World, eventually, request, supervised
 
-from lineclear.scheduler.link import CLOSED
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.events import Event
-from lineclear.scheduler.supervisor import Supervisor
-from lineclear.scheduler.vigil import Patience
+from lineclear.scheduler.core.events import Event
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.engine.worker_link import CLOSED
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
-SHORT_SILENCE = Patience(heartbeat_timeout_seconds=4.0)
+SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)
 """A process that is not stopped may stand still on a busy machine, but hardly for so long."""
 
 
@@ -35,7 +35,7 @@ def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None
     num_kills = 3
     with World(options=SLOW) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
             for kill in range(1, num_kills + 1):
@@ -61,7 +61,7 @@ def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None
 def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
     with World(options=SLOW, patience=SHORT_SILENCE) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
             world.wait(lambda: num_tokens(streams) > 50)
@@ -120,7 +120,7 @@ def test_killed_again_while_it_catches_up() -> None:
     """Each successor dies as soon as it has joined, when all it may do is recompute what was lost."""
     with World(options=SLOW) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
             world.wait(lambda: num_tokens(streams) > 80)
@@ -138,10 +138,10 @@ def test_killed_again_while_it_catches_up() -> None:
 
 
 def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
-    with World(patience=Patience(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
+    with World(patience=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
         world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             streams = [world.submit(request(i)) for i in range(8)]
             world.wait_ended(streams)
             for stream in streams:
@@ -171,7 +171,7 @@ def test_a_worker_that_breaks_is_replaced(fault: str, reason: str | None) -> Non
     with World() as world:
         world.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(world.root / "once"))
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             streams = [world.submit(request(i)) for i in range(8)]
             world.wait_ended(streams)
             for stream in streams:
@@ -250,7 +250,7 @@ def test_streams_only_pause() -> None:
     """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
     with World(options=SLOW) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             stream = world.submit(request(0, max_tokens=200))
             world.wait(lambda: len(stream.tokens) > 50)

@@ -17,20 +17,20 @@ from support.world import Stream, World, eventually, request
 from lineclear.errors import (
     Cancelled,
     DeadlineExceeded,
-    Draining,
     LineclearError,
     PromptTooLong,
     QueueFull,
+    ServerDraining,
     WorkerUnavailable,
 )
-from lineclear.scheduler.engine import EngineStuck
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.events import Event, Failed, Finished, FinishReason
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.serving import _max_inbox
+from lineclear.scheduler.app import _max_inbox
+from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.engine import EngineStuck
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
-from lineclear.wire.types import PROTOCOL, Heartbeat
+from lineclear.wire.messages import PROTOCOL, Heartbeat
 
 SLOW = ToyOptions(min_step_seconds=0.02, max_step_seconds=0.02)
 
@@ -137,7 +137,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
         after = world.submit(request(2))
         world.wait_ended([before, after])
         before.check(world.options.vocab_size)
-        assert isinstance(error_of(after), Draining)
+        assert isinstance(error_of(after), ServerDraining)
 
 
 def test_a_request_the_core_refuses_fails_with_the_reason() -> None:
@@ -278,8 +278,8 @@ def test_a_snapshot_tells_what_was_done() -> None:
 
 def spoil(world: World) -> None:
     """Give one slot back twice."""
-    free = world.core._residents.free_slots
-    world.engine.between_turns(lambda: free.append(free[0]))
+    free = world.core._batch.free_slots
+    world.engine.call_on_engine_thread(lambda: free.append(free[0]))
 
 
 @pytest.mark.parametrize(("every", "max_tokens"), [(8, 400), (10**6, 1)], ids=["while it runs", "when it is idle"])
@@ -315,7 +315,9 @@ def test_an_idle_engine_turns_only_for_heartbeats() -> None:
         before = world.engine.snapshot()
         eventually(lambda: world.engine.snapshot().link.messages >= before.link.messages + 10)
         after = world.engine.snapshot()
-        assert after.counters.turns - before.counters.turns <= 3 * (after.link.messages - before.link.messages)
+        assert after.counters.iterations - before.counters.iterations <= 3 * (
+            after.link.messages - before.link.messages
+        )
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
@@ -353,7 +355,7 @@ def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:
 def test_a_thread_that_does_not_end_is_said_and_its_link_is_left_alone() -> None:
     goes_on = threading.Event()
     with World() as world:
-        world.engine.between_turns(lambda: goes_on.wait(PATIENCE_SECONDS))
+        world.engine.call_on_engine_thread(lambda: goes_on.wait(PATIENCE_SECONDS))
         eventually(lambda: world.engine.busy_seconds() > 0)
         with structlog.testing.capture_logs() as lines, pytest.raises(EngineStuck):
             world.engine.stop(0.1)

@@ -21,9 +21,9 @@ from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, short_directory
 
-from lineclear.scheduler.link import Arrival, Link, WorkerGone
+from lineclear.scheduler.engine.worker_link import Arrival, WorkerGone, WorkerLink
 from lineclear.wire.codec import ProtocolMismatch, decode, encode
-from lineclear.wire.types import (
+from lineclear.wire.messages import (
     PROTOCOL,
     Goodbye,
     Heartbeat,
@@ -49,7 +49,7 @@ class Station:
 
     def __init__(self) -> None:
         self.directory = short_directory()
-        self.link = Link(self.directory)
+        self.link = WorkerLink(self.directory)
         self.context = bare_context()
         self._peers: list[Peer] = []
 
@@ -134,7 +134,7 @@ def test_a_stranger_is_told_to_join_again(station: Station, message: Message) ->
 
 def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
     peer = station.joined(7)
-    station.link.drop(7)
+    station.link.end_epoch(7)
     assert peer.hear() == Rejoin(7)
     peer.say(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
     assert station.settle(until=lambda: station.link.counters.stale_messages == 3) == []
@@ -216,9 +216,9 @@ def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Statio
 def test_an_order_that_finds_no_room_says_so_and_blocks_nobody(station: Station) -> None:
     station.joined(7)  # never reads
     order = SetLogLevel(7, LogLevel.INFO)
-    assert station.link.tell(order)
-    assert any(not station.link.tell(order) for _ in range(100_000))
-    assert not station.link.tell(SetLogLevel(9, LogLevel.INFO))  # nobody is there
+    assert station.link.send_control(order)
+    assert any(not station.link.send_control(order) for _ in range(100_000))
+    assert not station.link.send_control(SetLogLevel(9, LogLevel.INFO))  # nobody is there
 
 
 def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> None:
@@ -262,7 +262,7 @@ def test_peers_that_do_not_speak_zeromq_are_ignored(station: Station) -> None:
 
 
 def test_a_message_over_the_limit_costs_its_sender_the_connection(station: Station) -> None:
-    strict = Link(station.directory / "strict", max_message_bytes=1000)
+    strict = WorkerLink(station.directory / "strict", max_message_bytes=1000)
     peer = Peer(station.context, station.directory / "strict", 7)
     disconnected = peer.results.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.results.send(b"x" * 100_000)

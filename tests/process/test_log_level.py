@@ -8,7 +8,7 @@ import pytest
 from support.peer import Peer, hello, peers
 from support.world import World, eventually, request
 
-from lineclear.wire.types import Heartbeat, LogLevel, SetLogLevel, StepPlan
+from lineclear.wire.messages import Heartbeat, LogLevel, SetLogLevel, StepPlan
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def test_a_worker_keeps_its_own_level_while_nobody_sets_one(world: World, peer: 
 def test_a_level_that_found_no_room_is_sent_again(world: World, peer: Callable[[int], Peer]) -> None:
     worker = joined(world, peer, 7)
     world.wait_joined()
-    tell, refused = world.link.tell, list[SetLogLevel]()
+    tell, refused = world.link.send_control, list[SetLogLevel]()
 
     def no_room(order: SetLogLevel) -> bool:
         refused.append(order)
-        world.link.tell = tell  # type: ignore[method-assign]
+        world.link.send_control = tell  # type: ignore[method-assign]
         return False
 
-    world.link.tell = no_room  # type: ignore[method-assign]
+    world.link.send_control = no_room  # type: ignore[method-assign]
     world.engine.set_log_level("warning")
     eventually(lambda: bool(refused))
     worker.say(Heartbeat(7, 0))  # what any worker says all the time: the engine turns, and tries again

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from support.patience import PATIENCE_SECONDS
 
-from lineclear.logs import LineWriter, chosen
+from lineclear.process.logging_setup import LineWriter, chosen
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
 SCRIPT = """
 import structlog, sys
-from lineclear.logs import configure, set_level
+from lineclear.process.logging_setup import configure, set_level
 configure("worker", {level!r}, {form!r})
 log = structlog.get_logger()
 log.debug("too_fine", n=1)
@@ -122,7 +122,7 @@ def test_a_process_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
     done = tmp_path / "done"
     script = f"""
 import pathlib, structlog
-from lineclear.logs import configure
+from lineclear.process.logging_setup import configure
 writer = configure("scheduler", form="json")
 log = structlog.get_logger()
 for number in range(2000):
@@ -141,7 +141,7 @@ def test_standard_error_does_not_block_and_the_lines_still_come_whole() -> None:
     """Thousands of lines into a pipe whose reader is slow to begin: more than it holds, and none is cut or lost."""
     script = """
 import os, sys, structlog
-from lineclear.logs import configure
+from lineclear.process.logging_setup import configure
 writer = configure("scheduler", form="json")
 log = structlog.get_logger()
 for number in range(3000):

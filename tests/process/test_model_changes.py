@@ -12,9 +12,9 @@ from support.toy_worker import ToyOptions
 from support.world import World, request, supervised
 
 from lineclear.errors import ModelChanged, ModelReplaced
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.events import Failed, Finished
-from lineclear.scheduler.supervisor import Supervisor
+from lineclear.scheduler.core.events import Failed, Finished
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 
 def test_only_what_has_not_begun_and_names_no_model_is_answered_by_the_new_one(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_only_what_has_not_begun_and_names_no_model_is_answered_by_the_new_one(t
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model_file=str(model))
     with World(options=options, core=CoreLimits(max_batch_size=1)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             running = world.submit(request(1, max_tokens=400))
             world.wait(lambda: len(running.tokens) > 5, what="tokens of the first model")
@@ -54,7 +54,7 @@ def test_the_same_model_goes_on_as_ever(tmp_path: Path) -> None:
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model="b")
     with World(options=options) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             stream = world.submit(replace(request(1, max_tokens=100), model_fingerprint=fingerprint("b")))
             world.wait(lambda: len(stream.tokens) > 5, what="tokens")

@@ -17,7 +17,7 @@ from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
 
 from lineclear.exit_codes import ExitCode
-from lineclear.lifeline import Lifeline, hold
+from lineclear.process.parent_death import ParentDeathPipe, die_with_parent
 
 STEPPING = ToyOptions(min_step_seconds=0.003, max_step_seconds=0.003)
 
@@ -59,7 +59,7 @@ def test_a_scheduler_killed_while_its_worker_starts_or_loads_takes_it_along(
 
 def test_the_pipe_alone_is_enough(directory: Path) -> None:
     """The scheduler lives on and only lets go of the pipe, so the kernel sends no signal."""
-    lifeline = Lifeline()
+    lifeline = ParentDeathPipe()
     worker = subprocess.Popen(
         ToyOptions(load_seconds=3600).arguments(directory),
         env=ENVIRONMENT | lifeline.environment(),
@@ -71,7 +71,7 @@ def test_the_pipe_alone_is_enough(directory: Path) -> None:
 
 def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> None:
     reading, writing = os.pipe()
-    code = "from lineclear.lifeline import hold; hold(); print('still here')"
+    code = "from lineclear.process.parent_death import die_with_parent; die_with_parent(); print('still here')"
     environment = ENVIRONMENT | {"LINECLEAR_LIFELINE": f"{os.getppid()}:{reading}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, pass_fds=(reading,), stdout=subprocess.PIPE)
     os.close(reading)
@@ -81,7 +81,7 @@ def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> N
 
 def test_without_a_lifeline_there_is_nothing_to_hold() -> None:
     assert "LINECLEAR_LIFELINE" not in os.environ
-    assert hold() is False
+    assert die_with_parent() is False
 
 
 def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(directory: Path) -> None:

@@ -8,8 +8,8 @@ from support.toy_worker import ToyOptions
 from support.world import World, request, supervised
 
 from lineclear.errors import PoisonRequest
-from lineclear.scheduler.scheduling.events import Failed
-from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
+from lineclear.scheduler.core.events import Failed
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
 
 POISON = 96
 
@@ -17,7 +17,7 @@ POISON = 96
 def test_one_poisonous_request_among_sixteen_fails_and_costs_three_workers() -> None:
     with World(options=ToyOptions(poison_token=POISON)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             innocents = [world.submit(request(index, prompt_len=20, max_tokens=40)) for index in range(8)]
             poison = world.submit(replace(request(50, prompt_len=6), prompt=(POISON, 1, 2)))
             innocents += [world.submit(request(index, prompt_len=20, max_tokens=40)) for index in range(8, 16)]
@@ -37,7 +37,7 @@ def test_one_poisonous_request_among_sixteen_fails_and_costs_three_workers() -> 
 def test_poison_does_not_use_up_the_crashes_that_are_survived() -> None:
     with World(options=ToyOptions(poison_token=POISON)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             for turn in range(3):
                 poison = world.submit(replace(request(100 + turn), prompt=(POISON, turn)))
                 innocent = world.submit(request(turn, max_tokens=10))

@@ -12,19 +12,19 @@ from support.patience import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import ENVIRONMENT, World, request, supervised
 
-from lineclear.scheduler.recording.recorder import RecordedScheduler
-from lineclear.scheduler.recording.recordings import Recordings
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.supervisor import Supervisor
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 
 
 def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) -> None:
-    core = RecordedScheduler(CoreLimits(max_batch_size=64))
-    recordings = Recordings(core, tmp_path / "recordings")
+    core = RecordingScheduler(CoreLimits(max_batch_size=64))
+    recordings = RecordingFiles(core, tmp_path / "recordings")
     options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
     with World(options=options, core=core, on_anomaly=recordings.dump) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(index, max_tokens=100)) for index in range(8)]
             world.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))

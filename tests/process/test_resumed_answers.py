@@ -14,7 +14,7 @@ from support.patience import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
-from lineclear.client.retries import Attempts
+from lineclear.client.retry import RetryState
 from lineclear.errors import LineclearError
 
 COUNT = 8
@@ -98,13 +98,13 @@ def test_requests_that_waited_outlive_the_scheduler(
 ) -> None:
     """Not begun yet, and with as many attempts as the server needs to come back: more than `max_attempts` says."""
     failed: Counter[int] = Counter()
-    real = Attempts.pause_after
+    real = RetryState.pause_after
 
-    def counting(attempts: Attempts, error: LineclearError) -> float:
+    def counting(attempts: RetryState, error: LineclearError) -> float:
         failed[id(attempts)] += 1
         return real(attempts, error)
 
-    monkeypatch.setattr(Attempts, "pause_after", counting)
+    monkeypatch.setattr(RetryState, "pause_after", counting)
     policy = RetryPolicy(max_pause_seconds=0.1, max_resumes=10_000)  # the one that had begun is not what this is about
     results: dict[int, Generation] = {}
 

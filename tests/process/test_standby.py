@@ -16,11 +16,11 @@ from support.patience import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler import supervisor as supervisor_module
-from lineclear.scheduler import worker_process
-from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
-from lineclear.standby import PROMOTED, READY, Standby, StandbyLine
-from lineclear.wire.types import Hello
+from lineclear.process.standby import PROMOTED, READY, Standby, StandbyLine
+from lineclear.scheduler.engine import worker_process
+from lineclear.scheduler.engine import worker_supervisor as supervisor_module
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.wire.messages import Hello
 
 OPTIONS = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004)
 
@@ -32,7 +32,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_STANDBY_MIN_BACKOFF_SECONDS", 0.01)
 
 
-def ready_standby(supervisor: Supervisor) -> int:
+def ready_standby(supervisor: WorkerSupervisor) -> int:
     eventually(lambda: supervisor.standby_pid is not None, what="a standby")
     pid = supervisor.standby_pid
     assert pid is not None
@@ -58,7 +58,7 @@ def hello(pid: int) -> Hello:
 def test_the_standby_takes_over_and_another_one_is_kept() -> None:
     with World(options=OPTIONS) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(number, max_tokens=400)) for number in range(4)]
             for number in range(2, 5):
@@ -77,7 +77,7 @@ def test_the_standby_takes_over_and_another_one_is_kept() -> None:
 def test_a_standby_that_dies_costs_no_stream_and_no_budget() -> None:
     with World(options=OPTIONS) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             worker = supervisor.pid
             stream = world.submit(request(1, max_tokens=400))
@@ -99,7 +99,7 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
     monkeypatch.setattr(supervisor_module, "_PROMOTION_SECONDS", 0.2)
     with World(options=OPTIONS) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             stream = world.submit(request(1, max_tokens=400))
             world.wait(lambda: len(stream.tokens) > 4)
@@ -120,7 +120,7 @@ def test_a_standby_that_still_imports_is_not_promoted() -> None:
     """It imports at a low priority that it cannot raise: beside a busy process a new worker is ready before it."""
     with World(options=replace(OPTIONS, import_seconds=1.0)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             stream = world.submit(request(1, max_tokens=400))
             keeper = supervisor._standby
@@ -145,7 +145,7 @@ def test_a_standby_that_still_imports_is_not_promoted() -> None:
 def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with World(options=OPTIONS) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             keeper, loop = supervisor._standby, supervisor._loop
             assert keeper is not None
@@ -169,7 +169,7 @@ def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, mon
 def test_a_standby_that_is_ready_when_a_drain_begins_still_takes_over() -> None:
     with World(options=OPTIONS) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             stream = world.submit(request(1, max_tokens=400))
             world.wait(lambda: len(stream.tokens) > 4)
@@ -187,7 +187,7 @@ def test_a_standby_that_is_ready_when_a_drain_begins_still_takes_over() -> None:
 
 WILLING = """
 import signal
-from lineclear.standby import Standby
+from lineclear.process.standby import Standby
 standby = Standby.claim()
 if standby is not None:
     standby.wait_until_promoted()
@@ -200,7 +200,7 @@ def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> Non
 
     async def scenario() -> None:
         exits: list[int] = []
-        supervisor = Supervisor(
+        supervisor = WorkerSupervisor(
             [sys.executable, "-c", WILLING],
             limits=SupervisorLimits(start_timeout_seconds=1.0),
             standby=True,

@@ -12,7 +12,7 @@ from support.peer import hello, peers
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request
 
-from lineclear.wire.types import Goodbye, Stopping
+from lineclear.wire.messages import Goodbye, Stopping
 
 LONG_DRAIN = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006, drain_timeout_seconds=10 * PATIENCE_SECONDS)
 

@@ -20,9 +20,9 @@ from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
-from lineclear.wire.types import Hello
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
+from lineclear.wire.messages import Hello
 
 FOR_EVER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = """
@@ -53,8 +53,8 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS
         await asyncio.sleep(0.001)
 
 
-def make(command: list[str], calls: Calls, **limits: float | int) -> Supervisor:
-    return Supervisor(
+def make(command: list[str], calls: Calls, **limits: float | int) -> WorkerSupervisor:
+    return WorkerSupervisor(
         command,
         limits=SupervisorLimits(**limits),  # type: ignore[arg-type]
         on_exit=calls.exited,
@@ -180,7 +180,7 @@ def test_a_configuration_that_has_served_and_never_comes_back_spends_the_budget(
         away.touch()
         os.kill(supervisor.pid, signal.SIGKILL)
         await until(lambda: bool(calls.give_ups))
-        assert supervisor.given_up is GiveUp.CRASHES
+        assert supervisor.given_up is GiveUpReason.CRASHES
         await supervisor.stop()
 
     asyncio.run(scenario())
@@ -339,7 +339,7 @@ def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
     calls = Calls()
 
     async def scenario() -> None:
-        supervisor = Supervisor(["/bin/false"])
+        supervisor = WorkerSupervisor(["/bin/false"])
         supervisor.start()
         pid = supervisor.pid
         assert pid is not None
@@ -359,7 +359,7 @@ def test_a_callback_that_fails_is_not_swallowed() -> None:
         raise RuntimeError("no")
 
     async def scenario() -> None:
-        supervisor = Supervisor(["/bin/true"], on_exit=fail, on_give_up=give_ups.append)
+        supervisor = WorkerSupervisor(["/bin/true"], on_exit=fail, on_give_up=give_ups.append)
         supervisor.start()
         await until(lambda: bool(give_ups))
         await supervisor.stop()
@@ -397,7 +397,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
     # So many kills in a row, without a step between some of them, would convict a request.
     with World(options=options, core=CoreLimits(max_lone_kills=100)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
             streams = [world.submit(request(i, max_tokens=300)) for i in range(4)]
             before: set[str] = set()
@@ -427,7 +427,7 @@ def descriptors() -> set[str]:
 def test_a_spent_budget_is_told_while_requests_wait() -> None:
     with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_lone_crashes=10)) as world:
 
-        def body(supervisor: Supervisor) -> None:
+        def body(supervisor: WorkerSupervisor) -> None:
             stream = world.submit(request(1))
             eventually(lambda: bool(world.give_ups))
             # Supervisor and engine see a death by themselves; the engine may come second.

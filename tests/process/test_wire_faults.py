@@ -20,14 +20,14 @@ from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.world import World, eventually, request, supervised
 
-from lineclear.scheduler.supervisor import Supervisor
-from lineclear.scheduler.vigil import Patience
-from lineclear.sockets import private_sockets
+from lineclear.process.socket_dir import private_socket_dir
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Heartbeat, Hello, StepPlan, StepResult
+from lineclear.wire.messages import Heartbeat, Hello, StepPlan, StepResult
 
 # Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
-PATIENCE = Patience(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
+PATIENCE = WorkerTimeouts(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
 SHORT_SILENCE = replace(PATIENCE, heartbeat_timeout_seconds=4.0)
 OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
 
@@ -88,7 +88,9 @@ REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
 CASES = [(name, at) for name in FAULTS for at in (1, 9) if at > 1 or "the one before" not in name]
 
 
-def serve(tamper: Tamper, body: Callable[[World, Proxy, Supervisor], None], patience: Patience = PATIENCE) -> World:
+def serve(
+    tamper: Tamper, body: Callable[[World, Proxy, WorkerSupervisor], None], patience: WorkerTimeouts = PATIENCE
+) -> World:
     """Run `body` in a world whose worker speaks through a proxy that tampers."""
     with World(patience=patience, options=OPTIONS) as world:
         scheduler_side, worker_side = world.directory, world.root / "w"
@@ -137,11 +139,11 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
 
 
 def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
-    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         world.wait_joined()
         (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
         with bare_context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(f"ipc://{private_sockets(world.directory).result}")
+            socket.connect(f"ipc://{private_socket_dir(world.directory).result}")
             socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
             eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
         pid = supervisor.pid
@@ -156,7 +158,7 @@ def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
 
 
 def test_all_that_a_dead_worker_ever_said_changes_nothing_when_it_is_heard_again() -> None:
-    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=120)) for i in range(8)]
         world.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
@@ -192,7 +194,7 @@ def test_heartbeats_that_are_lost_cost_a_worker_and_no_token() -> None:
                 return ()
         return (frame,)
 
-    def body(world: World, proxy: Proxy, supervisor: Supervisor) -> None:
+    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         world.wait_joined(2)
         all_exact(world)
 

@@ -24,12 +24,12 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 def test_it_holds_on_to_its_scheduler_before_it_imports_what_takes_long() -> None:
     done = run("""
 import sys
-from lineclear import lifeline
-def hold():
+from lineclear.process import parent_death
+def die_with_parent():
     slow = {"zmq", "structlog", "pydantic", "pydantic_settings", "torch", "transformers", "numpy", "google", "asyncio"}
     print(sorted(slow & set(sys.modules)), "lineclear.worker.main" in sys.modules)
     raise SystemExit(9)
-lifeline.hold = hold
+parent_death.die_with_parent = die_with_parent
 from lineclear.worker.main import main
 main([])
 """)
@@ -57,7 +57,7 @@ def test_what_imports_leave_behind_is_not_looked_through_for_garbage() -> None:
     would look at these objects; while a model is loaded there are collections again."""
     done = run("""
 import gc, sys, types
-from lineclear.worker import serving, settings
+from lineclear.worker import app, settings
 collections, counts, kept = [], [], []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 def make_runner(found):
@@ -71,9 +71,9 @@ class Imported(types.ModuleType):
         kept.extend([] for _ in range(100_000))
         counts.append(len(collections) - before)
         return make_runner if name == "make_runner" else type(name, (Exception,), {})
-for name in ("golden", "model", "start"):
+for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
-sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
+sys.exit(app.serve(["--model", "absent", "--directory", "absent"], False))
 """)
     assert (done.returncode, done.stdout) == (78, "[0, 0, 0, 0] True True\n"), done.stderr
 
@@ -82,15 +82,15 @@ sys.exit(serving.serve(["--model", "absent", "--directory", "absent"], False))
 def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(form: str) -> None:
     done = run(f"""
 import sys, types
-from lineclear.worker import serving, settings
+from lineclear.worker import app, settings
 def make_runner(found):
     raise settings.ConfigurationError("enough")
-for name in ("golden", "model", "start"):
+for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
         make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError
     )
 flags = ["--model", "absent", "--directory", "nowhere", "--log-format", {form!r}]
-sys.exit(serving.serve(flags, False))
+sys.exit(app.serve(flags, False))
 """)
     assert done.returncode == 78, done.stderr
     assert "nowhere" in done.stderr

@@ -25,8 +25,8 @@ from support.patience import PATIENCE_SECONDS
 from support.world import ENVIRONMENT
 
 from lineclear.errors import LineclearError
+from lineclear.grpc_status import TRAILER, from_trailer
 from lineclear.scheduler.text.tokenizer import Tokenizer
-from lineclear.status import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 

@@ -16,32 +16,32 @@ import uvloop
 from service.small_tokenizers import byte_level, definition
 from support.events import told
 
-from lineclear.errors import Cancelled, Draining, LineclearError
-from lineclear.scheduler.rpc.admin import AdminService
-from lineclear.scheduler.rpc.server import Server
-from lineclear.scheduler.rpc.service import InferenceService
-from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
-from lineclear.scheduler.scheduling.events import (
+from lineclear.errors import Cancelled, LineclearError, ServerDraining
+from lineclear.grpc_status import TRAILER, from_trailer
+from lineclear.scheduler.core.events import (
     Admitted,
     Event,
     Failed,
     Finished,
     FinishReason,
-    Record,
+    RequestStats,
     Started,
     StepTokens,
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot
+from lineclear.scheduler.grpc_api.admin_service import AdminService
+from lineclear.scheduler.grpc_api.inference_service import InferenceService
+from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.snapshot import EngineSnapshot
-from lineclear.scheduler.text.chat import ChatTemplate
+from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
-from lineclear.status import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-from lineclear.wire.types import Hello, Logprobs
+from lineclear.wire.messages import Hello, Logprobs
 
 BOUND_SECONDS = 60.0
 """How long a test waits for what must happen."""
@@ -103,17 +103,17 @@ class FakeEngine:
         self.refusal: LineclearError | None = None
         self.worker: Hello | None = None
         self._publish = publish
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, RequestStats] = {}
         self._core = Scheduler(CoreLimits())
 
     # --- what the service calls ---
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
-        self._records[request.request_id] = Record(monotonic(), len(request.prompt), len(request.output))
+        self._records[request.request_id] = RequestStats(monotonic(), len(request.prompt), len(request.output))
         if self.is_draining or self.refusal is not None:
             self.requests[request.request_id] = request
-            self.fail(request.request_id, self.refusal or Draining("no"))
+            self.fail(request.request_id, self.refusal or ServerDraining("no"))
             return
         self.requests[request.request_id] = request
         self._publish([Admitted(request.request_id)])
@@ -188,7 +188,7 @@ class FakeEngine:
         if self.requests.pop(key, None) is not None:
             self._publish([Failed(key, error, self._end(key))])
 
-    def _end(self, key: str) -> Record:
+    def _end(self, key: str) -> RequestStats:
         return replace(self._records[key], ended_at=monotonic())
 
 
@@ -206,7 +206,7 @@ class FakeOperations:
         self.orders: list[str] = []
         self.failure: LineclearError | None = None
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         self.orders.append("leave")
 
     async def dump_recording(self) -> Path:

@@ -26,7 +26,7 @@ from lineclear.cli.app import app
 from lineclear.errors import RecordingFailed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 
 async def orders_of(s: Serving) -> Any:

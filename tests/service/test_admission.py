@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, run, serving, text_request
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
+from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
@@ -25,8 +25,8 @@ class Clock:
         return self.now
 
 
-def room(clock: Clock | None = None, **limits: int) -> WaitingRoom:
-    return WaitingRoom(RoomLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
+def room(clock: Clock | None = None, **limits: int) -> QueueQuota:
+    return QueueQuota(QuotaLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
 
 
 # --- when to come back ------------------------------------------------------------------------------------------------
@@ -36,11 +36,11 @@ def test_half_the_queue_at_the_rate_of_the_last_seconds() -> None:
     clock = Clock()
     waiting = room(clock)
     for _ in range(60):
-        waiting.enter("")
-        waiting.weigh("", 10)
+        waiting.reserve("")
+        waiting.add_tokens("", 10)
     for _ in range(5):  # four a second for five seconds
         for _ in range(4):
-            waiting.leave("", 10, began=True)
+            waiting.release("", 10, began=True)
         clock.now += 1
     # 40 wait, 20 left in the 5 seconds and the one that is running: 40 / 20 * 6 / 2.
     assert waiting.retry_after_seconds() == pytest.approx(6.0)
@@ -50,10 +50,10 @@ def test_long_prompts_count_by_their_tokens() -> None:
     clock = Clock()
     waiting = room(clock, tokens=10_000)
     for tokens in (10, 10, 500):
-        waiting.enter("")
-        waiting.weigh("", tokens)
+        waiting.reserve("")
+        waiting.add_tokens("", tokens)
     for _ in range(2):
-        waiting.leave("", 10, began=True)
+        waiting.release("", 10, began=True)
     # By requests it would be 1 / 2 of a second; by tokens 500 / 20 * 1 / 2.
     assert waiting.retry_after_seconds() == pytest.approx(12.5)
 
@@ -62,23 +62,23 @@ def test_what_lies_long_back_says_nothing_and_no_figure_is_absurd() -> None:
     clock = Clock()
     waiting = room(clock, requests=10_000)
     for _ in range(10_000):
-        waiting.enter("")
+        waiting.reserve("")
     assert waiting.retry_after_seconds() == 1.0
-    waiting.leave("", 0, began=True)
+    waiting.release("", 0, began=True)
     assert waiting.retry_after_seconds() == 60.0
     clock.now += 12
     assert waiting.retry_after_seconds() == 1.0
     for _ in range(9_999):
-        waiting.leave("", 0, began=True)
+        waiting.release("", 0, began=True)
     assert waiting.retry_after_seconds() == 0.05
 
 
 def test_those_who_gave_up_are_no_sign_of_speed() -> None:
     waiting = room()
     for _ in range(10):
-        waiting.enter("")
+        waiting.reserve("")
     for _ in range(5):
-        waiting.leave("", 0, began=False)
+        waiting.release("", 0, began=False)
     assert waiting.retry_after_seconds() == 1.0
 
 
@@ -93,22 +93,22 @@ def test_no_bound_is_ever_passed_and_the_counts_return_to_nothing(moves: list[tu
     for tenant, tokens, leaves in moves:
         if leaves and inside:
             who, weight = inside.pop(0)
-            waiting.leave(who, weight, began=bool(tokens % 2))
+            waiting.release(who, weight, began=bool(tokens % 2))
             continue
         mine = [weight for who, weight in inside if who == tenant]
         total = sum(weight for _, weight in inside)
         try:
-            waiting.enter(tenant)
+            waiting.reserve(tenant)
         except QueueFull:
             assert len(inside) >= 9 or len(mine) >= 4 or total >= 60
             continue
         assert len(inside) < 9
         assert len(mine) < 4
         try:
-            waiting.weigh(tenant, tokens)
+            waiting.add_tokens(tenant, tokens)
         except QueueFull:
             assert total + tokens > 60 or sum(mine) + tokens > 30
-            waiting.leave(tenant, 0, began=False)
+            waiting.release(tenant, 0, began=False)
             continue
         # One that is alone may be longer than the bound.
         assert total + tokens <= 60 or not total
@@ -116,7 +116,7 @@ def test_no_bound_is_ever_passed_and_the_counts_return_to_nothing(moves: list[tu
         inside.append((tenant, tokens))
         assert len(waiting) == len(inside)
     for who, weight in inside:
-        waiting.leave(who, weight, began=True)
+        waiting.release(who, weight, began=True)
     assert (len(waiting), waiting.num_tenants) == (0, 0)
 
 
@@ -140,7 +140,7 @@ def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
             for call in (*mine, *others, again):
                 call.cancel()
             await s.idle()
-            assert (len(s.service._room), s.service._room.num_tenants) == (0, 0)
+            assert (len(s.service._quota), s.service._quota.num_tenants) == (0, 0)
 
     run(scenario())
 
@@ -230,6 +230,6 @@ def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
                 assert (await error_of(s.generate(text_request("x" * 600)))).reason == "PROMPT_TOO_LONG"
             s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
             assert [r async for r in s.generate()][-1].finished.reason == pb.FINISH_REASON_LENGTH
-            assert len(s.service._room) == 0
+            assert len(s.service._quota) == 0
 
     run(scenario())

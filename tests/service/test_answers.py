@@ -20,11 +20,11 @@ from service.serving import (
     tokens_of,
 )
 
-from lineclear.fingerprint import prompt_digest
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.model_files.fingerprint import prompt_digest
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 
 def test_an_answer_from_start_to_end(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from service.serving import (
 )
 from support.blackhole import BlackHole
 
-from lineclear.scheduler.rpc.outlet import Outlet
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -131,7 +131,7 @@ def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
             raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
 
     async def scenario() -> None:
-        greeting = asyncio.create_task(Outlet(cast("Any", Gone()), BOUND_SECONDS).greet(()))
+        greeting = asyncio.create_task(ResponseWriter(cast("Any", Gone()), BOUND_SECONDS).send_headers(()))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not greeting.done()
@@ -139,7 +139,7 @@ def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
         with pytest.raises(asyncio.CancelledError):
             await greeting
         with pytest.raises(cygrpc.ExecuteBatchError):  # nobody cancels it: that would be a bug
-            await Outlet(cast("Any", Gone()), 0.001).greet(())
+            await ResponseWriter(cast("Any", Gone()), 0.001).send_headers(())
 
     run(scenario())
 

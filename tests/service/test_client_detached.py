@@ -13,7 +13,7 @@ from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
 from lineclear.client import AsyncClient, Client
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import DuplicateRequest, NonFiniteLogits, QueueFull, UnknownRequest
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
 
 
 def threaded(target: str, work: Callable[[Client], Any]) -> Any:

@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
 
-from lineclear.client import AsyncClient, Client, Generation, sessions
+from lineclear.api_limits import REQUEST_BYTES_KEY
+from lineclear.client import AsyncClient, Client, Generation, session
 from lineclear.client.outbox import most_request_bytes
-from lineclear.client.routing import names_one_server
+from lineclear.client.session_messages import names_one_server
 from lineclear.errors import (
     Cancelled,
     DeadlineExceeded,
-    Drained,
     InvalidRequest,
     LineclearError,
     NonFiniteLogits,
     RequestTooLarge,
+    ShutdownInterrupted,
 )
-from lineclear.limits import REQUEST_BYTES_KEY
-from lineclear.scheduler.rpc import service
-from lineclear.scheduler.rpc.session import Session
-from lineclear.scheduler.scheduling.events import FinishReason
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.grpc_api import inference_service
+from lineclear.scheduler.requests.session import Session
 from lineclear.v1 import inference_pb2 as pb
 
 COUNT = 12
@@ -183,9 +183,9 @@ def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path
                 s.engine.tokens(request.request_id, SMILE_IDS[:3])
             await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
             s.engine.answer = whole
-            s.service.fail_all(lambda mailbox: Drained("gone", retry_after_seconds=0.0))
+            s.service.fail_all(lambda mailbox: ShutdownInterrupted("gone", retry_after_seconds=0.0))
             for session in list(s.service._sessions):
-                session.leave(Drained("gone", retry_after_seconds=0.0))
+                session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
             for result in await asyncio.gather(first, *asked):
                 assert list(result.token_ids) == SMILE_IDS
                 assert result.resumes >= 1
@@ -202,7 +202,7 @@ def test_many_at_once_reach_the_server_in_few_messages(
 ) -> None:
     """A server of before, which takes one order in a message, gets one."""
     counts: list[int] = []
-    obey = Session._obey
+    obey = Session._handle
 
     async def counted(self: Session, message: pb.SessionRequest) -> None:
         counts.append(len(message.submits))
@@ -217,9 +217,9 @@ def test_many_at_once_reach_the_server_in_few_messages(
             for call in (first, *asked):
                 call.cancel()
 
-    monkeypatch.setattr(Session, "_obey", counted)
+    monkeypatch.setattr(Session, "_handle", counted)
     if not takes_many:
-        monkeypatch.setattr(service, "greeting", lambda max_message_bytes: [])
+        monkeypatch.setattr(inference_service, "session_headers", lambda max_message_bytes: [])
     run(scenario())
 
 
@@ -332,8 +332,6 @@ def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: Open) 
 def test_a_session_that_names_its_limit_is_not_sent_more() -> None:
     greeting = [(REQUEST_BYTES_KEY, "1000")]
     with pytest.raises(RequestTooLarge, match="has 20"):
-        sessions._goes_alone(
-            pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting)
-        )
-    assert not sessions._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x")), 1000)
-    assert sessions._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 100_000)), None)
+        session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting))
+    assert not session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x")), 1000)
+    assert session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 100_000)), None)

@@ -26,10 +26,10 @@ from service.serving import (
 )
 
 from lineclear.errors import LineclearError, NonFiniteLogits
-from lineclear.scheduler.access.identity import ANONYMOUS, Identity
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.security.identity import ANONYMOUS, Identity
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 
 async def submit(s: Serving, request: pb.GenerateRequest | None = None, **options: Any) -> str:
@@ -254,7 +254,7 @@ def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: P
 
 
 def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lineclear.scheduler.access import identity
+    from lineclear.scheduler.security import identity
 
     def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
         return Identity(str(dict(context.invocation_metadata() or ()).get("who", "")), "token")

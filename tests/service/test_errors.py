@@ -14,17 +14,17 @@ import pytest
 from service.serving import BOUND_SECONDS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_request, until
 
 from lineclear.errors import (
-    CannotFit,
     DeadlineExceeded,
     DeviceOutOfMemory,
-    Foreign,
+    KvCapacityExceeded,
     LineclearError,
     NonFiniteLogits,
     QueueFull,
+    UnknownStatus,
     WorkerUnavailable,
     tree,
 )
-from lineclear.scheduler.rpc import validation
+from lineclear.scheduler.requests import validation
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -190,7 +190,7 @@ def test_a_role_that_the_template_does_not_know(tmp_path: Path) -> None:
     "error",
     [
         QueueFull("1024 requests are waiting", retry_after_seconds=2.5, metadata={"waiting": "1024"}),
-        CannotFit("needs 9 blocks", metadata={"need": "9", "have": "8"}),
+        KvCapacityExceeded("needs 9 blocks", metadata={"need": "9", "have": "8"}),
         DeviceOutOfMemory("no memory"),
         NonFiniteLogits("not finite"),
         DeadlineExceeded("the deadline passed in the queue"),
@@ -244,7 +244,9 @@ def test_the_deadline_of_the_call(tmp_path: Path) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", [k for k in tree() if k not in (LineclearError, Foreign)], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [k for k in tree() if k not in (LineclearError, UnknownStatus)], ids=lambda k: k.__name__
+)
 def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[LineclearError]) -> None:
     """From the engine to a client, whatever it is: the class on the other side is the same."""
 

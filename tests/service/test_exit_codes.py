@@ -51,7 +51,7 @@ def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> Non
         process.end()
 
 
-@pytest.mark.parametrize("part", ["scheduling.core.Scheduler.apply", "rpc.stats.Stats.add_tokens"])
+@pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.ServerStats.add_tokens"])
 def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
@@ -73,7 +73,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     """Blocks of an answer that has ended are lost: no caller would notice before memory has run out."""
     losing = RUN.replace(
         "sys.exit",
-        "from lineclear.scheduler.scheduling.blocks import BlockPool\n"
+        "from lineclear.scheduler.core.block_pool import BlockPool\n"
         "BlockPool.release = lambda self, blocks: None\nsys.exit",
     )
     recordings = tmp_path / "recordings"
@@ -86,7 +86,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     assert server.exit_code() == 70
     died = server.wait_for("engine_died")
     assert died["error"] == "AssertionError"
-    assert any("blocks.py" in place for place in died["places"])
+    assert any("block_pool.py" in place for place in died["places"])
     assert "engine died" in server.wait_for("recording_written")["reason"]
     assert list(recordings.iterdir())
 
@@ -97,7 +97,8 @@ def test_an_end_that_takes_too_long_is_70(start: Callable[..., Running]) -> None
         "sys.exit",
         "import time\nfrom lineclear.scheduler import main as module\n"
         "module._EXIT_SECONDS = 0.5\n"
-        "from lineclear.scheduler.link import Link\nLink.close = lambda self: time.sleep(600)\nsys.exit",
+        "from lineclear.scheduler.engine.worker_link import WorkerLink\n"
+        "WorkerLink.close = lambda self: time.sleep(600)\nsys.exit",
         1,
     )
     server = start(code=hanging)
@@ -185,7 +186,7 @@ def test_help_is_not_an_error() -> None:
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
-    code = WITHOUT_TORCH + "import lineclear.scheduler.main, lineclear.scheduler.serving\nprint(*sys.modules)"
+    code = WITHOUT_TORCH + "import lineclear.scheduler.main, lineclear.scheduler.app\nprint(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_SECONDS, check=True
     )
@@ -200,7 +201,9 @@ def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: P
     """The worker's own imports take longest. Here the service cannot be imported: the worker is there, and ends."""
     blocked = WITHOUT_TORCH.replace('"numpy"', '"numpy", "grpc", "jinja2", "tokenizers"')
     code = RUN.replace(WITHOUT_TORCH, blocked)
-    loads_for_ever = "from lineclear.lifeline import hold; import signal; hold(); signal.pause()"
+    loads_for_ever = (
+        "from lineclear.process.parent_death import die_with_parent; import signal; die_with_parent(); signal.pause()"
+    )
     worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", loads_for_ever]
     process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker], code)
     try:

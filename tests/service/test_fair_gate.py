@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.rpc.fair_gate import FairGate
+from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -26,7 +26,7 @@ async def settle() -> None:
 class Work:
     """Requests at a gate. `order` are the flows in the order in which they were let in."""
 
-    def __init__(self, gate: FairGate) -> None:
+    def __init__(self, gate: FairSemaphore) -> None:
         self.gate = gate
         self.order: list[str] = []
 
@@ -34,21 +34,21 @@ class Work:
         return asyncio.ensure_future(self._ask(flow, cost))
 
     async def _ask(self, flow: str, cost: float) -> None:
-        await self.gate.enter(flow, cost)
+        await self.gate.acquire(flow, cost)
         self.order.append(flow)
 
     async def finish(self) -> None:
         """One of those inside leaves after the other, until nobody waits."""
         left = 0
         while left < len(self.order):
-            self.gate.leave(self.order[left])
+            self.gate.release(self.order[left])
             left += 1
             await settle()
 
 
 def test_a_flood_of_one_waits_behind_the_first_of_another() -> None:
     async def scenario() -> None:
-        work = Work(FairGate(1, 100, "things wait"))
+        work = Work(FairSemaphore(1, 100, "things wait"))
         flood = [work.ask("flood") for _ in range(20)]
         await settle()
         others = [work.ask("other") for _ in range(3)]
@@ -66,7 +66,7 @@ def test_work_counts_by_its_cost() -> None:
     """One piece of ten is as much as ten pieces of one."""
 
     async def scenario() -> None:
-        work = Work(FairGate(1, 100, "things wait"))
+        work = Work(FairSemaphore(1, 100, "things wait"))
         tasks = [work.ask("large", 10.0) for _ in range(5)] + [work.ask("small", 1.0) for _ in range(40)]
         await settle()
         await work.finish()
@@ -79,7 +79,7 @@ def test_work_counts_by_its_cost() -> None:
 
 def test_one_flow_leaves_a_place_to_others() -> None:
     async def scenario() -> None:
-        work = Work(FairGate(3, 100, "things wait"))
+        work = Work(FairSemaphore(3, 100, "things wait"))
         tasks = [work.ask("flood") for _ in range(5)]
         await settle()
         assert work.order == ["flood", "flood"]
@@ -94,7 +94,7 @@ def test_one_flow_leaves_a_place_to_others() -> None:
 
 def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
     async def scenario() -> None:
-        work = Work(FairGate(1, 4, "things wait"))
+        work = Work(FairSemaphore(1, 4, "things wait"))
         flood = [work.ask("flood") for _ in range(5)]
         await settle()
         with pytest.raises(QueueFull, match="5 things wait") as caught:
@@ -114,19 +114,19 @@ def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
 
 def test_giving_up_leaves_nothing() -> None:
     async def scenario() -> None:
-        gate = FairGate(1, 4, "things wait")
-        await gate.enter("a", 1.0)
-        waiting = [asyncio.ensure_future(gate.enter(flow, 1.0)) for flow in "abc"]
+        gate = FairSemaphore(1, 4, "things wait")
+        await gate.acquire("a", 1.0)
+        waiting = [asyncio.ensure_future(gate.acquire(flow, 1.0)) for flow in "abc"]
         await settle()
         waiting[0].cancel()
         await settle()
         assert gate.num_waiting == 2
-        gate.leave("a")  # lets b in
+        gate.release("a")  # lets b in
         waiting[1].cancel()  # in the same moment
         await settle()
         assert waiting[2].done()
         assert gate.num_inside == 1
-        gate.leave("c")
+        gate.release("c")
         assert (gate.num_inside, gate.num_waiting) == (0, 0)
         assert not any((gate._finish, gate._queue, gate._waiting))
 
@@ -135,11 +135,11 @@ def test_giving_up_leaves_nothing() -> None:
 
 def test_without_room_to_wait_a_place_is_still_a_place() -> None:
     async def scenario() -> None:
-        gate = FairGate(1, 0, "things wait")
-        async with gate.turn("a", 1.0):
+        gate = FairSemaphore(1, 0, "things wait")
+        async with gate.slot("a", 1.0):
             with pytest.raises(QueueFull):
-                await gate.enter("b", 1.0)
-        async with gate.turn("b", 1.0):
+                await gate.acquire("b", 1.0)
+        async with gate.slot("b", 1.0):
             assert gate.num_inside == 1
 
     run(scenario())

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from service.serving import run
 
-from lineclear.scheduler.rpc.health import Health
+from lineclear.scheduler.grpc_api.health_service import HealthService
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
@@ -32,7 +32,7 @@ def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str
     """The caller has the first message before the server knows that it is sent: it may act on it at once."""
 
     async def scenario() -> None:
-        health, context = Health(("", "other")), SlowContext()
+        health, context = HealthService(("", "other")), SlowContext()
         health.set(("",), True)
         watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
         await context.begun.wait()
@@ -46,7 +46,7 @@ def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str
 
 def test_a_change_that_is_taken_back_while_a_message_is_on_its_way_is_not_told() -> None:
     async def scenario() -> None:
-        health, context = Health(("",)), SlowContext()
+        health, context = HealthService(("",)), SlowContext()
         watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
         await context.begun.wait()
         health.set(("",), True)

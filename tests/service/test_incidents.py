@@ -11,9 +11,9 @@ from service.orders import Caller, submit
 from service.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, run, serving, text_request, tokens_of
 from structlog.testing import capture_logs
 
-from lineclear.scheduler.rpc import responses
-from lineclear.scheduler.rpc.streams import Delivery
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.requests import responses
+from lineclear.scheduler.requests.output_stream import OutputChunk
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.v1 import inference_pb2 as pb
 
@@ -115,7 +115,7 @@ def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
     else:
         response = responses.response
 
-        def broken(delivery: Delivery, *rest: Any) -> Any:
+        def broken(delivery: OutputChunk, *rest: Any) -> Any:
             if BAD_TOKEN in delivery.token_ids:
                 raise RuntimeError(MARKER)
             return response(delivery, *rest)

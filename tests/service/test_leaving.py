@@ -17,10 +17,10 @@ from service.processes import BOUND_SECONDS, EOS, VOCABULARY, WITHOUT_TORCH, Run
 from support.patience import SOON_SECONDS
 from support.toy import expected
 
-from lineclear.status import TRAILER, from_trailer
+from lineclear.grpc_status import TRAILER, from_trailer
 from lineclear.v1 import admin_pb2, admin_pb2_grpc
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -187,13 +187,13 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(
     os.mkfifo(gate)
     stall = {
         "loop": f"loop.add_signal_handler(signal.SIGALRM, Path({str(gate)!r}).read_bytes)",
-        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._order("
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._enqueue("
         f"lambda now: Path({str(gate)!r}).read_bytes()))",
     }[target]
     code = WITHOUT_TORCH + (
         "import asyncio, signal\n"
         "from pathlib import Path\n"
-        "from lineclear.scheduler import serving as module\n"
+        "from lineclear.scheduler import app as module\n"
         "from lineclear.scheduler.main import main\n"
         "engines = []\n"
         "class Kept(module.Engine):\n"

@@ -22,7 +22,7 @@ from support.world import ENVIRONMENT
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 

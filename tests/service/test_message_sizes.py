@@ -10,14 +10,14 @@ import pytest
 from service.orders import Caller, submit
 from service.serving import HELLO_IDS, error_of, read_all, run, serving, text_of, text_request, tokens_of, until
 
+from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import DeadlineExceeded
-from lineclear.limits import MAX_PIECE_BYTES
-from lineclear.scheduler.access import interceptor
-from lineclear.scheduler.access.identity import ANONYMOUS
-from lineclear.scheduler.rpc.kept_answer import KeptAnswer
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api import error_interceptor
+from lineclear.scheduler.requests.detached_answer import DetachedAnswer
+from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 TOP = Logprobs(-1.5, tuple((token, -2.5) for token in range(400, 420)))
 LARGEST = MAX_PIECE_BYTES + 64 * 1024
@@ -92,10 +92,10 @@ def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) ->
 def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
     """Tokens of 5,000 characters: as many as fit by their number make 5 MB."""
     checked = SimpleNamespace(received=(), wants_text=True)
-    ticket: Any = SimpleNamespace(checked=checked, caller=ANONYMOUS, tenant="", mailbox=SimpleNamespace(label="x"))
+    ticket: Any = SimpleNamespace(checked=checked, caller=ANONYMOUS, tenant="", output=SimpleNamespace(request_id="x"))
 
     async def scenario() -> None:
-        answer = KeptAnswer(ticket)
+        answer = DetachedAnswer(ticket)
         answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
         answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
         messages = [message async for message in answer.read(0)]
@@ -153,7 +153,7 @@ def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float) -> No
 def test_a_unary_answer_over_the_limit_is_refused_with_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptor, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(error_interceptor, "MAX_MESSAGE_BYTES", 1000)
 
     async def scenario() -> None:
         async with serving(tmp_path) as s:

@@ -27,10 +27,10 @@ from service.test_security import bearer
 from service.test_tokens import ALICE, token_file
 from support.patience import PATIENCE_SECONDS, SOON_SECONDS
 
-from lineclear.scheduler import scrapes as scrapes_module
-from lineclear.scheduler.rpc.metrics import families
-from lineclear.scheduler.rpc.stats import BOUNDS_SECONDS, Durations, Stats
-from lineclear.scheduler.scrapes import MAX_CONNECTIONS, Scrapes
+from lineclear.scheduler import metrics_server as scrapes_module
+from lineclear.scheduler.metrics import families
+from lineclear.scheduler.metrics_server import MAX_CONNECTIONS, MetricsServer
+from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, RequestTimings, ServerStats
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 
@@ -43,7 +43,7 @@ class _Given(Collector):
         return self._metrics
 
 
-def read(stats: pb.GetStatsResponse, figures: Stats) -> dict[str, float]:
+def read(stats: pb.GetStatsResponse, figures: ServerStats) -> dict[str, float]:
     """{name and labels: value} of what a scrape of these would bring, by the library's own parser."""
     registry = CollectorRegistry()
     registry.register(_Given(list(families(stats, figures))))
@@ -53,7 +53,7 @@ def read(stats: pb.GetStatsResponse, figures: Stats) -> dict[str, float]:
 
 def test_no_two_families_have_one_name() -> None:
     """The text format allows one HELP and one TYPE line for a name; strict readers drop the whole page."""
-    figures = Stats(0.0)
+    figures = ServerStats(0.0)
     figures.add_rejected("QUEUE_FULL")
     names = [family.name for family in families(pb.GetStatsResponse(), figures)]
     assert sorted(set(names)) == sorted(names)
@@ -65,23 +65,23 @@ def test_every_counter_and_gauge_has_a_name() -> None:
     whole.remove("requests_rejected")  # counted by reason, under the same name
     for value, name in enumerate(whole, 1):
         setattr(stats.totals, name, value)
-    found = read(stats, Stats(0.0))
+    found = read(stats, ServerStats(0.0))
     assert [found[f"lineclear_{name}_total"] for name in whole] == list(range(1, len(whole) + 1))
     assert not [f.name for f in pb.Gauges.DESCRIPTOR.fields if f"lineclear_{f.name}" not in found]
 
 
 def test_what_autoscalers_look_for_is_there_by_the_name_they_know() -> None:
     gauges = pb.Gauges(requests_waiting=3, requests_running=5, blocks_used=16, blocks_total=64)
-    found = read(pb.GetStatsResponse(gauges=gauges), Stats(0.0))
+    found = read(pb.GetStatsResponse(gauges=gauges), ServerStats(0.0))
     assert found["vllm:num_requests_waiting"] == found["lineclear_requests_waiting"] == 3
     assert found["vllm:num_requests_running"] == found["lineclear_requests_running"] == 5
     assert found["vllm:kv_cache_usage_perc"] == 0.25
 
 
 def test_durations_are_counted_up_to_each_bound() -> None:
-    figures = Stats(0.0)
+    figures = ServerStats(0.0)
     for first_token in (0.001, 0.0011, 0.3, 1000.0, None):
-        figures.add_finished(Durations(None, first_token, None, 2.0, None))
+        figures.add_finished(RequestTimings(None, first_token, None, 2.0, None))
     found = read(pb.GetStatsResponse(), figures)
     expected = {0.001: 1, 0.0025: 2, 0.25: 2, 0.5: 3, 500.0: 3}
     assert {bound: found[f"lineclear_first_token_seconds_bucket le={bound}"] for bound in expected} == expected
@@ -93,7 +93,7 @@ def test_durations_are_counted_up_to_each_bound() -> None:
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:
-    figures = Stats(0.0)
+    figures = ServerStats(0.0)
     for outcome in ("length", "stop_eos", "length", "deadline_exceeded"):
         figures.add_ended(outcome)
     found = read(pb.GetStatsResponse(), figures)
@@ -108,15 +108,15 @@ def test_requests_are_counted_by_how_they_ended() -> None:
 def test_the_expiry_of_the_certificate_is_a_figure_where_there_is_one() -> None:
     name = "lineclear_certificate_expiry_timestamp_seconds"
     registry = CollectorRegistry()
-    registry.register(_Given(list(families(pb.GetStatsResponse(), Stats(0.0), certificate_expires_at=1.8e9))))
+    registry.register(_Given(list(families(pb.GetStatsResponse(), ServerStats(0.0), certificate_expires_at=1.8e9))))
     assert registry.get_sample_value(name) == 1.8e9
-    assert name not in read(pb.GetStatsResponse(), Stats(0.0))
+    assert name not in read(pb.GetStatsResponse(), ServerStats(0.0))
 
 
 # -- the listener
 
 
-def fetch(scrapes: Scrapes, accept: str = "*/*", query: str = "") -> str:
+def fetch(scrapes: MetricsServer, accept: str = "*/*", query: str = "") -> str:
     request = urllib.request.Request(f"http://{scrapes.address}/metrics{query}", headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -128,15 +128,15 @@ def visits(value: int = 1) -> list[Metric]:
 
 
 @contextlib.contextmanager
-def scraped(collect: Callable[[], Iterable[Metric]] = visits) -> Iterator[Scrapes]:
-    scrapes = Scrapes("127.0.0.1:0", collect)
+def scraped(collect: Callable[[], Iterable[Metric]] = visits) -> Iterator[MetricsServer]:
+    scrapes = MetricsServer("127.0.0.1:0", collect)
     try:
         yield scrapes
     finally:
         scrapes.close()
 
 
-def connect(scrapes: Scrapes) -> socket.socket:
+def connect(scrapes: MetricsServer) -> socket.socket:
     host, _, port = scrapes.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
 
@@ -161,7 +161,7 @@ PROMETHEUS = {
 @pytest.mark.parametrize("accept", [*PROMETHEUS.values(), "*/*"], ids=[*PROMETHEUS, "curl"])
 def test_names_are_the_same_for_every_release_of_prometheus(accept: str) -> None:
     stats = pb.GetStatsResponse(gauges=pb.Gauges(requests_waiting=3))
-    with scraped(lambda: families(stats, Stats(0.0))) as scrapes:
+    with scraped(lambda: families(stats, ServerStats(0.0))) as scrapes:
         found = {s.name: s.value for f in text_string_to_metric_families(fetch(scrapes, accept)) for s in f.samples}
     assert found["vllm:num_requests_waiting"] == found["lineclear_requests_waiting"] == 3
 
@@ -263,7 +263,7 @@ def test_an_address_in_use_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigurationError, match="in use"):
-            Scrapes(f"127.0.0.1:{taken.getsockname()[1]}", list)
+            MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}", list)
 
 
 # -- what is refused
@@ -313,6 +313,6 @@ def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: Path) 
             assert dict(ended) == {"cancelled": 1, "prompt_too_long": 1}
 
     run(scenario())
-    figures = Stats(0.0)
+    figures = ServerStats(0.0)
     figures.add_rejected("invalid_request")
     assert read(pb.GetStatsResponse(), figures)["lineclear_requests_rejected_total reason=invalid_request"] == 1

@@ -17,8 +17,8 @@ from support.patience import PATIENCE_SECONDS
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lineclear.exit_codes import ExitCode
-from lineclear.worker.loader import load
-from lineclear.worker.model import ModelRefused
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import load
 
 SERVE = [sys.executable, "-m", "lineclear.cli", "serve", "--listen", "127.0.0.1:0", "--log-format", "json", "--model"]
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}

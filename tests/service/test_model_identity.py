@@ -10,7 +10,7 @@ import pytest
 from service.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, run, serving, text_request, tokens_of, until
 
 from lineclear.errors import ModelChanged
-from lineclear.fingerprint import prompt_digest
+from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.v1 import inference_pb2 as pb
 
 OURS = HELLO.model_fingerprint

@@ -16,7 +16,7 @@ from support.toy import expected
 
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 MARKER = "XyzzyPlugh"
 RARE = [307, 311, 313, 317, 331, 337]
@@ -102,7 +102,7 @@ def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path,
     "part",
     [
         *("text.detokenizer.AnswerText.push", "text.tokenizer.Tokenizer.encode"),
-        *("scheduling.core.Scheduler.submit", "scheduling.core.Scheduler.apply"),
+        *("core.scheduler.Scheduler.submit", "core.scheduler.Scheduler.apply"),
     ],
 )
 def test_whatever_bug_quotes_it(start: Callable[..., Running], part: str) -> None:
@@ -133,7 +133,7 @@ def note(text):
 """,
     "metrics": """
 from prometheus_client.core import GaugeMetricFamily
-from lineclear.scheduler.rpc import service
+from lineclear.scheduler.grpc_api import inference_service as service
 texts = {}
 figures = service.families
 def families(*arguments, **named):
@@ -154,7 +154,7 @@ def note(text):
 def test_the_marker_would_be_found(start: Callable[..., Running], kind: str) -> None:
     careless = RUN.replace(
         "sys.exit",
-        f"{CARELESS[kind]}\nfrom lineclear.scheduler.rpc import validation\nreal = validation.check\n"
+        f"{CARELESS[kind]}\nfrom lineclear.scheduler.requests import validation\nreal = validation.check\n"
         "def check(request, bounds):\n"
         "    note(request.text)\n"
         "    return real(request, bounds)\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from service.serving import error_of, run, serving
 
-from lineclear.errors import DeadlinePredicted, QueueFull
-from lineclear.scheduler.rpc.waiting_room import RoomLimits, WaitingRoom
+from lineclear.errors import DeadlineUnreachable, QueueFull
+from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
@@ -26,7 +26,7 @@ class Line:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.room = WaitingRoom(RoomLimits(requests=200, tokens=10**9), lambda: self.now)
+        self.room = QueueQuota(QuotaLimits(requests=200, tokens=10**9), lambda: self.now)
         self.free = [self.now] * NUM_SLOTS  # when each slot is free, a heap
         self.starts: list[float] = []  # of those who wait, ascending
         self.late = self.refused = self.wrong = self.count = 0
@@ -44,16 +44,16 @@ class Line:
         then = self.now + seconds
         while self.starts and self.starts[0] <= then:
             self.now = max(self.now, heapq.heappop(self.starts))
-            self.room.leave("", 10, began=True)
+            self.room.release("", 10, began=True)
         self.now = then
 
     def _come(self, patience: float) -> None:
-        hopeless = patience < self.room.least_wait_seconds()
+        hopeless = patience < self.room.min_wait_seconds()
         try:
-            self.room.enter("", patience)
+            self.room.reserve("", patience)
         except QueueFull:
             return
-        self.room.weigh("", 10)
+        self.room.add_tokens("", 10)
         start = max(self.now, heapq.heappop(self.free)) + 0.01
         heapq.heappush(self.free, start + self.rng.lognormvariate(-0.3, 0.8))
         heapq.heappush(self.starts, start)
@@ -84,27 +84,27 @@ def test_where_twice_as_many_come_as_can_be_served_most_who_would_wait_for_nothi
 
 def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
     now = 1000.0
-    room = WaitingRoom(RoomLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
+    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
     for _ in range(50):
-        room.enter("", 0.001)
-    assert room.least_wait_seconds() == 0.0
+        room.reserve("", 0.001)
+    assert room.min_wait_seconds() == 0.0
     now += 60.0  # nobody began in a minute: what the queue waits for may end in a moment
-    room.enter("", 0.001)
+    room.reserve("", 0.001)
 
 
 def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> None:
     now = 1000.0
-    room = WaitingRoom(RoomLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
+    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
     for _ in range(80):
-        room.enter("")
+        room.reserve("")
     for _ in range(8):  # five a second
         for _ in range(5):
             now += 0.2
-            room.leave("", 0, began=True)
-    assert room.least_wait_seconds() == pytest.approx(40 / 5 / 3, rel=0.15)
-    room.enter("", 5.0)
-    with pytest.raises(DeadlinePredicted) as caught:
-        room.enter("", 2.0)
+            room.release("", 0, began=True)
+    assert room.min_wait_seconds() == pytest.approx(40 / 5 / 3, rel=0.15)
+    room.reserve("", 5.0)
+    with pytest.raises(DeadlineUnreachable) as caught:
+        room.reserve("", 2.0)
     assert (caught.value.code, caught.value.retry_after_seconds) == ("DEADLINE_EXCEEDED", None)
     assert caught.value.metadata["waiting"] == "41"
     assert len(room) == 41
@@ -116,9 +116,9 @@ def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -
         async with serving(tmp_path, refuse_hopeless=True) as s:
             first = s.generate(IDS, timeout=50)
             await s.engine.next_request(1)
-            s.service._room.least_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
+            s.service._quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
             error = await error_of(s.generate(IDS, timeout=10))
-            assert isinstance(error, DeadlinePredicted)
+            assert isinstance(error, DeadlineUnreachable)
             assert error.metadata == {"waiting": "1", "least_wait_seconds": "20.0"}
             patient = s.generate(IDS, timeout=50)
             await s.engine.next_request(2)

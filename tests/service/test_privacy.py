@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from core.rig import VOCABULARY, Rig
 
-from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.security.identity import ANONYMOUS, Identity, cache_salt
 
 ALICE, BOB = Identity("alice", "token"), Identity("bob", "token")
 LENGTH = 41

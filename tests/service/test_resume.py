@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_of, text_request, tokens_of
 
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
 from lineclear.v1 import inference_pb2 as pb
 

@@ -31,15 +31,15 @@ from support.http2 import Connection, message
 from support.patience import PATIENCE_SECONDS
 
 from lineclear import v1
-from lineclear.scheduler.access import identity
-from lineclear.scheduler.access.authentication import _Token
-from lineclear.scheduler.access.identity import ANONYMOUS, Identity, cache_salt
-from lineclear.scheduler.access.tokens import read_tokens
-from lineclear.scheduler.access.watched import LOOK_SECONDS, Watched
 from lineclear.scheduler.addresses import is_local
-from lineclear.scheduler.rpc.server import BOTH, OPERATORS
-from lineclear.scheduler.rpc.server import CHANNELZ as CHANNELZ_NAME
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api.server import ADMIN_ONLY, EVERYWHERE
+from lineclear.scheduler.grpc_api.server import CHANNELZ as CHANNELZ_NAME
+from lineclear.scheduler.grpc_api.token_interceptor import _Token
+from lineclear.scheduler.security import identity
+from lineclear.scheduler.security.identity import ANONYMOUS, Identity, cache_salt
+from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
+from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
@@ -224,11 +224,11 @@ def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_path: Pat
 
 def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_path: Path) -> None:
     now = 0.0
-    watched = Watched([file := token_file(tmp_path, f"alice {ALICE}")], lambda: read_tokens(file), lambda: now)
+    watched = ReloadingFile([file := token_file(tmp_path, f"alice {ALICE}")], lambda: read_tokens(file), lambda: now)
     shown = _Token(watched, watched.current(), ALICE, "alice")
     for lines, expected in (([f"bob {BOB}", f"alice {ALICE}"], True), ([f"carol {ALICE}"], False)):
         token_file(tmp_path, *lines)
-        now += LOOK_SECONDS
+        now += CHECK_SECONDS
         assert shown.is_valid() is expected
 
 
@@ -452,8 +452,8 @@ def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
                     await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
                     await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
                 )
-                operators = method in ADMIN or method in OPERATORS
-                assert there == (not operators, operators or method in BOTH), method
+                operators = method in ADMIN or method in ADMIN_ONLY
+                assert there == (not operators, operators or method in EVERYWHERE), method
                 # Neither's token opens the other's door.
                 assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
                 assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
@@ -539,7 +539,7 @@ def test_the_limit_is_what_linux_takes_for_no_dump_where_a_program_collects_them
     """With core_pattern a pipe Linux ignores a limit of 0, and obeys one of exactly 1."""
     code = (
         "import resource\n"
-        "from lineclear import core_dumps\n"
+        "from lineclear.process import core_dumps\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_CORE)\n"
         "core_dumps.disable()\n"
         "expected = 0 if hard == 0 else 1\n"
@@ -556,7 +556,7 @@ def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
     """In a container of its own, where it inherits nothing."""
     code = (
         "import sys, types\n"
-        "serving = types.ModuleType('lineclear.worker.serving')\n"
+        "serving = types.ModuleType('lineclear.worker.app')\n"
         "serving.serve = lambda *arguments: print(open('/proc/self/limits').read()) or 0\n"
         "sys.modules[serving.__name__] = serving\n"
         "from lineclear.worker.main import main\n"

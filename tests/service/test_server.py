@@ -27,9 +27,9 @@ from service.serving import (
     until,
 )
 
-from lineclear.scheduler.rpc import health
-from lineclear.scheduler.rpc.server import CHANNELZ, LIVE, NAMES, READY, WORKER
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api import health_service
+from lineclear.scheduler.grpc_api.server import CHANNELZ, LIVE, NAMES, READY, WORKER
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 
@@ -151,8 +151,8 @@ def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
 
 def test_watchers_of_one_connection_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of one address for another, where all the places of the first are taken."""
-    monkeypatch.setattr(health, "MAX_WATCHERS_PER_CONNECTION", 2)
-    monkeypatch.setattr(health, "MAX_WATCHERS", 3)
+    monkeypatch.setattr(health_service, "MAX_WATCHERS_PER_CONNECTION", 2)
+    monkeypatch.setattr(health_service, "MAX_WATCHERS", 3)
 
     async def scenario() -> None:
         async with serving(tmp_path, listen="127.0.0.1:0", health_listen="127.0.0.1:0") as s:

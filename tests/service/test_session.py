@@ -23,9 +23,9 @@ from service.serving import (
 )
 
 from lineclear.errors import DeviceOutOfMemory
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 
 def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> None:

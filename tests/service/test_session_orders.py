@@ -18,10 +18,10 @@ from service.serving import (
 )
 
 from lineclear.errors import InternalError
-from lineclear.scheduler.access.identity import ANONYMOUS
-from lineclear.scheduler.rpc.admission import Admission
-from lineclear.scheduler.rpc.session import Session
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.requests.admission import Admission
+from lineclear.scheduler.requests.session import Session
+from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -122,14 +122,14 @@ def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_m
                 deadline=None,
                 max_requests=9999,
             )
-            listening = asyncio.ensure_future(session.listen(orders()))
+            listening = asyncio.ensure_future(session.run(orders()))
             await until(lambda: heard >= 256)
             for _ in range(10):
                 await asyncio.sleep(0)
             assert heard <= 256 + per_message
             assert len(session._failures) == 256
             failed = 0
-            while (message := await session.news()) is not None:
+            while (message := await session.next_response()) is not None:
                 failed += len(message.pieces)
             assert failed == 1000
             await listening

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lineclear.scheduler.addresses import is_local, parse_address
-from lineclear.scheduler.flags import NAMES_ELSEWHERE
-from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS
-from lineclear.scheduler.serving import _fixed_size_timeout_seconds
+from lineclear.scheduler.app import _fixed_size_timeout_seconds
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES
+from lineclear.scheduler.flag_aliases import FLAG_ALIASES
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
 
 
@@ -87,7 +87,11 @@ def test_every_field_is_explained() -> None:
 
 def test_policies_are_those_of_the_core() -> None:
     fields = SchedulerSettings.model_fields
-    for name, entries in {"batching_strategy": STRATEGIES, "order": ORDERS, "victim": VICTIMS}.items():
+    for name, entries in {
+        "batching_strategy": STRATEGIES,
+        "order": QUEUE_ORDERS,
+        "victim": PREEMPTION_POLICIES,
+    }.items():
         assert set(fields[name].annotation.__args__) == set(entries)
 
 
@@ -139,7 +143,7 @@ def test_every_flag_that_is_no_flag_is_said_at_once() -> None:
 
 def test_names_of_elsewhere_lead_to_settings_of_ours() -> None:
     known = {f"--{name.replace('_', '-')}" for name in SchedulerSettings.model_fields}
-    for name, ours in NAMES_ELSEWHERE.items():
+    for name, ours in FLAG_ALIASES.items():
         assert name not in known
         assert ours in known
 

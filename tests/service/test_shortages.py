@@ -19,7 +19,7 @@ from support.patience import PATIENCE_SECONDS
 from support.toy import expected
 
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 # While the file is there the scheduler gets neither a thread nor a process, as at the limit of a control group.
 WITHOUT_TASKS = """

@@ -13,8 +13,8 @@ import pytest
 from service.orders import Caller, submit
 from service.serving import error_of, read_all, run, serving, text_request, until
 
-from lineclear.scheduler.scheduling.events import FinishReason
-from lineclear.wire.types import Logprobs
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.wire.messages import Logprobs
 
 
 def test_too_many_unread_tokens(tmp_path: Path) -> None:

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from lineclear.scheduler.rpc.stats import WINDOW_REQUESTS, Durations, Quantiles, Stats, durations, quantiles
-from lineclear.scheduler.scheduling.events import Record
+from lineclear.scheduler.core.events import RequestStats
+from lineclear.scheduler.requests.request_stats import (
+    WINDOW_REQUESTS,
+    Quantiles,
+    RequestTimings,
+    ServerStats,
+    quantiles,
+    request_timings,
+)
 
 
 def test_quantiles_of_a_hundred_numbers() -> None:
@@ -28,27 +35,27 @@ def test_quantiles_of_nothing_are_zero() -> None:
 
 
 def test_where_the_time_went() -> None:
-    record = Record(
+    record = RequestStats(
         arrival=10.5, prompt_tokens=3, completion_tokens=5, started_at=11.0, first_token_at=12.0, last_token_at=14.0
     )
-    assert durations(record, 10.0, 5, 15.0) == Durations(
+    assert request_timings(record, 10.0, 5, 15.0) == RequestTimings(
         queue=1.0, first_token=2.0, decode=2.0, total=5.0, inter_token=0.5
     )
 
 
 def test_a_request_that_never_ran_only_has_a_total() -> None:
-    assert durations(Record(10.0, 3), 10.0, 0, 12.0) == Durations(None, None, None, 2.0, None)
+    assert request_timings(RequestStats(10.0, 3), 10.0, 0, 12.0) == RequestTimings(None, None, None, 2.0, None)
 
 
 def test_one_token_has_no_gap() -> None:
-    record = Record(0.0, 3, completion_tokens=1, started_at=1.0, first_token_at=2.0, last_token_at=2.0)
-    assert durations(record, 0.0, 1, 3.0).inter_token is None
+    record = RequestStats(0.0, 3, completion_tokens=1, started_at=1.0, first_token_at=2.0, last_token_at=2.0)
+    assert request_timings(record, 0.0, 1, 3.0).inter_token is None
 
 
 def test_the_window_forgets() -> None:
-    stats = Stats(0.0)
+    stats = ServerStats(0.0)
     for n in range(WINDOW_REQUESTS + 10):
-        stats.add_finished(Durations(None, None, None, float(n), None))
+        stats.add_finished(RequestTimings(None, None, None, float(n), None))
     found = stats.window("total")
     assert found.count == WINDOW_REQUESTS
     assert found.max == WINDOW_REQUESTS + 9
@@ -58,11 +65,11 @@ def test_the_window_forgets() -> None:
 def test_the_window_is_that_of_the_last_requests() -> None:
     """Kept in order as they come, and equal to sorting them all."""
     dice = random.Random(1)
-    stats = Stats(0.0)
-    added: list[Durations] = []
+    stats = ServerStats(0.0)
+    added: list[RequestTimings] = []
     for _ in range(2 * WINDOW_REQUESTS):
         queue = dice.choice([None, 0.0, dice.random(), 0.5])
-        added.append(Durations(queue, None, None, round(dice.random(), 1), None))
+        added.append(RequestTimings(queue, None, None, round(dice.random(), 1), None))
         stats.add_finished(added[-1])
     last = added[-WINDOW_REQUESTS:]
     assert stats.window("total") == quantiles(spent.total for spent in last)
@@ -70,7 +77,7 @@ def test_the_window_is_that_of_the_last_requests() -> None:
 
 
 def test_the_rate_is_of_the_last_ten_seconds() -> None:
-    stats = Stats(100.0)
+    stats = ServerStats(100.0)
     assert stats.tokens_per_second(100.0) == 0.0
     stats.add_tokens(50, 100.1)
     assert stats.tokens_per_second(100.2) == 50.0  # within the first second: as if that were over
@@ -82,7 +89,7 @@ def test_the_rate_is_of_the_last_ten_seconds() -> None:
 
 
 def test_the_rate_keeps_a_bounded_history() -> None:
-    stats = Stats(0.0)
+    stats = ServerStats(0.0)
     for n in range(100_000):
         stats.add_tokens(1, n * 0.01)
     assert stats.tokens_per_second(1000.0) == pytest.approx(100.0, rel=0.11)

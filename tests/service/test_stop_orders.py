@@ -18,7 +18,7 @@ from support.world import ENVIRONMENT, short_directory
 
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 NUM_STREAMS, NUM_TOKENS = 16, 60
 TOY = ToyOptions(vocab_size=VOCABULARY, min_step_seconds=0.02, max_step_seconds=0.02)

@@ -13,24 +13,24 @@ from support.events import told
 from support.patience import PATIENCE_SECONDS
 
 from lineclear.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InternalError, LineclearError
-from lineclear.scheduler.rpc.streams import Delivery, Mailbox, Streams
-from lineclear.scheduler.scheduling.events import (
+from lineclear.scheduler.core.events import (
     Admitted,
     Event,
     Failed,
     Finished,
     FinishReason,
     Preempted,
-    Record,
+    RequestStats,
     Started,
     StepTokens,
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.requests.output_stream import OutputChunk, OutputRouter, OutputStream
 from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
-RECORD = Record(0.0, 3)
+RECORD = RequestStats(0.0, 3)
 
 
 class Engine:
@@ -46,18 +46,18 @@ class Engine:
         self.told.append(("finish", request_id, num_tokens))
 
 
-def streams(max_unread_tokens: int = 100) -> tuple[Streams, Engine, list[bool]]:
+def streams(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bool]]:
     engine, workers = Engine(), list[bool]()
     return (
-        Streams(engine, max_unread_tokens, 2**20, workers.append, lambda error: InternalError(str(error))),
+        OutputRouter(engine, max_unread_tokens, 2**20, workers.append, lambda error: InternalError(str(error))),
         engine,
         workers,
     )
 
 
-async def taken(mailbox: Mailbox) -> Delivery:
+async def taken(mailbox: OutputStream) -> OutputChunk:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        return await mailbox.take()
+        return await mailbox.read()
 
 
 @settings(max_examples=300, deadline=None)
@@ -71,17 +71,21 @@ def test_every_token_once_and_one_end(chunks: list[int], reads: list[bool], fail
     async def scenario() -> None:
         inbox, engine, _ = streams()
         mailbox = inbox.open("r", None, wants_times=True)
-        events: list[Event] = [Admitted(mailbox.key), Started(mailbox.key, 1, 2, 0)]
+        events: list[Event] = [Admitted(mailbox.engine_id), Started(mailbox.engine_id, 1, 2, 0)]
         count = 0
         for size in chunks:
             if size == 0:
-                events.append(Preempted(mailbox.key))
+                events.append(Preempted(mailbox.engine_id))
                 continue
             logprobs = tuple(Logprobs(-float(n)) for n in range(count, count + size)) if asks_logprobs else ()
-            events.append(told(mailbox.key, count, tuple(range(count, count + size)), logprobs))
+            events.append(told(mailbox.engine_id, count, tuple(range(count, count + size)), logprobs))
             count += size
         error = DeadlineExceeded("late")
-        last = Failed(mailbox.key, error, RECORD) if fails else Finished(mailbox.key, FinishReason.LENGTH, None, RECORD)
+        last = (
+            Failed(mailbox.engine_id, error, RECORD)
+            if fails
+            else Finished(mailbox.engine_id, FinishReason.LENGTH, None, RECORD)
+        )
         tokens: list[int] = []
         logprobs_seen: list[float] = []
         num_starts = 0
@@ -123,10 +127,10 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     async def scenario() -> None:
         inbox, _, _ = streams()
         mailbox = inbox.open("r", None)
-        inbox.dispatch([Failed(mailbox.key, Cancelled("first"), RECORD)], 0.0)
+        inbox.dispatch([Failed(mailbox.engine_id, Cancelled("first"), RECORD)], 0.0)
         mailbox.fail(InternalError("second"))
-        inbox.dispatch([told(mailbox.key, 0, (1,))], 0.0)
-        inbox.dispatch([Finished(mailbox.key, FinishReason.LENGTH, None, RECORD)], 0.0)
+        inbox.dispatch([told(mailbox.engine_id, 0, (1,))], 0.0)
+        inbox.dispatch([Finished(mailbox.engine_id, FinishReason.LENGTH, None, RECORD)], 0.0)
         for _ in range(2):
             with pytest.raises(Cancelled, match="first"):
                 await taken(mailbox)
@@ -141,11 +145,11 @@ def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
         inbox, engine, _ = streams()
         mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["lo"])))
         ids = TOKENIZER.encode_sealed("Hello, how")
-        inbox.dispatch([told(mailbox.key, 0, tuple(ids))], 0.0)
+        inbox.dispatch([told(mailbox.engine_id, 0, tuple(ids))], 0.0)
         assert engine.told[0][0] == "finish"
         used = engine.told[0][2]
-        inbox.dispatch([told(mailbox.key, len(ids), (5,))], 0.0)  # made meanwhile
-        inbox.dispatch([Failed(mailbox.key, DeadlineExceeded("late"), RECORD)], 0.0)
+        inbox.dispatch([told(mailbox.engine_id, len(ids), (5,))], 0.0)  # made meanwhile
+        inbox.dispatch([Failed(mailbox.engine_id, DeadlineExceeded("late"), RECORD)], 0.0)
         delivery = await taken(mailbox)
         assert list(delivery.token_ids) == ids[:used]
         assert delivery.text == "Hel"
@@ -162,7 +166,7 @@ def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None:
         mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
         waiting = asyncio.create_task(taken(mailbox))
         await asyncio.sleep(0)
-        inbox.dispatch([told(mailbox.key, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
+        inbox.dispatch([told(mailbox.engine_id, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
         delivery = await waiting
         assert delivery.token_ids
         assert delivery.end is None
@@ -174,11 +178,11 @@ def test_unread_tokens_are_bounded_and_forgotten_when_there_are_too_many() -> No
     async def scenario() -> None:
         inbox, engine, _ = streams(max_unread_tokens=4)
         mailbox = inbox.open("r", None)
-        inbox.dispatch([told(mailbox.key, 0, (1, 2, 3, 4))], 0.0)
+        inbox.dispatch([told(mailbox.engine_id, 0, (1, 2, 3, 4))], 0.0)
         assert engine.told == []
-        inbox.dispatch([told(mailbox.key, 4, (5,))], 0.0)
-        assert engine.told == [("cancel", mailbox.key)]
-        inbox.dispatch([told(mailbox.key, 5, (6,))], 0.0)  # made before the engine heard
+        inbox.dispatch([told(mailbox.engine_id, 4, (5,))], 0.0)
+        assert engine.told == [("cancel", mailbox.engine_id)]
+        inbox.dispatch([told(mailbox.engine_id, 5, (6,))], 0.0)  # made before the engine heard
         with pytest.raises(LineclearError, match="5 tokens are unread") as caught:
             await taken(mailbox)
         assert caught.value.reason == "SLOW_CONSUMER"
@@ -193,11 +197,11 @@ def test_a_label_is_taken_until_its_reader_is_done() -> None:
         with pytest.raises(DuplicateRequest):
             inbox.open("same", None)
         inbox.close(first)
-        assert engine.told == [("cancel", first.key)]
+        assert engine.told == [("cancel", first.engine_id)]
         second = inbox.open("same", None)
-        assert second.key != first.key
-        inbox.dispatch([Failed(first.key, Cancelled("first"), RECORD)], 0.0)
-        inbox.dispatch([Started(second.key, 0, 1, 0)], 0.0)
+        assert second.engine_id != first.engine_id
+        inbox.dispatch([Failed(first.engine_id, Cancelled("first"), RECORD)], 0.0)
+        inbox.dispatch([Started(second.engine_id, 0, 1, 0)], 0.0)
         assert (await taken(second)).started is not None
 
     run(scenario())
@@ -208,7 +212,7 @@ def test_a_gap_is_a_bug_and_not_sent() -> None:
         inbox, _, _ = streams()
         mailbox = inbox.open("r", None)
         with pytest.raises(AssertionError, match="gap"):
-            inbox.dispatch([told(mailbox.key, 1, (5,))], 0.0)
+            inbox.dispatch([told(mailbox.engine_id, 1, (5,))], 0.0)
 
     run(scenario())
 
@@ -218,7 +222,7 @@ def test_how_many_wait() -> None:
         inbox, _, workers = streams()
         boxes = [inbox.open(str(n), None) for n in range(3)]
         assert inbox.num_waiting == 3
-        inbox.dispatch([Started(boxes[0].key, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)
+        inbox.dispatch([Started(boxes[0].engine_id, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)
         assert (inbox.num_waiting, workers) == (2, [False, True])
         inbox.close(boxes[0])
         inbox.close(boxes[1])

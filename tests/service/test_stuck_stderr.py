@@ -28,14 +28,14 @@ from lineclear.client import Client
 # Once the log's pipe is full, the engine stands still for a while, which the event loop reports with all stacks.
 STANDING_STILL = """
 import threading, time
-from lineclear.scheduler.engine import Engine
-turn = Engine._turn
+from lineclear.scheduler.engine.engine import Engine
+turn = Engine._run_once
 def slow(self):
     if os.path.exists({path!r}):
         os.unlink({path!r})
         time.sleep(1.0)
     turn(self)
-Engine._turn = slow
+Engine._run_once = slow
 import os
 """
 
@@ -52,7 +52,7 @@ def fill(descriptor: int) -> None:
 
 # Libraries, warnings and threads that end with an exception write a note.
 NOTES = """
-from lineclear.scheduler.rpc.service import InferenceService
+from lineclear.scheduler.grpc_api.inference_service import InferenceService
 drain = InferenceService.drain
 def noted(self, seconds):
     try:
@@ -124,7 +124,7 @@ def test_what_is_written_to_a_socket_arrives_in_order_and_whole() -> None:
     """Lines, stacks, the last traceback: also what comes just before the end."""
     script = """
 import faulthandler, os, sys, structlog
-from lineclear.logs import configure
+from lineclear.process.logging_setup import configure
 faulthandler.enable()
 writer = configure("scheduler", form="json")
 for number in range(100):
@@ -154,7 +154,7 @@ def test_a_crash_is_seen_in_a_socket() -> None:
     """The last words of a process that is ended by a signal."""
     script = """
 import faulthandler, os, signal
-from lineclear.logs import configure
+from lineclear.process.logging_setup import configure
 faulthandler.enable()
 configure("scheduler", form="json")
 os.kill(os.getpid(), signal.SIGSEGV)

@@ -20,10 +20,10 @@ from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_o
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
-from lineclear.scheduler.rpc.validation import check_detokenize
-from lineclear.scheduler.text.chat import ChatTemplate
+from lineclear.scheduler.requests.validation import check_detokenize
+from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
-from lineclear.scheduler.text.rendering import Turn
+from lineclear.scheduler.text.template_renderer import ChatMessage
 from lineclear.v1 import inference_pb2 as pb
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -85,7 +85,7 @@ def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_pat
     async def scenario() -> None:
         async with serving(tmp_path) as s:
             here = ChatTemplate(TEMPLATE, TOKENIZER, {})
-            turns = [Turn("user", content) for content in contents]
+            turns = [ChatMessage("user", content) for content in contents]
             expected = TOKENIZER.encode_sealed(here.render(turns, add_generation_prompt=True))
             assert list((await tokenize(s, *contents)).token_ids) == expected
 

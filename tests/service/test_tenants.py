@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 from service.serving import SMILE_IDS, Serving, error_of, run, serving, text_request
 
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.types import Logprobs
+from lineclear.wire.messages import Logprobs
 
 TOKENS = {"alice": "alice-token-0123456789abcdef", "bob": "bob-token-0123456789abcdefgh"}
 LONG = text_request(sampling={"max_tokens": 100})

@@ -13,10 +13,10 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from lineclear.scheduler.access import certificates
-from lineclear.scheduler.access.certificates import ServerCertificates, read_certificates
-from lineclear.scheduler.access.tokens import Tokens, read_tokens
-from lineclear.scheduler.access.watched import LOOK_SECONDS, Watched
+from lineclear.scheduler.security import tls
+from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
+from lineclear.scheduler.security.tls import ServerCertificates, read_certificates
+from lineclear.scheduler.security.token_file import TokenTable, read_tokens
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
@@ -56,7 +56,7 @@ def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytes
         return a == b
 
     tokens = read_tokens(token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}"))
-    monkeypatch.setattr("lineclear.scheduler.access.tokens.hmac.compare_digest", compare)
+    monkeypatch.setattr("lineclear.scheduler.security.token_file.hmac.compare_digest", compare)
     for shown in (ALICE, BOB, "nobody's"):
         tokens.name_of(shown)
     assert compared == [32] * 6
@@ -120,20 +120,20 @@ class Clock:
 def test_a_change_is_seen_after_a_second_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
     clock = Clock()
     file = token_file(tmp_path, f"alice {ALICE}")
-    watched = Watched([file], lambda: read_tokens(file), clock)
+    watched = ReloadingFile([file], lambda: read_tokens(file), clock)
     token_file(tmp_path, f"bob {BOB}")
-    clock.now += LOOK_SECONDS / 2
+    clock.now += CHECK_SECONDS / 2
     assert watched.current().name_of(ALICE) == "alice"
-    clock.now += LOOK_SECONDS / 2
+    clock.now += CHECK_SECONDS / 2
     assert (watched.current().name_of(ALICE), watched.current().name_of(BOB)) == (None, "bob")
     assert watched.version == 1
     for broken in (lambda: token_file(tmp_path, "rubbish"), file.unlink):
         broken()
-        clock.now += LOOK_SECONDS
+        clock.now += CHECK_SECONDS
         assert watched.current().name_of(BOB) == "bob"
         assert watched.version == 1
     token_file(tmp_path, f"alice {ALICE}")
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert watched.current().name_of(ALICE) == "alice"
 
 
@@ -147,10 +147,10 @@ def test_a_link_that_is_swapped_is_a_change(tmp_path: Path) -> None:
     link.symlink_to("one")
     file = tmp_path / "tokens"
     file.symlink_to("data/tokens")
-    watched = Watched([file], lambda: read_tokens(file), clock)
+    watched = ReloadingFile([file], lambda: read_tokens(file), clock)
     (tmp_path / "new").symlink_to("two")
     (tmp_path / "new").rename(link)
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert watched.current().name_of(BOB) == "x"
 
 
@@ -159,7 +159,7 @@ def test_a_change_of_the_same_size_is_seen(tmp_path: Path, way: str) -> None:
     clock, times = Clock(), (1_700_000_000, 1_700_000_000)
     file = token_file(tmp_path, f"alice {ALICE}", mode=0o600)
     os.utime(file, times)
-    watched = Watched([file], lambda: read_tokens(file), clock)
+    watched = ReloadingFile([file], lambda: read_tokens(file), clock)
     other = f"carol {ALICE}\n"
     assert len(other) == file.stat().st_size
     if way == "rewritten":  # in place: another time
@@ -169,20 +169,20 @@ def test_a_change_of_the_same_size_is_seen(tmp_path: Path, way: str) -> None:
         (tmp_path / "new").chmod(0o600)
         os.utime(tmp_path / "new", times)
         (tmp_path / "new").rename(file)
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert watched.current().name_of(ALICE) == "carol"
 
 
 def test_files_that_do_not_change_are_not_read_again(tmp_path: Path) -> None:
     clock = Clock()
     reads: list[float] = []
-    watched = Watched([token_file(tmp_path, f"alice {ALICE}")], lambda: reads.append(clock.now), clock)
+    watched = ReloadingFile([token_file(tmp_path, f"alice {ALICE}")], lambda: reads.append(clock.now), clock)
     for _ in range(5):
-        clock.now += LOOK_SECONDS
+        clock.now += CHECK_SECONDS
         watched.current()
     token_file(tmp_path, f"bob {BOB}")
     for _ in range(5):
-        clock.now += LOOK_SECONDS
+        clock.now += CHECK_SECONDS
         watched.current()
     assert len(reads) == 2
     assert watched.version == 1
@@ -192,9 +192,9 @@ def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path
     clock = Clock()
     reads: list[float] = []
     file = token_file(tmp_path, f"alice {ALICE}")
-    watched = Watched([file], lambda: reads.append(clock.now), clock)
+    watched = ReloadingFile([file], lambda: reads.append(clock.now), clock)
     for _ in range(1000):
-        clock.now += LOOK_SECONDS / 100
+        clock.now += CHECK_SECONDS / 100
         file.touch()
         watched.current()
     assert len(reads) <= 11
@@ -205,18 +205,18 @@ def test_a_problem_that_passes_is_no_reason_to_keep_old_values(tmp_path: Path) -
     clock, broken = Clock(), [True, True, False]
     file = token_file(tmp_path, f"alice {ALICE}")
 
-    def read() -> Tokens:
+    def read() -> TokenTable:
         if reads and broken.pop(0):
             raise ConfigurationError("too many open files")
         reads.append(clock.now)
         return read_tokens(file)
 
     reads: list[float] = []
-    watched = Watched([file], read, clock)
+    watched = ReloadingFile([file], read, clock)
     token_file(tmp_path, f"bob {BOB}")
     with capture_logs() as lines:
         for expected in (None, None, "bob", "bob"):
-            clock.now += LOOK_SECONDS
+            clock.now += CHECK_SECONDS
             assert watched.current().name_of(BOB) == expected
     assert [line["event"] for line in lines] == ["files_not_reloaded", "files_reloaded"]
 
@@ -286,7 +286,7 @@ def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
 ) -> None:
     """The certificate is read, then both files are exchanged, then the key is read."""
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    real = certificates._read
+    real = tls._read
 
     def read_and_exchange(setting: str, path: Any) -> bytes:
         data = real(setting, path)
@@ -294,7 +294,7 @@ def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
             pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
         return data
 
-    monkeypatch.setattr(certificates, "_read", read_and_exchange)
+    monkeypatch.setattr(tls, "_read", read_and_exchange)
     with pytest.raises(ConfigurationError, match="key values mismatch"):
         read(**files)
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_no_descriptor_left_at_a_rotation_keeps_the_old_certificate_until_there_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, settings = Clock(), SchedulerSettings(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
-    watched = Watched([Path(settings.tls_cert_file)], lambda: read_certificates(settings), clock)
+    watched = ReloadingFile([Path(settings.tls_cert_file)], lambda: read_certificates(settings), clock)
     before = watched.current()
     pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
 
@@ -339,14 +339,14 @@ def test_no_descriptor_left_at_a_rotation_keeps_the_old_certificate_until_there_
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", none_left)
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     with capture_logs() as lines:
         assert watched.current() is before
     assert [(line["event"], "Too many open files" in line["problem"]) for line in lines] == [
         ("files_not_reloaded", True)
     ]
     monkeypatch.undo()
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert watched.current().chain == Path(settings.tls_cert_file).read_bytes() != before.chain
 
 

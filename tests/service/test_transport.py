@@ -20,12 +20,12 @@ from service.test_slow_readers import gate
 from service.test_tokens import ALICE, BOB, token_file
 from support.http2 import Connection, message
 
-from lineclear.client.channels import channel_options
-from lineclear.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from lineclear.scheduler.access import listening
-from lineclear.scheduler.access.listening import Options, data_options, probe_options
-from lineclear.scheduler.access.reading import LONG
-from lineclear.scheduler.scheduling.events import FinishReason
+from lineclear.api_limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from lineclear.client.channel import channel_options
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api import listener
+from lineclear.scheduler.grpc_api.listener import Options, data_options, probe_options
+from lineclear.scheduler.grpc_api.request_reader import LONG
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 
@@ -163,7 +163,7 @@ def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many pings as there are strikes, in a thousandth of the time. The default would be one in 300 s."""
-    monkeypatch.setattr(listening, "MIN_PING_INTERVAL_MS", 5)
+    monkeypatch.setattr(listener, "MIN_PING_INTERVAL_MS", 5)
 
     async def scenario() -> None:
         async with serving(tmp_path):

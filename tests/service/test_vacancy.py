@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lineclear.scheduler.access.vacancy import require_vacant
+from lineclear.scheduler.address_check import check_bindable
 from lineclear.scheduler.settings import ConfigurationError
 
 
@@ -26,7 +26,7 @@ def taken() -> Iterator[int]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_where_somebody_listens_is_in_use(taken: int, host: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^cannot listen on {host}:{taken}: in use$"):
-        require_vacant(f"{host}:{taken}")
+        check_bindable(f"{host}:{taken}")
 
 
 def test_a_name_whose_addresses_are_half_taken_is_in_use(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_a_name_whose_addresses_are_half_taken_is_in_use(taken: int, monkeypatch
     both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, taken)) for host in ("127.0.0.2", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(ConfigurationError, match="in use"):
-        require_vacant(f"name:{taken}")
+        check_bindable(f"name:{taken}")
 
 
 def test_a_name_may_have_an_address_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +42,10 @@ def test_a_name_may_have_an_address_that_this_machine_does_not(monkeypatch: pyte
         return lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in hosts]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve("192.0.2.1", "127.0.0.1"))
-    require_vacant("name:0")
+    check_bindable("name:0")
     monkeypatch.setattr(socket, "getaddrinfo", resolve("192.0.2.1"))
     with pytest.raises(ConfigurationError, match="not an address of this machine"):
-        require_vacant("name:0")
+        check_bindable("name:0")
 
 
 def test_what_else_the_system_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_what_else_the_system_says_is_passed_on(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(socket.socket, "bind", refused)
     with pytest.raises(ConfigurationError, match="80: Permission denied"):
-        require_vacant("127.0.0.1:80")
+        check_bindable("127.0.0.1:80")
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +63,17 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigurationError, match="cannot listen on nobody:1: Name or service not known"):
-        require_vacant("nobody:1")
+        check_bindable("nobody:1")
 
 
 def test_a_socket_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"/absent is no directory that we may write to"):
-        require_vacant(f"unix:{tmp_path}/absent/s")
+        check_bindable(f"unix:{tmp_path}/absent/s")
 
 
 def test_what_is_vacant_stays_so(tmp_path: Path) -> None:
     """Asking leaves nothing behind."""
     for _ in range(2):
-        require_vacant("127.0.0.1:0")
-        require_vacant(f"unix:{tmp_path}/s")
+        check_bindable("127.0.0.1:0")
+        check_bindable(f"unix:{tmp_path}/s")
     assert list(tmp_path.iterdir()) == []

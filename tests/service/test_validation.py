@@ -11,9 +11,9 @@ from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, req
 from service.serving import EOS, error_of, read_all, run, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
-from lineclear.scheduler.rpc.ranges import RANGES, model_defaults
-from lineclear.scheduler.rpc.validation import (
-    Bounds,
+from lineclear.scheduler.requests.sampling_ranges import RANGES, model_defaults
+from lineclear.scheduler.requests.validation import (
+    ModelBounds,
     check,
     check_detokenize,
     check_token_ids,
@@ -23,7 +23,7 @@ from lineclear.scheduler.rpc.validation import (
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
-BOUNDS = Bounds(
+BOUNDS = ModelBounds(
     context_length=CONTEXT,
     vocab_size=VOCABULARY,
     max_prompt_bytes=MAX_BYTES,

@@ -13,11 +13,11 @@ from simulation.holdings import Holdings
 from simulation.track import Track
 from simulation.turns import Turns
 
-from lineclear.errors import CannotFit, LineclearError, ModelChanged, PromptTooLong
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.ledger import Counters
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Hello
+from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, PromptTooLong
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.core.stats import Counters
+from lineclear.wire.messages import Hello
 
 
 class Flight:
@@ -100,7 +100,7 @@ class Crowd:
         if total > self.hello.max_model_len:
             return PromptTooLong
         # The last token is sampled but never computed.
-        return CannotFit if total - 1 > self.hello.num_blocks * self.hello.block_size else None
+        return KvCapacityExceeded if total - 1 > self.hello.num_blocks * self.hello.block_size else None
 
     def strike(self, flights: Iterable[Flight]) -> Track | None:
         """Strike who had a row in `flights`; the one who was alone in them."""

@@ -22,16 +22,15 @@ from support.toy import expected, fingerprint
 from lineclear.errors import (
     DeadlineExceeded,
     DeviceOutOfMemory,
-    Draining,
     DuplicateRequest,
     InternalError,
     LineclearError,
     NonFiniteLogits,
     PoisonRequest,
     QueueFull,
+    ServerDraining,
 )
-from lineclear.scheduler.scheduling.core import CoreSnapshot
-from lineclear.scheduler.scheduling.events import (
+from lineclear.scheduler.core.events import (
     Admitted,
     Event,
     Failed,
@@ -41,10 +40,11 @@ from lineclear.scheduler.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.scheduling.ledger import Counters
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.scheduler import CoreSnapshot
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.core.stats import Counters
+from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -104,13 +104,13 @@ class Oracle:
             wanted.append((Failed, track.request.request_id, DeadlineExceeded, track.record(now)))
         self._same(events, wanted)
 
-    def reset(self, hello: Hello | None, now: float, events: list[Event], loss: Loss = Loss.LEFT) -> None:
+    def reset(self, hello: Hello | None, now: float, events: list[Event], loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
         """`reset` gave `events`."""
         wanted: list[object] = [] if self.crowd.hello is None else [WorkerLost(self.crowd.hello.epoch)]
-        lone = self.crowd.strike(self.crowd.flights) if loss is not Loss.LEFT else None
+        lone = self.crowd.strike(self.crowd.flights) if loss is not WorkerLoss.CLEAN else None
         if lone is not None and lone.strikes > 1:
             lone.lone[loss] += 1
-            crashes, kills = lone.lone[Loss.BROKE], lone.lone[Loss.KILLED]
+            crashes, kills = lone.lone[WorkerLoss.CRASHED], lone.lone[WorkerLoss.KILLED]
             if crashes / self.limits.max_lone_crashes + kills / self.limits.max_lone_kills >= 1.0:
                 self.crowd.end(lone)
                 self.crowd.tally.requests_failed += 1
@@ -267,7 +267,7 @@ class Oracle:
     def _refusal(self, request: Request) -> type[LineclearError] | None:
         waiting = sum(len(t.tokens) for t in self.crowd.fresh)
         if self.crowd.draining:
-            return Draining
+            return ServerDraining
         if request.request_id in self.crowd.live:
             return DuplicateRequest
         if len(self.crowd.fresh) >= self.limits.max_queue_size:

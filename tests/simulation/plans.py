@@ -11,9 +11,9 @@ from simulation.crowd import Crowd, Flight
 from simulation.joining import Joining
 from simulation.track import Track
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.events import Event, Preempted, Started
-from lineclear.wire.types import Hello, Row, SlotInit, StepPlan
+from lineclear.scheduler.core.events import Event, Preempted, Started
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.wire.messages import Hello, Row, SlotInit, StepPlan
 
 _SMALL_STEPS = 200
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineclear.scheduler.scheduling import core, door, policy, residents
-from lineclear.scheduler.scheduling.blocks import BlockPool
-from lineclear.scheduler.scheduling.core import Scheduler
-from lineclear.scheduler.scheduling.decoding import Decoding
-from lineclear.scheduler.scheduling.flights import Flight, Tokens
-from lineclear.scheduler.scheduling.planning import Planning
-from lineclear.scheduler.scheduling.residents import Residents
-from lineclear.scheduler.scheduling.sequence import Sequence
-from lineclear.scheduler.scheduling.suspects import Suspects
-from lineclear.scheduler.scheduling.waiting import WaitingQueue
+from lineclear.scheduler.core import limits, policies, running_batch, scheduler
+from lineclear.scheduler.core.block_pool import BlockPool
+from lineclear.scheduler.core.decode_batch import DecodeBatch
+from lineclear.scheduler.core.inflight_step import InflightStep, ResultTokens
+from lineclear.scheduler.core.planner import StepPlanner
+from lineclear.scheduler.core.poison_detector import PoisonDetector
+from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +42,26 @@ _OWNERS: dict[str, Any] = {
         cls.__name__: cls
         for cls in (
             BlockPool,
-            WaitingQueue,
-            Residents,
-            Suspects,
-            Decoding,
-            Planning,
-            Flight,
-            Tokens,
+            RequestQueue,
+            RunningBatch,
+            PoisonDetector,
+            DecodeBatch,
+            StepPlanner,
+            InflightStep,
+            ResultTokens,
             Scheduler,
             Sequence,
         )
     },
     **{
         cls.__name__: cls
-        for cls in (policy.View, *policy.STRATEGIES.values(), *policy.ORDERS.values())
+        for cls in (policies.BatchingState, *policies.STRATEGIES.values(), *policies.QUEUE_ORDERS.values())
         if isinstance(cls, type)
     },
-    "core": core,
-    "door": door,
-    "policy": policy,
-    "residents": residents,
+    "core": scheduler,
+    "door": limits,
+    "policy": policies,
+    "residents": running_batch,
 }
 
 
@@ -100,11 +100,11 @@ def planted(bug: Bug) -> Iterator[None]:
 @contextmanager
 def _everywhere(bug: Bug, original: Any, replacement: Any) -> Iterator[None]:
     """`replacement` in place of `original`, in the table of victims too."""
-    names = [name for name, victim in policy.VICTIMS.items() if victim is original]
+    names = [name for name, victim in policies.PREEMPTION_POLICIES.items() if victim is original]
     setattr(bug.owner, bug.name, replacement)
-    policy.VICTIMS.update(dict.fromkeys(names, replacement))
+    policies.PREEMPTION_POLICIES.update(dict.fromkeys(names, replacement))
     try:
         yield
     finally:
         setattr(bug.owner, bug.name, original)
-        policy.VICTIMS.update(dict.fromkeys(names, original))
+        policies.PREEMPTION_POLICIES.update(dict.fromkeys(names, original))

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from simulation.scenario import draw
 from simulation.world import World, run_seed
 
-from lineclear.wire.types import StepPlan
+from lineclear.wire.messages import StepPlan
 
 
 def show(seed: int) -> int:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from support.toy import expected, fingerprint
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.policy import ORDERS, STRATEGIES, VICTIMS, PolicySettings
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
 
 MODELS = ("", "b")
 _FAULTS = ("cancel", "stop", "crash", "replace", "oom", "oov", "malformed", "stale", "forget", "drain")
@@ -275,8 +275,8 @@ def _draw_limits(rng: random.Random) -> CoreLimits:
         prefix_cache=rng.random() < 0.7,
         cache_secret=b"secret" if rng.random() < 0.5 else b"",
         strategy=rng.choice(tuple(STRATEGIES)),
-        order=rng.choice(tuple(ORDERS)),
-        victim=rng.choice(tuple(VICTIMS)),
+        order=rng.choice(tuple(QUEUE_ORDERS)),
+        victim=rng.choice(tuple(PREEMPTION_POLICIES)),
         policy=PolicySettings(
             min_batch_size=rng.choice((1, 1, 2, 4)),
             batch_timeout_seconds=rng.choice((0.0, 0.05, 0.1, rng.random())),

@@ -10,22 +10,22 @@ import simulation.watched
 from simulation.scenario import draw
 from simulation.world import World
 
-from lineclear.scheduler.recording.recorder import RecordedScheduler
-from lineclear.scheduler.recording.replay import Divergence, NoRecording, replay
-from lineclear.scheduler.scheduling.core import CoreLimits
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
 
 
 def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The last lines of a history, or all of them."""
     calls = random.Random(seed).choice((5, 40, 300, 10_000))
 
-    def make(limits: CoreLimits) -> RecordedScheduler:
-        return RecordedScheduler(limits, calls)
+    def make(limits: CoreLimits) -> RecordingScheduler:
+        return RecordingScheduler(limits, calls)
 
     monkeypatch.setattr(simulation.watched, "Scheduler", make)
     world = World(draw(seed), watch=False)
     world.run()
-    assert isinstance(world.scheduler.core, RecordedScheduler)
+    assert isinstance(world.scheduler.core, RecordingScheduler)
     return [json.dumps(entry) for entry in world.scheduler.core.recording()]
 
 
@@ -60,5 +60,5 @@ def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 2"}']])
 def test_what_is_no_recording_is_refused(lines: list[str]) -> None:
-    with pytest.raises(NoRecording):
+    with pytest.raises(NotARecording):
         replay(map(json.loads, lines))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lineclear.scheduler.scheduling.events import Record
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.scheduling.suspects import Loss
+from lineclear.scheduler.core.events import RequestStats
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.sequence import Request
 
 
 class Track:
@@ -31,7 +31,7 @@ class Track:
         self.preemptions = self.recoveries = self.bypasses = 0
         self.pinned = False
         self.strikes = self.mark = 0
-        self.lone: Counter[Loss] = Counter()
+        self.lone: Counter[WorkerLoss] = Counter()
         self.cached = self.recomputed = self.last_step = 0
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -47,9 +47,9 @@ class Track:
         """Positions that can be planned."""
         return min(self.known, self.limit - 1) - self.planned
 
-    def record(self, now: float, completion: int | None = None) -> Record:
+    def record(self, now: float, completion: int | None = None) -> RequestStats:
         """The account it must give."""
-        return Record(
+        return RequestStats(
             arrival=self.arrival,
             prompt_tokens=len(self.request.prompt),
             completion_tokens=self.received if completion is None else completion,

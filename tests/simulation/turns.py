@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from simulation.breach import hold
 from simulation.track import Track
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from simulation.scenario import Scenario, poison
 from support.events import flat
 
 from lineclear.errors import Cancelled, DeviceOutOfMemory, LineclearError, PoisonRequest
-from lineclear.scheduler.scheduling.core import BadResult, Scheduler
-from lineclear.scheduler.scheduling.events import Admitted, Event, Failed, Finished, Started, TokensReady
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.scheduling.suspects import Loss
+from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.scheduler import BadResult, Scheduler
+from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Hello, StepError, StepPlan, StepResult
+from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
 
 class Watched:
@@ -91,7 +91,7 @@ class Watched:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, if there is one."""
         plan = self.core.plan(now)
-        events = self.core.take_events()
+        events = self.core.drain_events()
         if plan is not None:
             self.transcript.append((now, "plan", plan))
             plan = self.sent(plan)
@@ -126,7 +126,7 @@ class Watched:
 
     def fail_step(self, error: StepError, now: float) -> None:
         """A step failed."""
-        events = self.core.fail_step(error, now)
+        events = self.core.on_step_error(error, now)
         self._saw("fail_step", events, now)
         if self.oracle:
             self.oracle.failed_step(error, now, events)
@@ -134,14 +134,14 @@ class Watched:
 
     def join(self, hello: Hello, now: float) -> None:
         """A worker is there, and another one is not any more."""
-        self._reset(hello, now, Loss.LEFT)
+        self._reset(hello, now, WorkerLoss.CLEAN)
 
-    def lose(self, loss: Loss, now: float) -> None:
+    def lose(self, loss: WorkerLoss, now: float) -> None:
         """The worker is gone."""
         self._reset(None, now, loss)
 
-    def _reset(self, hello: Hello | None, now: float, loss: Loss) -> None:
-        events = self.core.reset(hello, now, loss)
+    def _reset(self, hello: Hello | None, now: float, loss: WorkerLoss) -> None:
+        events = self.core.on_worker_change(hello, now, loss)
         self._saw("reset", events, now)
         if self.oracle:
             self.oracle.reset(hello, now, events, loss)
@@ -149,7 +149,7 @@ class Watched:
 
     def forget(self) -> None:
         """Empty the prefix cache."""
-        self.core.forget_prefixes()
+        self.core.clear_prefix_cache()
         if self.oracle:
             self.oracle.forgot()
             self._settled()

@@ -7,7 +7,7 @@ from collections import deque
 from simulation.scenario import Capacity, is_bad
 from support.toy import ToyFlight, ToyRunner
 
-from lineclear.wire.types import StepError, StepPlan, StepResult
+from lineclear.wire.messages import StepError, StepPlan, StepResult
 
 POISON = -2
 """What cells of a sequence hold whose logits were not finite. Reading one changes the answer of whoever reads it."""

@@ -16,9 +16,9 @@ from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity,
 from simulation.watched import Watched
 from simulation.worker import Worker
 
-from lineclear.errors import Drained
-from lineclear.scheduler.scheduling.suspects import Loss
-from lineclear.wire.types import StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.errors import ShutdownInterrupted
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.wire.messages import StepError, StepErrorKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class World:
         return self.rng.choice(ids) if ids and self.rng.random() < 0.9 else "nobody"
 
     def _do_cancel(self) -> None:
-        who, error = self._someone(), self.rng.choice((None, Drained("the server left")))
+        who, error = self._someone(), self.rng.choice((None, ShutdownInterrupted("the server left")))
         self.scheduler.cancel(who, error, self.now)
 
     def _do_stop(self) -> None:
@@ -167,11 +167,11 @@ class World:
         # Counted when the core hears of it; what a worker meant to say before it was replaced costs nobody anything.
         if result is None:
             self.scheduler.happened["fallen"] += 1
-            self._lose(Loss.BROKE)
+            self._lose(WorkerLoss.CRASHED)
         elif isinstance(result, StepError):
             self.scheduler.happened["fallen"] += 1
             self.scheduler.fail_step(result, self.now)
-            self._lose(Loss.LEFT if result.kind is StepErrorKind.OUT_OF_MEMORY else Loss.BROKE)
+            self._lose(WorkerLoss.CLEAN if result.kind is StepErrorKind.OUT_OF_MEMORY else WorkerLoss.CRASHED)
         else:
             self.scheduler.apply(result, self.now)
 
@@ -227,7 +227,7 @@ class World:
     def _do_crash(self) -> None:
         if self.worker is not None:
             self.scheduler.happened["crash"] += 1
-            self._lose(self.rng.choice(tuple(Loss)))
+            self._lose(self.rng.choice(tuple(WorkerLoss)))
 
     def _do_replace(self) -> None:
         """Another worker joins and nobody told that the old one went."""
@@ -253,7 +253,7 @@ class World:
         self.worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille, self.model)
         self.scheduler.join(self.worker.hello, self.now)
 
-    def _lose(self, loss: Loss) -> None:
+    def _lose(self, loss: WorkerLoss) -> None:
         self.worker = None
         self.scheduler.lose(loss, self.now)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lineclear.scheduler.scheduling.events import StepTokens
-from lineclear.wire.types import Logprobs
+from lineclear.scheduler.core.events import StepTokens
+from lineclear.wire.messages import Logprobs
 
 
 def flat(events: Iterable[Any]) -> Iterator[Any]:

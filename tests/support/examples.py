@@ -5,7 +5,7 @@ So a field that the codec forgets is noticed, and damage has something to hit.
 
 from __future__ import annotations
 
-from lineclear.wire.types import (
+from lineclear.wire.messages import (
     Decodes,
     Goodbye,
     Heartbeat,

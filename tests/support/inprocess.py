@@ -10,13 +10,13 @@ from itertools import count
 
 from support.events import flat
 
-from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
-from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady
-from lineclear.scheduler.scheduling.ledger import Counters
-from lineclear.scheduler.scheduling.sequence import Request
+from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Hello, Logprobs, StepPlan, StepResult
-from lineclear.worker.protocol import Flight, Runner
+from lineclear.wire.messages import Hello, Logprobs, StepPlan, StepResult
+from lineclear.worker.runner_interface import InflightStep, Runner
 
 
 class Failure(AssertionError):
@@ -31,7 +31,7 @@ class InProcess:
         self.events: list[Event] = []
         self.plans: list[StepPlan] = []
         self._runner = runner
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InflightStep] = deque()
         self._clock = count()
         self._epochs = count(1)
         self._join()
@@ -74,14 +74,14 @@ class InProcess:
     def lose_worker(self) -> None:
         """The worker dies with what it has in flight, and another one joins."""
         self._flights.clear()
-        self.events += self.core.reset(None, next(self._clock))
+        self.events += self.core.on_worker_change(None, next(self._clock))
         self._join()
 
     def _join(self) -> None:
         self._runner.reset()
         hello = decode(encode(self._runner.hello(next(self._epochs))))
         assert isinstance(hello, Hello)
-        self.events += self.core.reset(hello, next(self._clock))
+        self.events += self.core.on_worker_change(hello, next(self._clock))
 
     def _plan(self) -> None:
         while (plan := self.core.plan(next(self._clock))) is not None:
@@ -89,7 +89,7 @@ class InProcess:
             assert isinstance(received, StepPlan)
             self.plans.append(plan)
             self._flights.append(self._runner.launch(received))
-        self.events += self.core.take_events()
+        self.events += self.core.drain_events()
 
     def _apply(self) -> None:
         assert self._flights, "nothing runs, nothing can be planned, and requests wait"

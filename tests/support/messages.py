@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from lineclear.wire.types import (
+from lineclear.wire.messages import (
     Decodes,
     Goodbye,
     Heartbeat,

@@ -11,8 +11,8 @@ from pathlib import Path
 from support.toy import ToyFlight, ToyRunner
 from support.toy_worker import ToyOptions
 
-from lineclear.wire.types import Hello, StepErrorKind, StepPlan, StepResult
-from lineclear.worker.protocol import StepFailed
+from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
+from lineclear.worker.runner_interface import StepFailed
 
 
 class _MoodyFlight:

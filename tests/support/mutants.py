@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from support.sources import REPOSITORY
 
-_SOURCES = ("protos", "scheduler_svc", "gpu_worker", "client")
+_SOURCES = ("protos", "common", "scheduler_svc", "gpu_worker", "client")
 _BOUND_SECONDS = 300.0
 _PATIENCE = 20.0
 

@@ -13,7 +13,7 @@ from support.patience import PATIENCE_SECONDS
 from support.sockets import bare_context
 
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.types import Heartbeat, Hello, Message
+from lineclear.wire.messages import Heartbeat, Hello, Message
 
 M = TypeVar("M", bound=Message)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import zmq
 from support.sockets import bare_context
 
-from lineclear.sockets import private_sockets
+from lineclear.process.socket_dir import private_socket_dir
 from lineclear.wire.codec import DecodeError, decode, encode
-from lineclear.wire.types import Heartbeat, Hello
+from lineclear.wire.messages import Heartbeat, Hello
 
 Tamper = Callable[[str, bytes], Sequence[bytes]]
 """Called with "plan" or "result" and a frame, on the proxy's thread; what it returns travels on, in that order."""
@@ -31,7 +31,7 @@ class Proxy:
         self._tamper = tamper
         self._injected: deque[bytes] = deque()
         self._context = bare_context()
-        ours, theirs = private_sockets(worker_side), private_sockets(scheduler_side)
+        ours, theirs = private_socket_dir(worker_side), private_socket_dir(scheduler_side)
         self._to_plans = f"ipc://{theirs.plan}"
         self._plans_out = self._context.socket(zmq.ROUTER)
         self._plans_out.set(zmq.ROUTER_MANDATORY, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOTS = tuple(REPOSITORY / name for name in ("protos", "scheduler_svc", "gpu_worker", "client"))
+ROOTS = tuple(REPOSITORY / name for name in ("protos", "common", "scheduler_svc", "gpu_worker", "client"))
 
 BANNED_MODULES = frozenset({"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
 """They run code from data."""

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 
-from lineclear.wire.types import Hello, Logprobs, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.messages import Hello, Logprobs, Sampling, SlotInit, StepPlan, StepResult
 
 HOLE = -1
 """What a cell holds before anything is written to it."""
@@ -110,7 +110,7 @@ class ToyFlight:
 
 
 class ToyRunner:
-    """A Runner (lineclear.worker.protocol) over integer cells. Asserts all that a real worker would only corrupt.
+    """A Runner (lineclear.worker.runner_interface) over integer cells. Asserts what a real worker would only corrupt.
 
     `is_bad(context)` says for which contexts the "logits" are not finite.
     """
@@ -158,7 +158,7 @@ class ToyRunner:
         self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
 
-    def prepare(self) -> bool:
+    def idle_work(self) -> bool:
         """There is nothing to prepare."""
         return False
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from support.world import request
 
-from lineclear.logs import configure
-from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.link import Link
-from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
-from lineclear.scheduler.scheduling.events import Event, Finished
-from lineclear.scheduler.supervisor import Supervisor
-from lineclear.wire.types import Hello
+from lineclear.process.logging_setup import configure
+from lineclear.scheduler.core.events import Event, Finished
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.wire.messages import Hello
 
 
 async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
@@ -43,8 +43,10 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
         print(json.dumps({"joined": hello.pid}), flush=True)
         supervisor.worker_joined(hello)
 
-    supervisor = Supervisor(command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
-    link = Link(directory)
+    supervisor = WorkerSupervisor(
+        command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set()
+    )
+    link = WorkerLink(directory)
     engine = Engine(Scheduler(CoreLimits()), link, publish, on_joined=joined, on_broken=supervisor.worker_broken)
     engine.start()
     for _ in range(num_streams):

@@ -25,7 +25,7 @@ from lineclear.client import Client, HealthStatus
 from lineclear.errors import LineclearError
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer
-from lineclear.wire.types import Sampling
+from lineclear.wire.messages import Sampling
 
 VOCABULARY, EOS = 512, 0
 PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")

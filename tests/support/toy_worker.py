@@ -11,8 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lineclear.lifeline import hold
-from lineclear.standby import Standby
+from lineclear.process.parent_death import die_with_parent
+from lineclear.process.standby import Standby
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class ToyOptions:
 
 def main() -> int:
     """Run until told to stop."""
-    supervised = hold()
+    supervised = die_with_parent()
     standby = Standby.claim()
     # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
     from support.moody import MoodyRunner
 
-    from lineclear.logs import configure
-    from lineclear.worker.loop import LoopLimits, run
+    from lineclear.process.logging_setup import configure
+    from lineclear.worker.step_loop import LoopLimits, run
 
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")

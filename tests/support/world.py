@@ -22,14 +22,14 @@ from support.patience import PATIENCE_SECONDS
 from support.toy import expected, expected_logprobs
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.engine import Engine
-from lineclear.scheduler.link import Link
-from lineclear.scheduler.scheduling.core import CoreLimits, Scheduler
-from lineclear.scheduler.scheduling.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.scheduler.supervisor import Supervisor, SupervisorLimits
-from lineclear.scheduler.vigil import Patience
-from lineclear.wire.types import Hello, Logprobs, Sampling
+from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.wire.messages import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -97,7 +97,7 @@ class World:
         *,
         directory: Path | None = None,
         core: CoreLimits | Scheduler | None = None,
-        patience: Patience | None = None,
+        patience: WorkerTimeouts | None = None,
         max_inbox: int = 4096,
         check_every_steps: int = 1,
         options: ToyOptions | None = None,
@@ -115,14 +115,14 @@ class World:
         self.give_ups: list[str] = []
         self.is_killing = False
         """Whoever the engine condemns is said to be being killed, and is not."""
-        self.supervisor: Supervisor | None = None
+        self.supervisor: WorkerSupervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         limits = core or CoreLimits(max_batch_size=self.options.num_slots)
         self.core = limits if isinstance(limits, Scheduler) else Scheduler(limits)
         self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
         self._changed = threading.Condition()
 
-        self.link = Link(self.directory, clock=clock)
+        self.link = WorkerLink(self.directory, clock=clock)
         self.num_explained = 0
         self.engine = Engine(
             self.core,
@@ -130,7 +130,7 @@ class World:
             self._publish,
             clock,
             # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
-            patience=patience or Patience(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            patience=patience or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
             max_inbox=max_inbox,
             check_every_steps=check_every_steps,
             on_joined=self._joined,
@@ -287,15 +287,15 @@ def request(
 
 def supervised(
     world: World,
-    body: Callable[[Supervisor], None],
+    body: Callable[[WorkerSupervisor], None],
     limits: SupervisorLimits | None = None,
     *,
     standby: bool = False,
-) -> Supervisor:
+) -> WorkerSupervisor:
     """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `world` running."""
 
-    async def scenario() -> Supervisor:
-        supervisor = Supervisor(
+    async def scenario() -> WorkerSupervisor:
+        supervisor = WorkerSupervisor(
             world.options.arguments(world.directory),
             limits=limits or SupervisorLimits(),
             environment=ENVIRONMENT,

@@ -19,16 +19,7 @@ from support.work import count_calls
 
 from lineclear.wire import codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.types import (
-    PROTOCOL,
-    Logprobs,
-    Message,
-    Row,
-    Sampling,
-    SlotInit,
-    StepPlan,
-    StepResult,
-)
+from lineclear.wire.messages import PROTOCOL, Logprobs, Message, Row, Sampling, SlotInit, StepPlan, StepResult
 
 
 def test_there_is_an_example_and_a_strategy_for_every_type() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.sources import REPOSITORY
 
-from lineclear.fingerprint import prompt_digest, stamps, text_fingerprint, weights_fingerprint
+from lineclear.model_files.fingerprint import prompt_digest, stamps, text_fingerprint, weights_fingerprint
 
 DEMO = REPOSITORY / "demo" / "model"
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from lineclear.errors import (
     DOMAIN,
-    Foreign,
     InvalidRequest,
     LineclearError,
     QueueFull,
+    UnknownStatus,
     Unreachable,
     Violation,
     tree,
 )
-from lineclear.status import CODE_NUMBERS, from_trailer, to_trailer
+from lineclear.grpc_status import CODE_NUMBERS, from_trailer, to_trailer
 
 # The root is a name for all of them and Foreign is for other people's errors: neither is raised by us.
-CLASSES = [kind for kind in tree() if kind not in (LineclearError, Foreign)]
+CLASSES = [kind for kind in tree() if kind not in (LineclearError, UnknownStatus)]
 
 
 def _full(kind: type[LineclearError]) -> LineclearError:
@@ -107,7 +107,7 @@ def test_a_status_without_our_details_becomes_the_class_of_its_code(trailer: byt
 
 def test_a_code_that_no_class_has_becomes_foreign_and_keeps_its_name() -> None:
     error = from_trailer("PERMISSION_DENIED", "not for you", None)
-    assert type(error) is Foreign
+    assert type(error) is UnknownStatus
     assert (error.code, error.reason) == ("PERMISSION_DENIED", "PERMISSION_DENIED")
 
 
@@ -121,7 +121,7 @@ def test_a_reason_of_another_domain_is_not_ours() -> None:
     status = rpc.Status(code=8, message="busy")
     status.details.add().Pack(info)
     error = from_trailer("RESOURCE_EXHAUSTED", "busy", status.SerializeToString())
-    assert type(error) is Foreign
+    assert type(error) is UnknownStatus
     assert error.metadata == {}
 
 

@@ -13,8 +13,8 @@ from support.natives import needs_kernels
 from torch import Tensor
 
 from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
-from lineclear.worker.attention.backends import BACKENDS, choose
 from lineclear.worker.attention.reference import ReferenceAttention, attention
+from lineclear.worker.attention.registry import BACKENDS, choose
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
 from lineclear.worker.kernels import ELEMENTS, NONE
 

@@ -20,7 +20,7 @@ from support.families import tiny_model
 from support.patience import PATIENCE_SECONDS
 from support.world import ENVIRONMENT
 
-from lineclear.worker.checkpoint import CheckpointBroken, check_weights
+from lineclear.worker.model.safetensors_check import CheckpointBroken, check_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -214,7 +214,7 @@ def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Pat
     marker.unlink()
     program = (
         "from lineclear.worker.settings import WorkerSettings\n"
-        "from lineclear.worker.start import make_runner\n"
+        "from lineclear.worker.runner_factory import make_runner\n"
         "make_runner(WorkerSettings(model='.', directory='/nowhere', device='cpu', num_blocks=64))\n"
     )
     # -P, as the scheduler starts its worker: the current directory is not on the path.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lineclear.wire.types import Hello, Message, StepErrorKind, StepResult
-from lineclear.worker.collector import Collector, FlightsStuck
-from lineclear.worker.heart import Progress
-from lineclear.worker.link import Bell
-from lineclear.worker.protocol import StepFailed
+from lineclear.wire.messages import Hello, Message, StepErrorKind, StepResult
+from lineclear.worker.heartbeat import StepProgress
+from lineclear.worker.result_collector import FlightsStuck, ResultCollector
+from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.scheduler_link import Waker
 
 PATIENCE_SECONDS = 20.0
 
@@ -47,46 +47,46 @@ class Flight:
         return StepResult(7, self._step, ())
 
 
-def collector(socket: Socket, bell: Bell) -> Collector:
+def collector(socket: Socket, bell: Waker) -> ResultCollector:
     anything: Any = socket
-    made = Collector(anything, Progress(), bell, max_flights=8, farewell_seconds=PATIENCE_SECONDS)
+    made = ResultCollector(anything, StepProgress(), bell, max_flights=8, farewell_seconds=PATIENCE_SECONDS)
     made.begin(Hello(7, *[1] * 5, (), 1))
-    made.settle()
+    made.wait_idle()
     return made
 
 
 def test_a_flight_that_is_over_is_sent_by_the_thread_that_launched_it() -> None:
-    socket, bell = Socket(), Bell()
+    socket, bell = Socket(), Waker()
     tested = collector(socket, bell)
-    tested.put(1, Flight(1, is_over=True))
+    tested.collect(1, Flight(1, is_over=True))
     assert socket.sent[1:] == [StepResult(7, 1, ())]
     assert socket.threads[1] is threading.current_thread()
-    assert tested.settle() is None
+    assert tested.wait_idle() is None
     assert tested.close()
     bell.close()
 
 
 def test_it_does_not_overtake_one_that_is_waited_for() -> None:
-    socket, bell = Socket(), Bell()
+    socket, bell = Socket(), Waker()
     tested = collector(socket, bell)
     slow = Flight(1, is_over=False)
-    tested.put(1, slow)
-    tested.put(2, Flight(2, is_over=True))
+    tested.collect(1, slow)
+    tested.collect(2, Flight(2, is_over=True))
     assert len(socket.sent) == 1
     slow.landed.set()
-    assert tested.settle() is None
-    tested.put(3, Flight(3, is_over=True))
+    assert tested.wait_idle() is None
+    tested.collect(3, Flight(3, is_over=True))
     assert socket.sent[1:] == [StepResult(7, step, ()) for step in (1, 2, 3)]
     assert tested.close()
     bell.close()
 
 
 def test_a_failure_at_once_ends_the_epoch_as_a_later_one_does() -> None:
-    socket, bell = Socket(), Bell()
+    socket, bell = Socket(), Waker()
     tested = collector(socket, bell)
-    tested.put(1, Flight(1, is_over=True, error=StepFailed(StepErrorKind.PROTOCOL, "odd")))
-    tested.put(2, Flight(2, is_over=True))
-    assert tested.settle() is StepErrorKind.PROTOCOL
+    tested.collect(1, Flight(1, is_over=True, error=StepFailed(StepErrorKind.PROTOCOL, "odd")))
+    tested.collect(2, Flight(2, is_over=True))
+    assert tested.wait_idle() is StepErrorKind.PROTOCOL
     assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
     assert tested.close()
     bell.close()
@@ -96,17 +96,19 @@ def test_a_flight_that_never_lands_is_given_up_when_the_worker_is_overdue() -> N
     """Also where the queue behind it is full."""
     anything: Any = Socket()
     is_overdue = threading.Event()
-    tested = Collector(anything, Progress(), Bell(), max_flights=1, farewell_seconds=0.1, is_overdue=is_overdue.is_set)
+    tested = ResultCollector(
+        anything, StepProgress(), Waker(), max_flights=1, farewell_seconds=0.1, is_overdue=is_overdue.is_set
+    )
     tested.begin(Hello(7, *[1] * 5, (), 1))
     flights = [Flight(step, is_over=False) for step in (1, 2, 3)]
     try:
-        tested.put(1, flights[0])
-        tested.put(2, flights[1])
+        tested.collect(1, flights[0])
+        tested.collect(2, flights[1])
         is_overdue.set()
         with pytest.raises(FlightsStuck):
-            tested.put(3, flights[2])
+            tested.collect(3, flights[2])
         with pytest.raises(FlightsStuck):
-            tested.settle()
+            tested.wait_idle()
         assert not tested.close()
     finally:
         for flight in flights:

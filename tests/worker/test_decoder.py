@@ -11,16 +11,16 @@ from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.natives import needs_kernels
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
-from lineclear.worker import loader
-from lineclear.worker.decoder import FAMILIES
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
+from lineclear.worker.cpu.fused_decoder import FAMILIES
 from lineclear.worker.kernels import NONE
-from lineclear.worker.loader import adopt, fuse
-from lineclear.worker.runner import ModelRunner
+from lineclear.worker.model import loader
+from lineclear.worker.model.loader import build_fused, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
-from lineclear.worker.start import make_runner
 
 
 def requests() -> list[Request]:
@@ -44,7 +44,7 @@ def generated(family: str) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_tokens_are_those_of_transformers(family: str, each_way: str) -> None:
-    fused = fuse(adopt(tiny_model(family, **WIDE)), keep_weights=True)
+    fused = build_fused(wrap_model(tiny_model(family, **WIDE)), keep_weights=True)
     assert fused is not None
     assert (fused.decoder is None) == (each_way == NONE), "it was not used"
     for budget in (7, 256):
@@ -53,22 +53,22 @@ def test_tokens_are_those_of_transformers(family: str, each_way: str) -> None:
 
 
 def test_what_is_built_otherwise_stays_with_transformers() -> None:
-    loaded = adopt(tiny_model("gpt2"))
-    assert fuse(loaded) is loaded
+    loaded = wrap_model(tiny_model("gpt2"))
+    assert build_fused(loaded) is loaded
 
 
 @needs_kernels
 def test_a_decoder_that_computes_something_else_is_not_used() -> None:
     model = tiny_model("llama", **WIDE)
     model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
-    assert fuse(adopt(model)) is None
+    assert build_fused(wrap_model(model)) is None
 
 
 @needs_kernels
 def test_the_matrices_are_let_go() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
-    assert fuse(adopt(model)) is not None
+    assert build_fused(wrap_model(model)) is not None
     assert sum(p.numel() for p in model.parameters()) < before / 2
 
 
@@ -80,5 +80,7 @@ def test_a_model_whose_fused_pass_fails_the_comparison_is_served_as_transformers
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
     runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=1))
     found = InProcess(runner, CoreLimits()).serve(requests())
-    again = InProcess(ModelRunner(adopt(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(requests())
+    again = InProcess(ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(
+        requests()
+    )
     assert found == again

@@ -10,15 +10,15 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 
-from lineclear.wire.types import Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker import golden
-from lineclear.worker.golden import SelfTestFailed
+from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker import self_test
 from lineclear.worker.kernels import NONE, library
-from lineclear.worker.loader import adopt, fuse, to_int8
 from lineclear.worker.logits import of
-from lineclear.worker.model import LoadedModel
-from lineclear.worker.protocol import StepFailed
-from lineclear.worker.runner import ModelRunner
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.self_test import SelfTestFailed
 
 
 def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:
@@ -27,9 +27,9 @@ def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:
 
 def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings: Any) -> str:
     """The attention backend that was used."""
-    right = golden.compute(loaded, kv_dtype)
+    right = self_test.expected_answers(loaded, kv_dtype)
     runner = runner_of(loaded, kv_dtype=kv_dtype, **settings)
-    golden.check(runner, right, loaded.dtype)
+    self_test.check(runner, right, loaded.dtype)
     return runner.backend_name
 
 
@@ -37,15 +37,15 @@ def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
-    passes(adopt(tiny_model(family, dtype=dtype)))
+    passes(wrap_model(tiny_model(family, dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_is_served_with_every_library_and_with_none_passes(each_way: str, dtype: torch.dtype, fused: bool) -> None:
-    loaded = adopt(tiny_model("llama", dtype=dtype, **WIDE))
+    loaded = wrap_model(tiny_model("llama", dtype=dtype, **WIDE))
     if fused:
-        faster = fuse(loaded)
+        faster = build_fused(loaded)
         assert faster is not None
         assert (faster.decoder is None) == (each_way == NONE)
         loaded = faster
@@ -56,7 +56,7 @@ def test_what_is_served_with_every_library_and_with_none_passes(each_way: str, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 def test_bytes_pass_with_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    assert passes(to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
+    assert passes(to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
 
 
 @pytest.mark.usefixtures("best_and_none")
@@ -74,27 +74,27 @@ def test_bytes_pass_with_every_library(dtype: torch.dtype, kv_dtype: torch.dtype
     ids=str,
 )
 def test_however_small_the_worker_is(settings: dict[str, int]) -> None:
-    passes(adopt(tiny_model("llama")), **settings)
+    passes(wrap_model(tiny_model("llama")), **settings)
 
 
 def test_a_context_too_short_for_it() -> None:
-    passes(adopt(tiny_model("llama"), max_model_len=8))
+    passes(wrap_model(tiny_model("llama"), max_model_len=8))
 
 
 def test_the_runner_is_as_new_after_it() -> None:
     """Its slots belong to nobody: a plan that goes on where the self-test ended is refused, and answers are those of a
     runner that was never tested."""
-    loaded = adopt(tiny_model("llama"))
-    right = golden.compute(loaded)
-    tested, fresh = runner_of(loaded), runner_of(adopt(tiny_model("llama")))  # a model has one runner at a time
-    golden.check(tested, right, loaded.dtype)
+    loaded = wrap_model(tiny_model("llama"))
+    right = self_test.expected_answers(loaded)
+    tested, fresh = runner_of(loaded), runner_of(wrap_model(tiny_model("llama")))  # a model has one runner at a time
+    self_test.check(tested, right, loaded.dtype)
     for slot, one in enumerate(right):
-        goes_on = Row(slot, len(one.prompt) + golden._NUM_TOKENS - 1, 1, True)
+        goes_on = Row(slot, len(one.prompt) + self_test._NUM_TOKENS - 1, 1, True)
         with pytest.raises(StepFailed) as refused:
             tested.launch(StepPlan(1, 1, chunks=(goes_on,)))
         assert refused.value.kind is StepErrorKind.PROTOCOL
     assert answers(tested) == answers(fresh)
-    golden.check(tested, right, loaded.dtype)
+    self_test.check(tested, right, loaded.dtype)
 
 
 def answers(runner: ModelRunner) -> list[int]:
@@ -119,13 +119,13 @@ def keys_are_stored_wrongly(runner: ModelRunner, loaded: LoadedModel) -> None:
 
 
 def positions_are_off_by_one(runner: ModelRunner, loaded: LoadedModel) -> None:
-    slots: Any = runner._slots
+    slots: Any = runner._batch
     pack = slots._pack
     slots._pack = lambda rows: pack(rows)._replace(positions=pack(rows).positions // 2)
 
 
 def decodes_go_one_back(runner: ModelRunner, loaded: LoadedModel) -> None:
-    slots: Any = runner._slots
+    slots: Any = runner._batch
     pack = slots._pack
 
     def packed(plan: StepPlan) -> Any:
@@ -165,32 +165,32 @@ FAULTS = (
 @pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
-    loaded = adopt(tiny_model("llama", seed=3, **WIDE))
-    right = golden.compute(loaded)
+    loaded = wrap_model(tiny_model("llama", seed=3, **WIDE))
+    right = self_test.expected_answers(loaded)
     runner = runner_of(loaded, block_size=16)
     assert runner.backend_name == ("torch_paged" if library() is None else "native")
     fault(runner, loaded)
     with pytest.raises(SelfTestFailed):
-        golden.check(runner, right, loaded.dtype)
+        self_test.check(runner, right, loaded.dtype)
 
 
 def test_a_step_that_fails_is_a_sentence() -> None:
-    loaded = adopt(tiny_model("llama"))
-    right = golden.compute(loaded)
+    loaded = wrap_model(tiny_model("llama"))
+    right = self_test.expected_answers(loaded)
     runner = runner_of(loaded)
     it_raises(runner, loaded)
     with pytest.raises(SelfTestFailed, match="step 1 of the self-test failed: RuntimeError at"):
-        golden.check(runner, right, loaded.dtype)
+        self_test.check(runner, right, loaded.dtype)
 
 
 def test_a_tie_is_no_fault() -> None:
-    loaded = adopt(tiny_model("llama"))
-    right = golden.compute(loaded)
+    loaded = wrap_model(tiny_model("llama"))
+    right = self_test.expected_answers(loaded)
     one = right[0]
     first, second = one.logits[0].topk(2).indices.tolist()
     tied = one.logits.clone()
     tied[0, second] = tied[0, first] + 1e-4 * tied[0].std()  # the oracle would have taken the other one
-    golden.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)
+    self_test.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)
     tied[0, second] = tied[0, first] + tied[0].std()
     with pytest.raises(SelfTestFailed, match="token 0 after a prompt of 19"):
-        golden.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)
+        self_test.check(runner_of(loaded), [replace(one, logits=tied)], loaded.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lineclear.worker.host import allocator, huge_pages, usable_cores
+from lineclear.worker.host_info import allocator, huge_pages, usable_cores
 
 
 def put(root: Path, name: str, text: str) -> None:

@@ -12,13 +12,14 @@ from support.families import WIDE, tiny_model
 from support.natives import LIBRARIES, needs_kernels
 from torch import Tensor, nn
 
-from lineclear.worker import kernels, loader
-from lineclear.worker.int8 import pack_int8, quantise
-from lineclear.worker.loader import adopt, to_int8
-from lineclear.worker.model import ModelRefused
-from lineclear.worker.pages import Pages
+from lineclear.worker import kernels
+from lineclear.worker.cpu.int8_linear import pack_int8, quantise
+from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.model import loader
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
-from lineclear.worker.start import make_runner
 
 pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]
@@ -33,7 +34,7 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool) -> nn.L
 
 
 def packed(layers: list[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    product, outputs = pack_int8(layers, Pages()), sum(layer.out_features for layer in layers)
+    product, outputs = pack_int8(layers, HugePageArena()), sum(layer.out_features for layer in layers)
     return lambda x: product(x.contiguous(), x.new_empty(len(x), outputs))
 
 
@@ -108,19 +109,19 @@ def test_a_row_of_zeros_gives_the_bias() -> None:
 def test_the_matrices_are_let_go() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
-    assert to_int8(adopt(model)).decoder is not None
+    assert to_int8(wrap_model(model)).decoder is not None
     assert sum(p.numel() for p in model.parameters()) < before / 2
 
 
 def test_a_model_built_otherwise_is_refused_by_name() -> None:
     with pytest.raises(ModelRefused, match=r"models built like Llama.*gpt2 in float32 on cpu.*weights at auto"):
-        to_int8(adopt(tiny_model("gpt2")))
+        to_int8(wrap_model(tiny_model("gpt2")))
 
 
 def test_a_model_that_it_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
     with pytest.raises(ModelRefused, match="change its logits too much"):
-        to_int8(adopt(tiny_model("llama", **WIDE)))
+        to_int8(wrap_model(tiny_model("llama", **WIDE)))
 
 
 def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from support.natives import LIBRARIES, needs_kernels
 
 from lineclear.worker import kernels
 from lineclear.worker.kernels import library, library_name
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
-from lineclear.worker.start import make_runner
 
 
 def test_the_build_gave_something_to_test() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineclear.worker.attention import Chunk, LayerSpec, make_batch, native
+from lineclear.worker.attention import Chunk, LayerSpec, cpu_native, make_batch
 from lineclear.worker.attention.reference import ReferenceAttention
 from lineclear.worker.kernels import ELEMENTS, library
 
@@ -105,7 +105,7 @@ def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
     ]
     torch.manual_seed(group)
     cpu, table = torch.device("cpu"), np.random.default_rng(group).permutation(12)
-    backends = [kind(layers, 12, 16, dtype, cpu) for kind in (native.NativeAttention, ReferenceAttention)]
+    backends = [kind(layers, 12, 16, dtype, cpu) for kind in (cpu_native.NativeAttention, ReferenceAttention)]
     for pool in (*backends[0]._keys, *backends[0]._values):  # type: ignore[attr-defined]
         pool.fill_(float("nan"))
     for start, end in ((0, 33), (33, 34), (34, 35), (35, 130)):
@@ -120,7 +120,7 @@ def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(dtype: torch.dtype) -> None:
-    backend = native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
+    backend = cpu_native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
     backend.begin(make_batch([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
     q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)
     k[3] = float("nan")  # position 2 of the second sequence

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lineclear.worker import linear
-from lineclear.worker.pages import Pages
-from lineclear.worker.tape import Count
+from lineclear.worker.cpu import linear
+from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.kernels.call_graph import DynamicInt
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
@@ -25,7 +25,7 @@ def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Ten
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
 def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bool) -> None:
     module = layer(outputs, inputs, bias=bias)
-    multiply = linear.Widened(module.weight.detach(), module.bias.detach() if bias else None, Pages())
+    multiply = linear.Bf16Linear(module.weight.detach(), module.bias.detach() if bias else None, HugePageArena())
     exact = module.double()
     for rows in (*range(29), 64, 130):
         x = torch.randn(rows, inputs).bfloat16()
@@ -34,7 +34,7 @@ def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bo
 
 @pytest.mark.usefixtures("each_library")
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    multiply = linear.Widened(layer(96, 80).weight.detach(), None, Pages())
+    multiply = linear.Bf16Linear(layer(96, 80).weight.detach(), None, HugePageArena())
     x = torch.randn(150, 80).bfloat16()
     alone = torch.cat([product(multiply, row[None], 96) for row in x])
     for rows in (2, 5, 13, 14, 27, 64, 150):
@@ -43,7 +43,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 @pytest.mark.usefixtures("each_library")
 def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
-    multiply = linear.Widened(layer(32, 32).weight.detach(), None, Pages())
+    multiply = linear.Bf16Linear(layer(32, 32).weight.detach(), None, HugePageArena())
     x = torch.randn(3, 32).bfloat16()
     clean = product(multiply, x, 32)
     x[1, 7] = float("nan")
@@ -56,12 +56,12 @@ def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
 def test_products_of_one_input_lie_side_by_side() -> None:
     modules = [layer(32, 48, bias=True), layer(16, 48)]
     x = torch.randn(4, 48).bfloat16()
-    found = product(linear.pack(modules, Pages()), x, 48)
+    found = product(linear.pack(modules, HugePageArena()), x, 48)
     torch.testing.assert_close(found, torch.cat([module(x) for module in modules], dim=1), rtol=2**-7, atol=1e-3)
 
 
 def test_memory_is_aligned_and_nobody_elses() -> None:
-    pages = Pages()
+    pages = HugePageArena()
     tensors = [pages.take((n, 3), torch.bfloat16) for n in (1, 50, 40_000_000, 7)]
     for value, tensor in enumerate(tensors):
         assert tensor.data_ptr() % 64 == 0
@@ -76,9 +76,9 @@ def test_memory_is_aligned_and_nobody_elses() -> None:
 def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> None:
     modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
     weight, biases = linear.joined(modules)
-    both = linear.pack_twice(modules, Pages())
-    ours, theirs = linear.Widened(weight, biases, Pages()), linear.onednn(weight, biases)
-    rows, x, out = Count(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)
+    both = linear.pack_twice(modules, HugePageArena())
+    ours, theirs = linear.Bf16Linear(weight, biases, HugePageArena()), linear.onednn(weight, biases)
+    rows, x, out = DynamicInt(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)
     multiply, arguments = both.bind(rows, x, out)
     for rows.value in (1, 16, 17, 40, 2):  # the same recorded call for all of them
         expected = product(ours if rows.value <= 16 else theirs, x[: rows.value], 48)
@@ -90,4 +90,6 @@ def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> N
 def test_a_width_that_our_kernel_has_not_goes_through_onednn_alone() -> None:
     module = layer(32, 50)
     x = torch.randn(3, 50).bfloat16()
-    torch.testing.assert_close(product(linear.pack_twice([module], Pages()), x, 32), module(x), rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(
+        product(linear.pack_twice([module], HugePageArena()), x, 32), module(x), rtol=2**-7, atol=1e-3
+    )

@@ -13,8 +13,8 @@ import transformers as tf
 from structlog.testing import capture_logs
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 
-from lineclear.worker.loader import adopt, load
-from lineclear.worker.model import ModelRefused
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import load, wrap_model
 
 CPU = torch.device("cpu")
 
@@ -57,13 +57,13 @@ def test_the_checkpoints_dtype_is_kept_unless_another_is_asked_for(tmp_path: Pat
 def test_eos_ids_are_those_of_the_generation_config() -> None:
     model = tiny_model("llama")
     model.generation_config.eos_token_id = [7, 5, VOCAB_SIZE + 3]
-    assert adopt(model).eos_token_ids == (5, 7)
+    assert wrap_model(model).eos_token_ids == (5, 7)
 
 
 def test_a_shorter_context_can_be_chosen_and_a_longer_one_not() -> None:
-    assert adopt(tiny_model("llama"), max_model_len=100).max_model_len == 100
+    assert wrap_model(tiny_model("llama"), max_model_len=100).max_model_len == 100
     with pytest.raises(ModelRefused, match="--max-model-len 300 is more than the 256 positions"):
-        adopt(tiny_model("llama"), max_model_len=300)
+        wrap_model(tiny_model("llama"), max_model_len=300)
 
 
 def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
@@ -83,7 +83,7 @@ def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
             "long_factor": [2.0] * 4,
         },
     )
-    assert adopt(from_config(config)).max_model_len == 64
+    assert wrap_model(from_config(config)).max_model_len == 64
 
 
 def test_an_unverified_family_is_served_with_a_warning() -> None:
@@ -97,7 +97,7 @@ def test_an_unverified_family_is_served_with_a_warning() -> None:
         max_position_embeddings=64,
     )
     with capture_logs() as lines:
-        assert adopt(from_config(config)).family == "nemotron"
+        assert wrap_model(from_config(config)).family == "nemotron"
     assert [line["event"] for line in lines] == ["model_family_not_verified"]
 
 
@@ -254,7 +254,7 @@ def bidirectional() -> Any:
 )
 def test_an_attention_that_pages_cannot_carry(config: Callable[[], Any], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
-        adopt(from_config(config()))
+        wrap_model(from_config(config()))
 
 
 def test_a_window_that_the_layer_does_not_pass_on() -> None:
@@ -262,7 +262,7 @@ def test_a_window_that_the_layer_does_not_pass_on() -> None:
     config.layer_types = ["sliding_attention", "full_attention"]
     config.sliding_window = 8
     with pytest.raises(ModelRefused, match="does not pass it to its attention"):
-        adopt(from_config(config))
+        wrap_model(from_config(config))
 
 
 def test_a_model_with_a_state_beside_its_attention() -> None:
@@ -270,11 +270,11 @@ def test_a_model_with_a_state_beside_its_attention() -> None:
     model = tiny_model("llama")
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
     with pytest.raises(ModelRefused, match="its logits over paged attention are not its own"):
-        adopt(model)
+        wrap_model(model)
 
 
 def test_a_vocabulary_with_fewer_embeddings_than_logits() -> None:
     model = tiny_model("llama")
     model.lm_head = torch.nn.Linear(48, VOCAB_SIZE + 5)
     with pytest.raises(ModelRefused, match="no embedding for"):
-        adopt(model)
+        wrap_model(model)

@@ -13,10 +13,10 @@ import torch
 from support.families import WIDE, tiny_model
 from support.natives import needs_kernels
 
-from lineclear.worker import loader
-from lineclear.worker.model import LoadedModel, ModelFilesChanged
+from lineclear.worker.model import loader
+from lineclear.worker.model.loaded_model import LoadedModel, ModelFilesChanged
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
-from lineclear.worker.start import make_runner
 
 
 def fingerprint(model: Path, **flags: Any) -> str:

@@ -13,12 +13,12 @@ from support.inprocess import Failure, InProcess
 from support.natives import needs_kernels
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Logprobs, Sampling, StepPlan
-from lineclear.worker.decoder import Decoder
-from lineclear.worker.loader import adopt, to_int8
-from lineclear.worker.runner import ModelRunner
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Logprobs, Sampling, StepPlan
+from lineclear.worker.cpu.fused_decoder import FusedDecoder
+from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
 
 pytestmark = needs_kernels
 POISON = 7
@@ -36,8 +36,8 @@ def neighbours(name: str) -> list[Request]:
 class Watched:
     """A server of an exact model (its sums are of integers), and after each step whether the pools are finite."""
 
-    def __init__(self, decoder: list[Decoder], dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-        loaded = to_int8(adopt(tiny_model("llama", dtype=dtype, **WIDE)))
+    def __init__(self, decoder: list[FusedDecoder], dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+        loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
         assert loaded.decoder is not None
         decoder.append(loaded.decoder)
         runner = ModelRunner(loaded, num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype)
@@ -64,7 +64,7 @@ class Watched:
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_poisoned_in_its_first_chunk(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    decoders: list[Decoder] = []
+    decoders: list[FusedDecoder] = []
     wanted = Watched(decoders, dtype, kv_dtype).answers(neighbours("x"))
     tested = Watched(decoders, dtype, kv_dtype)
     server = tested.server

@@ -14,15 +14,15 @@ from support.natives import needs_kernels
 from torch import Tensor
 
 from lineclear.exit_codes import ExitCode
-from lineclear.wire.types import Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
+from lineclear.worker.app import serve
 from lineclear.worker.attention import AttentionBackend
-from lineclear.worker.loader import adopt
-from lineclear.worker.model import ModelRefused
-from lineclear.worker.pool_memory import PoolMemory
-from lineclear.worker.runner import ModelRunner
-from lineclear.worker.serving import serve
+from lineclear.worker.kv_prefault import KvPrefaulter
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import ConfigurationError, WorkerSettings
-from lineclear.worker.start import make_runner
 
 MANY = 1 << 40
 
@@ -37,14 +37,14 @@ class Touched:
         self.device = torch.device(device)
         self.calls: list[tuple[int, int]] = []
 
-    def touch(self, first: int, end: int) -> None:
+    def prefault(self, first: int, end: int) -> None:
         self.calls.append((first, end))
 
 
-def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, block_bytes: int = 1 << 20) -> PoolMemory:
+def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, block_bytes: int = 1 << 20) -> KvPrefaulter:
     """In slices of two blocks, where a block is of the size it is of here."""
     stand_in: AttentionBackend = backend  # type: ignore[assignment]
-    return PoolMemory(stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free=lambda device: free)
+    return KvPrefaulter(stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free=lambda device: free)
 
 
 def resident(tensor: Tensor) -> tuple[int, int]:
@@ -80,18 +80,18 @@ def test_the_pools_are_resident_at_start_only_where_that_is_asked_for(
 def test_memory_is_asked_for_in_slices_up_to_so_much_ahead_of_use_and_then_no_more() -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=5)
-    assert [memory.give_ahead(0) for _ in range(5)] == [True, True, False, False, False]
+    assert [memory.prefault_ahead(0) for _ in range(5)] == [True, True, False, False, False]
     assert backend.calls == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_what_was_begun_meanwhile_is_never_written_to_and_is_followed() -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=4)
-    memory.give_ahead(0)
-    assert [memory.give_ahead(7) for _ in range(3)] == [True, False, False]
+    memory.prefault_ahead(0)
+    assert [memory.prefault_ahead(7) for _ in range(3)] == [True, False, False]
     assert backend.calls == [(0, 2), (7, 9), (9, 11)]
-    assert not memory.give_ahead(3), "a new epoch begins with the first block, whose memory is there"
-    assert [memory.give_ahead(97) for _ in range(2)] == [True, False], "the pool has an end"
+    assert not memory.prefault_ahead(3), "a new epoch begins with the first block, whose memory is there"
+    assert [memory.prefault_ahead(97) for _ in range(2)] == [True, False], "the pool has an end"
     assert backend.calls[3:] == [(97, 99), (99, 100)]
 
 
@@ -99,7 +99,7 @@ def test_what_was_begun_meanwhile_is_never_written_to_and_is_followed() -> None:
 def test_memory_ahead_of_use_is_a_small_share_of_what_is_free(free_blocks: int, given: int) -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=64, free=free_blocks << 20)
-    while memory.give_ahead(0):
+    while memory.prefault_ahead(0):
         pass
     assert sum(end - first for first, end in backend.calls) == given
 
@@ -110,12 +110,12 @@ def test_nothing_is_asked_for_where_the_system_does_not_say_what_is_free_or_the_
 
     backend, elsewhere = Touched(100), Touched(100, "meta")
     stand_in: AttentionBackend = backend  # type: ignore[assignment]
-    memory = PoolMemory(stand_in, 1 << 20, ahead_tokens=64, free=silent)
-    assert not memory.give_ahead(0)
-    assert not memory_of(elsewhere, ahead_blocks=4).give_ahead(0)
-    memory_of(elsewhere, free=0).give_all()
+    memory = KvPrefaulter(stand_in, 1 << 20, ahead_tokens=64, free=silent)
+    assert not memory.prefault_ahead(0)
+    assert not memory_of(elsewhere, ahead_blocks=4).prefault_ahead(0)
+    memory_of(elsewhere, free=0).prefault_all()
     assert not backend.calls + elsewhere.calls
-    memory.give_all()
+    memory.prefault_all()
     assert backend.calls[-1] == (98, 100), "all of it was asked for by name"
 
 
@@ -124,10 +124,10 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
 ) -> None:
     backend = Touched(100)
     with pytest.raises(ConfigurationError, match=r"100 blocks need 104857600 bytes, and 99614720 .*num-blocks.* 90,"):
-        memory_of(backend, free=95 << 20).give_all()
+        memory_of(backend, free=95 << 20).prefault_all()
     assert not backend.calls
     tiny_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr("lineclear.worker.memory._available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
     flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
     assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
     assert "--preallocate-kv-cache: 4096 blocks need" in capfd.readouterr().err
@@ -138,9 +138,9 @@ def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: p
     def take(*_: object) -> Tensor:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("lineclear.worker.attention.native.Pages.take", take)
+    monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.take", take)
     with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
-        ModelRunner(adopt(tiny_model("llama", head_dim=64)), num_blocks=8)
+        ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), num_blocks=8)
 
 
 @needs_kernels
@@ -149,13 +149,13 @@ def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: p
 @pytest.mark.parametrize("ahead", [False, True])
 def test_no_step_begins_memory_that_was_given_in_idle_time(ahead: bool, kv_dtype: torch.dtype | None) -> None:
     runner = ModelRunner(
-        adopt(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
+        wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
         num_blocks=8192,
         kv_ahead_tokens=4096 if ahead else 0,
         kv_dtype=kv_dtype,
     )
     pool: Tensor = runner._backend._pool  # type: ignore[attr-defined]
-    while runner.prepare():
+    while runner.idle_work():
         pass
     before, there = resident(pool)
     assert before < there / 2, "not all of it"

@@ -11,14 +11,14 @@ from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.kernels import NONE
-from lineclear.worker.loader import adopt, fuse
-from lineclear.worker.model import LoadedModel, ModelRefused
-from lineclear.worker.protocol import StepFailed
-from lineclear.worker.runner import ModelRunner
+from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
+from lineclear.worker.model.loader import build_fused, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_interface import StepFailed
 
 DEVICES = [
     "cpu",
@@ -35,19 +35,19 @@ def asked(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
 
 
 def test_hello_says_what_there_is(each_way: str) -> None:
-    hello = runner_of(adopt(tiny_model("llama"), "tiny")).hello(7)
+    hello = runner_of(wrap_model(tiny_model("llama"), "tiny")).hello(7)
     assert (hello.epoch, hello.num_blocks, hello.block_size, hello.num_slots) == (7, 64, 4, 8)
     assert (hello.max_model_len, hello.vocab_size, hello.eos_token_ids, hello.max_step_tokens) == (256, 211, (2,), 256)
     assert (hello.model_id, hello.family, hello.dtype, hello.device) == ("tiny", "llama", "float32", "cpu")
     assert hello.attention_backend == "torch_paged", "in blocks of 4"
-    found = ModelRunner(adopt(tiny_model("llama", **WIDE)), num_blocks=4).hello(7).attention_backend
+    found = ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=4).hello(7).attention_backend
     assert found == ("torch_paged" if each_way == NONE else "native")
 
 
 @pytest.mark.usefixtures("best_and_none")
 def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
     """What a step sampled lies where the next one puts its own."""
-    loaded = fuse(adopt(tiny_model("llama", **WIDE)))
+    loaded = build_fused(wrap_model(tiny_model("llama", **WIDE)))
     assert loaded is not None
     found = []
     for late in (False, True):
@@ -65,14 +65,14 @@ def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
 
 
 def test_blocks_are_counted_from_free_memory_and_bounded_by_what_slots_can_use() -> None:
-    runner = ModelRunner(adopt(tiny_model("llama")), block_size=16, num_slots=3)
+    runner = ModelRunner(wrap_model(tiny_model("llama")), block_size=16, num_slots=3)
     assert runner.capacity.num_blocks == 2 * 3 * (256 // 16)
 
 
 def test_no_room_for_a_block_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineclear.worker.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lineclear.worker.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(ModelRefused, match="does not hold one KV block"):
-        ModelRunner(adopt(tiny_model("llama")))
+        ModelRunner(wrap_model(tiny_model("llama")))
 
 
 @pytest.mark.usefixtures("best_and_none")
@@ -85,11 +85,11 @@ def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: st
         asked(f"other-{i}", tuple(range(10 + i, 20 + 3 * i)), temperature=0.7, seed=i, banned_ids=(7,))
         for i in range(5)
     ]
-    wanted = InProcess(runner_of(adopt(model))).serve(others)
+    wanted = InProcess(runner_of(wrap_model(model))).serve(others)
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = float("nan")
     # So few blocks that those of the failed request are given to others at once.
-    server = InProcess(runner_of(adopt(model), num_blocks=20), CoreLimits(max_batch_size=8))
+    server = InProcess(runner_of(wrap_model(model), num_blocks=20), CoreLimits(max_batch_size=8))
     for request in others:
         server.events += server.core.submit(replace(request, request_id=f"early-{request.request_id}"), 0)
     with pytest.raises(Failure) as caught:
@@ -105,7 +105,7 @@ def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: st
 @pytest.mark.usefixtures("best_and_none")
 def test_what_is_asked_of_logprobs_comes_back() -> None:
     model = tiny_model("qwen2")
-    runner = runner_of(adopt(model))
+    runner = runner_of(wrap_model(model))
     server = InProcess(runner)
     prompt = tuple(range(20, 33))
     requests = [asked("with", prompt, logprobs=3), asked("without", prompt), asked("chosen only", prompt, logprobs=0)]
@@ -126,7 +126,7 @@ def test_what_is_asked_of_logprobs_comes_back() -> None:
 
 @pytest.mark.usefixtures("best_and_none")
 def test_penalties_survive_preemption_and_loss() -> None:
-    model = adopt(tiny_model("llama"))
+    model = wrap_model(tiny_model("llama"))
     requests = [
         asked(
             f"r{i}",
@@ -168,7 +168,7 @@ def first_plan(tokens: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
 )
 def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepErrorKind) -> None:
     model = tiny_model("llama")
-    runner = runner_of(adopt(model))
+    runner = runner_of(wrap_model(model))
 
     def fail(*args: Any) -> None:
         raise error
@@ -187,7 +187,7 @@ def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepEr
 
 @pytest.mark.usefixtures("best_and_none")
 def test_a_plan_without_rows_or_without_samples_gives_an_empty_result() -> None:
-    runner = runner_of(adopt(tiny_model("llama")))
+    runner = runner_of(wrap_model(tiny_model("llama")))
     assert runner.launch(StepPlan(1, 1, (), zero_blocks=(1, 2))).result().tokens == ()
     half = StepPlan(1, 2, (Row(0, 0, 2, False, (0,)),), (SlotInit(0, (3, 4, 5), 3, (), Sampling()),))
     result = runner.launch(half).result()
@@ -200,6 +200,6 @@ def test_a_plan_without_rows_or_without_samples_gives_an_empty_result() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_gpu_says_what_the_cpu_says_and_launches_ahead(family: str) -> None:
     requests = [asked(f"r{i}", tuple(range(i + 3, 4 * i + 9)), temperature=0.8, seed=i) for i in range(8)]
-    wanted = InProcess(runner_of(adopt(tiny_model(family)))).serve(requests)
-    server = InProcess(runner_of(adopt(tiny_model(family).to("cuda"))), CoreLimits(pipeline_depth=3))
+    wanted = InProcess(runner_of(wrap_model(tiny_model(family)))).serve(requests)
+    server = InProcess(runner_of(wrap_model(tiny_model(family).to("cuda"))), CoreLimits(pipeline_depth=3))
     assert server.serve(requests) == wanted

@@ -13,12 +13,12 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from lineclear.wire.types import Sampling
-from lineclear.worker import sampling as module
+from lineclear.wire.messages import Sampling
+from lineclear.worker import sampler as module
 from lineclear.worker.logits import of
-from lineclear.worker.parameters import ParameterTable
-from lineclear.worker.rng import uniform
-from lineclear.worker.sampling import Sampled, sample
+from lineclear.worker.sampler import Sampled, sample
+from lineclear.worker.sampling_metadata import ParameterTable
+from lineclear.worker.uniform_noise import uniform
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
 def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
     found = run(logits, [Sampling()] * 3)
-    assert found.tokens.tolist() == found.known == [1, 0, 0]
+    assert found.tokens.tolist() == found.host_tokens == [1, 0, 0]
 
 
 @pytest.mark.usefixtures("each_way")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lineclear.worker.attention.backends import BACKENDS
-from lineclear.worker.memory import _cgroup_bytes, blocks_that_fit
+from lineclear.worker.attention.registry import BACKENDS
+from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
+from lineclear.worker.runner_factory import choose_device
 from lineclear.worker.settings import ConfigurationError, WorkerSettings, load
-from lineclear.worker.start import choose_device
 
 REQUIRED = ["--model", "a-model", "--directory", "/run/sockets"]
 
@@ -71,8 +71,8 @@ def test_a_device_that_is_not_there_is_a_configuration_error(monkeypatch: pytest
 
 def test_blocks_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("lineclear.worker.memory._available_bytes", lambda: 1_000_000)
-    monkeypatch.setattr("lineclear.worker.memory._cgroup_bytes", lambda: 400_000)
+    monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("lineclear.worker.memory_budget._cgroup_bytes", lambda: 400_000)
     assert blocks_that_fit(1000, most=10_000, fraction=0.0, device=cpu) == 200
     assert blocks_that_fit(1000, most=10_000, fraction=0.9, device=cpu) == 360
     assert blocks_that_fit(1000, most=30, fraction=0.9, device=cpu) == 30

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lineclear.wire.types import NO_DECODES, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.protocol import StepFailed
-from lineclear.worker.slots import Capacity, Packed, Slots
+from lineclear.wire.messages import NO_DECODES, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker.input_batch import Capacity, InputBatch, PackedInputs
+from lineclear.worker.runner_interface import StepFailed
 
 CAPACITY = Capacity(num_slots=4, num_blocks=10, block_size=4, max_model_len=18, max_step_tokens=16, vocab_size=50)
 
@@ -27,14 +27,14 @@ def plan(
     return StepPlan(1, 1, rows, inits, zero_blocks, decodes)
 
 
-def slots_with_one() -> Slots:
+def slots_with_one() -> InputBatch:
     """Slot 2 has computed positions [0, 6) of 6 and sampled the seventh token."""
-    slots = Slots(CAPACITY, torch.device("cpu"))
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
     go(slots, plan(Row(2, 0, 6, True, (3, 4)), inits=(init(2, 6),)))
     return slots
 
 
-def go(slots: Slots, step: StepPlan) -> Packed:
+def go(slots: InputBatch, step: StepPlan) -> PackedInputs:
     slots.check(step)
     return slots.apply(step)
 
@@ -96,7 +96,7 @@ def test_a_contradiction_is_refused_and_changes_nothing(name: str) -> None:
 
 
 def test_the_last_position_of_the_context_can_be_computed_and_followed() -> None:
-    slots = Slots(CAPACITY, torch.device("cpu"))
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
     packed = go(slots, plan(Row(0, 16, 2, True, (4,))))
     assert packed.sample_positions == [18]
@@ -112,7 +112,7 @@ def test_after_a_reset_nobody_owns_a_slot() -> None:
 
 
 def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None:
-    slots = Slots(CAPACITY, torch.device("cpu"))
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 3, True, (2,)), inits=(init(0, 7), init(3, 3)))
     slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
     packed = go(slots, plan(Row(1, 0, 4, True, (5,)), Row(0, 7, 1, True), Row(3, 3, 1, True), inits=(init(1, 4),)))
@@ -129,14 +129,14 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
 
 
 def test_cached_blocks_are_the_start_of_the_table() -> None:
-    slots = Slots(CAPACITY, torch.device("cpu"))
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
 
 
 def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
-    slots = Slots(CAPACITY, torch.device("cpu"))
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
     go(slots, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
     packed = go(slots, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
     # Of slot 2 positions 0 to 5 in blocks 5 and 0; of slot 0 positions 3 to 6 in blocks 8 and 1. A block has 4 cells.
@@ -148,7 +148,7 @@ def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
 def test_laying_out_a_prompt_takes_no_more_python_for_more_tokens() -> None:
     def lines(num_tokens: int) -> int:
         """How many lines of Python entering such a prompt runs."""
-        slots = Slots(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
+        slots = InputBatch(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
         step = plan(Row(0, 0, num_tokens, True, tuple(range(-(-num_tokens // 4)))), inits=(init(0, num_tokens),))
         count = 0
 
@@ -174,7 +174,7 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
     chunk = Row(1, 0, 4, True, (5,))
     found = []
     for step in (plan(*decodes.rows(), chunk, inits=(init(1, 4),)), plan(chunk, inits=(init(1, 4),), decodes=decodes)):
-        slots = Slots(CAPACITY, torch.device("cpu"))
+        slots = InputBatch(CAPACITY, torch.device("cpu"))
         slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
         packed = go(slots, step)
         slots.write_sampled(packed, [40, 41, 42])
@@ -189,12 +189,12 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
 
 def test_what_no_plan_has_named_begins_behind_the_highest_block_of_any() -> None:
     slots = slots_with_one()
-    assert slots.num_begun == 5
+    assert slots.num_touched_blocks == 5
     go(slots, plan(inits=(init(1, 8, blocks=(6,)),)))
-    assert slots.num_begun == 7, "shared ones count"
+    assert slots.num_touched_blocks == 7, "shared ones count"
     go(slots, plan(Row(2, 6, 1, True)))
     go(slots, plan(decodes=Decodes((2,), (7,))))
     go(slots, plan(decodes=Decodes((2,), (8,), ((2, 8),))))
-    assert slots.num_begun == 9
+    assert slots.num_touched_blocks == 9
     slots.reset()
-    assert slots.num_begun == 0, "the next scheduler begins with the lowest again"
+    assert slots.num_touched_blocks == 0, "the next scheduler begins with the lowest again"

@@ -12,12 +12,12 @@ from support.natives import needs_kernels
 from torch import Tensor
 
 from lineclear.worker.kernels import library
-from lineclear.worker.tape import Call, Count, Kernel, Place, Tape, address, pointer
+from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
 
 pytestmark = needs_kernels
 
 
-def take_rows(rows: Count, table: Tensor, indices: Place, out: Tensor) -> Call:
+def take_rows(rows: DynamicInt, table: Tensor, indices: DynamicPointer, out: Tensor) -> Call:
     """out[i] = table[indices[i]] for the first `rows` of them."""
     size = ctypes.c_int64(table.shape[1] * table.itemsize)
     return Kernel(library(), "lineclear_take_rows"), (rows, size, pointer(table), indices, pointer(out))
@@ -25,27 +25,27 @@ def take_rows(rows: Count, table: Tensor, indices: Place, out: Tensor) -> Call:
 
 def test_a_play_reads_what_counts_and_places_hold_now() -> None:
     table, out = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
-    rows, indices = Count(0), Place()
-    tape = Tape([take_rows(rows, table, indices, out)])
+    rows, indices = DynamicInt(0), DynamicPointer()
+    tape = CallGraph([take_rows(rows, table, indices, out)])
     gc.collect()  # the tape alone keeps what it plays from
-    tape.play()
+    tape.replay()
     assert not out.any(), "no rows yet"
     first, second = torch.tensor([3, 1]), torch.tensor([2, 2])
     rows.value, indices.value = 2, first.data_ptr()
-    tape.play()
+    tape.replay()
     assert out.tolist() == [[9, 10, 11], [3, 4, 5]]
     rows.value, indices.value = 1, second.data_ptr()
-    tape.play()
+    tape.replay()
     assert out.tolist() == [[6, 7, 8], [3, 4, 5]]
 
 
 def test_calls_are_made_in_order_whoever_makes_them() -> None:
     a, b = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
     swapped = torch.tensor([1, 0])
-    indices = Place(swapped.data_ptr())
-    there, back = take_rows(Count(2), a, indices, b), take_rows(Count(2), b, indices, a)
-    tape = Tape([there, (lambda: b.mul_(10), ()), (lambda: b.add_(1), ()), back, there])
-    tape.play()
+    indices = DynamicPointer(swapped.data_ptr())
+    there, back = take_rows(DynamicInt(2), a, indices, b), take_rows(DynamicInt(2), b, indices, a)
+    tape = CallGraph([there, (lambda: b.mul_(10), ()), (lambda: b.add_(1), ()), back, there])
+    tape.replay()
     assert a.tolist() == [[11], [21]]
     assert b.tolist() == [[21], [11]]
 
@@ -56,8 +56,8 @@ def test_the_time_of_each_function_is_known_by_its_name() -> None:
 
     table, out = torch.ones(1, 3), torch.zeros(1, 3)
     zero = torch.tensor([0])
-    take = take_rows(Count(1), table, Place(zero.data_ptr()), out)
-    timed = Tape([take, (double, ()), take, (double, ()), take]).timed()
+    take = take_rows(DynamicInt(1), table, DynamicPointer(zero.data_ptr()), out)
+    timed = CallGraph([take, (double, ()), take, (double, ()), take]).timed()
     assert out.tolist() == [[4, 4, 4]], "the calls are made before anybody looks at their times"
     spent = list(timed)
     assert [name for name, _ in spent] == ["lineclear_take_rows", "double"] * 2 + ["lineclear_take_rows"]
@@ -65,10 +65,12 @@ def test_the_time_of_each_function_is_known_by_its_name() -> None:
 
 
 def test_arguments_of_other_types_are_not_recorded() -> None:
-    kernel, (rows, size, table, indices, out) = take_rows(Count(1), torch.ones(1, 1), Place(), torch.ones(1, 1))
+    kernel, (rows, size, table, indices, out) = take_rows(
+        DynamicInt(1), torch.ones(1, 1), DynamicPointer(), torch.ones(1, 1)
+    )
     for wrong in ((rows, ctypes.c_int32(4), table, indices, out), (rows, size, table, indices)):
         with pytest.raises(AssertionError, match="lineclear_take_rows"):
-            Tape([(kernel, wrong)])
+            CallGraph([(kernel, wrong)])
 
 
 def test_an_array_that_a_kernel_would_misread_has_no_address() -> None:
@@ -82,4 +84,4 @@ def test_an_array_that_a_kernel_would_misread_has_no_address() -> None:
 
 
 def test_an_empty_tape_plays() -> None:
-    Tape().play()
+    CallGraph().replay()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from lineclear.worker.thread_policy import ThreadPolicy, rungs
+from lineclear.worker.cpu.thread_policy import ThreadPolicy, rungs
 
 Cost = Callable[[int, random.Random], float]
 """Seconds of a step with so many threads."""

@@ -14,17 +14,18 @@ from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.natives import needs_kernels
 
-from lineclear.scheduler.scheduling.core import CoreLimits
-from lineclear.scheduler.scheduling.sequence import Request
-from lineclear.wire.types import Sampling
-from lineclear.worker import model as model_module
-from lineclear.worker import probe, start
-from lineclear.worker import threads as threads_module
-from lineclear.worker.loader import adopt, fuse, to_int8
-from lineclear.worker.runner import ModelRunner
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling
+from lineclear.worker import runner_factory
+from lineclear.worker.cpu import thread_tuner as threads_module
+from lineclear.worker.cpu.thread_tuner import ThreadTuner, openmp_setter
+from lineclear.worker.model import compatibility_probe
+from lineclear.worker.model import loaded_model as model_module
+from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
-from lineclear.worker.start import make_runner
-from lineclear.worker.threads import ThreadTuner, openmp_setter
 
 
 class Clock:
@@ -101,7 +102,7 @@ def requests() -> list[Request]:
 def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
     model = tiny_model("llama", **WIDE)
     model = model.to(torch.bfloat16) if kind == "bfloat16" else model
-    served = to_int8(adopt(model)) if kind == "int8" else fuse(adopt(model))
+    served = to_int8(wrap_model(model)) if kind == "int8" else build_fused(wrap_model(model))
     assert served is not None
     set_threads = openmp_setter()
     assert set_threads is not None
@@ -159,9 +160,9 @@ def test_a_small_model_is_tried_with_one_thread(
         return watched
 
     monkeypatch.setattr(model_module, "forward", watch(forward))
-    monkeypatch.setattr(probe, "forward", watch(forward))
+    monkeypatch.setattr(compatibility_probe, "forward", watch(forward))
     monkeypatch.setattr(model_module.LoadedModel, "logits", watch(logits))
-    monkeypatch.setattr(start, "usable_cores", lambda: 2)
+    monkeypatch.setattr(runner_factory, "usable_cores", lambda: 2)
     monkeypatch.setattr(threads_module, "_WEIGHT_BYTES_PER_THREAD", bytes_per_thread)
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     before = torch.get_num_threads()

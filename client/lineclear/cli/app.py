@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from . import asking, operating, screen
-from .commands import app
+from . import generate_commands, output, server_commands
+from .command_runner import app
 
-__all__ = ["app", "asking", "operating"]  # importing these two registers their commands
+__all__ = ["app", "generate_commands", "server_commands"]  # importing these two registers their commands
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        screen.show(f"lineclear {version('lineclear')}\n")
+        output.show(f"lineclear {version('lineclear')}\n")
         raise typer.Exit
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lineclear.client import interrupts
+from lineclear.client import sigint
+from lineclear.client.client import Client
 from lineclear.client.requests import SAMPLING_FIELDS, ChatMessage, Sampling
-from lineclear.client.sync import Client
 from lineclear.errors import LineclearError
 
-from . import screen
+from . import output
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
@@ -46,15 +46,15 @@ class Conversation:
         question = ChatMessage("user", text)
         answer = self._client.stream([*self.messages, question], self.sampling)
         try:
-            with interrupts.cancelling(answer.cancel), answer as stream:
+            with sigint.cancel_on_sigint(answer.cancel), answer as stream:
                 try:
                     if not self._json_lines:
-                        screen.show_answer(stream)
+                        output.show_answer(stream)
                     for _ in stream:
                         pass
                 finally:
                     if not self._json_lines and stream.text:
-                        screen.show("\n")
+                        output.show("\n")
         except KeyboardInterrupt:
             if answer.text:
                 self.turns += [question, ChatMessage("assistant", answer.text)]
@@ -62,8 +62,8 @@ class Conversation:
         result = stream.result
         self.turns += [question, ChatMessage("assistant", result.text)]
         if self._json_lines:
-            screen.show_json({"prompt": text, **result.to_dict()})
-        return screen.summary(result)
+            output.show_json({"prompt": text, **result.to_dict()})
+        return output.summary(result)
 
     def undo(self) -> str | None:
         """Forget the last message and its answer. Returns the message."""
@@ -78,16 +78,16 @@ def interactive(talk: Conversation, history: Path | None) -> None:
     """Read messages and commands from the terminal until its end."""
     readline = _readline(history)
     commands = Commands(talk)
-    screen.note("/help lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
+    output.print_stderr("/help lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
     try:
         while not commands.left:
             try:
                 line = _read()
             except EOFError:
-                screen.note("")
+                output.print_stderr("")
                 return
             except KeyboardInterrupt:
-                screen.note("\nCtrl-D leaves.")
+                output.print_stderr("\nCtrl-D leaves.")
                 continue
             if line.strip():
                 _answer(talk, commands, line)
@@ -106,12 +106,12 @@ def _answer(talk: Conversation, commands: Commands, line: str) -> None:
         if line.startswith("/"):
             commands.run(line)
         else:
-            screen.note(talk.say(line))
+            output.print_stderr(talk.say(line))
     except KeyboardInterrupt:
         kept = "kept as far as it came; /undo forgets it" if len(talk.turns) > turns else "not kept"
-        screen.note(f"stopped; the answer is {kept}")
+        output.print_stderr(f"stopped; the answer is {kept}")
     except LineclearError as error:
-        screen.show_error(error)
+        output.show_error(error)
 
 
 class Commands:
@@ -139,27 +139,27 @@ class Commands:
         if name == "/quit":
             name = "/exit"
         if name not in self._table:
-            screen.note(f"there is no command {name}; /help lists them", "yellow")
+            output.print_stderr(f"there is no command {name}; /help lists them", "yellow")
             return
         self._table[name][2](argument.strip())
 
     def _help(self, _: str) -> None:
         for name, (argument, help_text, _run) in self._table.items():
-            screen.note(f"{f'{name} {argument}':<22}{help_text}", "")
-        screen.note('A message of several lines begins and ends with """.', "")
+            output.print_stderr(f"{f'{name} {argument}':<22}{help_text}", "")
+        output.print_stderr('A message of several lines begins and ends with """.', "")
 
     def _reset(self, _: str) -> None:
         self._talk.turns.clear()
-        screen.note("a new conversation")
+        output.print_stderr("a new conversation")
 
     def _system(self, text: str) -> None:
         self._talk.system = text or None
-        screen.note("system message set" if text else "no system message")
+        output.print_stderr("system message set" if text else "no system message")
 
     def _set(self, argument: str) -> None:
         name, _, text = argument.partition(" ")
         if name not in SAMPLING_FIELDS:
-            screen.note(f"the parameters are {', '.join(sorted(SAMPLING_FIELDS))}", "yellow")
+            output.print_stderr(f"the parameters are {', '.join(sorted(SAMPLING_FIELDS))}", "yellow")
             return
         value: Any = None
         if text.strip():
@@ -174,19 +174,21 @@ class Commands:
 
     def _params(self, _: str) -> None:
         given = {name: value for name, value in dataclasses.asdict(self._talk.sampling).items() if value is not None}
-        screen.note(" ".join(f"{name}={value}" for name, value in given.items()) or "all as the server has them")
+        output.print_stderr(
+            " ".join(f"{name}={value}" for name, value in given.items()) or "all as the server has them"
+        )
 
     def _undo(self, _: str) -> None:
-        screen.note("nothing to forget" if self._talk.undo() is None else "forgotten")
+        output.print_stderr("nothing to forget" if self._talk.undo() is None else "forgotten")
 
     def _retry(self, _: str) -> None:
         kept = list(self._talk.turns)
         text = self._talk.undo()
         if text is None:
-            screen.note("nothing to ask again")
+            output.print_stderr("nothing to ask again")
             return
         try:
-            screen.note(self._talk.say(text))
+            output.print_stderr(self._talk.say(text))
         except BaseException:
             if len(self._talk.turns) < len(kept):  # nothing came in place of the earlier answer
                 self._talk.turns = kept
@@ -194,19 +196,19 @@ class Commands:
 
     def _show(self, _: str) -> None:
         for message in self._talk.messages:
-            screen.show(f"{message.role}: {message.content}\n")
+            output.show(f"{message.role}: {message.content}\n")
 
     def _save(self, name: str) -> None:
         if not name:
-            screen.note("/save FILE", "yellow")
+            output.print_stderr("/save FILE", "yellow")
             return
         messages = [dataclasses.asdict(message) for message in self._talk.messages]
         try:
             Path(name).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
         except OSError as error:
-            screen.note(f"not saved: {screen.refused(error)}", "red")
+            output.print_stderr(f"not saved: {output.os_error_text(error)}", "red")
         else:
-            screen.note(f"saved {len(messages)} messages")
+            output.print_stderr(f"saved {len(messages)} messages")
 
     def _exit(self, _: str) -> None:
         self.left = True

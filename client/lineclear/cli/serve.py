@@ -9,18 +9,20 @@ from typing import NoReturn
 
 import typer
 
-from lineclear.client.local import command, missing
+from lineclear.client.local_server import command, missing
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
 
-from . import screen
+from . import output
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by the scheduler. Exits with a sentence where its packages are not installed."""
     if absent := missing():
-        screen.note(f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red")
-        screen.note(f"this brings scheduler and worker: {install_command('all')}")
+        output.print_stderr(
+            f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red"
+        )
+        output.print_stderr(f"this brings scheduler and worker: {install_command('all')}")
         raise typer.Exit(ExitCode.CONFIGURATION)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,11 +11,12 @@
 Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
 """
 
-from .aio import AsyncClient, AsyncSubmitted
-from .crew import Outcomes
-from .kept import Snapshot
-from .local import LocalServer, ServerFailed
-from .operator import Operator
+from .admin_client import AdminClient
+from .answer_stream import AsyncStream, Stream
+from .async_client import AsyncClient, AsyncSubmitted
+from .batch_workers import BatchResults
+from .client import Client, Submitted
+from .local_server import LocalServer, ServerStartError
 from .requests import ChatMessage, OnModelChange, Request, Sampling
 from .results import (
     Delta,
@@ -32,14 +33,15 @@ from .results import (
     TopLogprob,
     Usage,
 )
-from .retries import RetryPolicy
-from .stream import AsyncStream, Stream
-from .sync import Client, Submitted
+from .retry import RetryPolicy
+from .submitted import SubmittedStatus
 
 __all__ = [
+    "AdminClient",
     "AsyncClient",
     "AsyncStream",
     "AsyncSubmitted",
+    "BatchResults",
     "ChatMessage",
     "Client",
     "Delta",
@@ -50,18 +52,16 @@ __all__ = [
     "LocalServer",
     "Model",
     "OnModelChange",
-    "Operator",
-    "Outcomes",
     "Quantiles",
     "Request",
     "RetryPolicy",
     "Sampling",
-    "ServerFailed",
-    "Snapshot",
+    "ServerStartError",
     "Started",
     "Stats",
     "Stream",
     "Submitted",
+    "SubmittedStatus",
     "Timings",
     "TokenLogprobs",
     "TopLogprob",

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from lineclear.limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, REQUEST_BYTES_KEY, SESSION_ORDERS_KEY
+from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, REQUEST_BYTES_KEY, SESSION_ORDERS_KEY
 from lineclear.v1 import inference_pb2 as pb
 
-Order: TypeAlias = pb.SessionSubmit | pb.SessionCancel
+Command: TypeAlias = pb.SessionSubmit | pb.SessionCancel
 
 
 class Outbox:
@@ -25,9 +25,9 @@ class Outbox:
     def __init__(self) -> None:
         self.most_orders = 1
         """That the server takes in one message, as far as it has said."""
-        self._orders: deque[Order] = deque()
+        self._orders: deque[Command] = deque()
 
-    def put(self, order: Order) -> None:
+    def put(self, order: Command) -> None:
         """It goes with the next message that has room."""
         self._orders.append(order)
 
@@ -45,7 +45,7 @@ class Outbox:
         return _message(taken)
 
 
-def _message(orders: list[Order]) -> pb.SessionRequest:
+def _message(orders: list[Command]) -> pb.SessionRequest:
     if len(orders) == 1:  # as every server understands it
         (order,) = orders
         if isinstance(order, pb.SessionSubmit):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 
-from lineclear.errors import InvalidRequest, Malformed
+from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
@@ -308,7 +308,7 @@ def _set_given(message: Any, name: str, value: Any, path: str) -> None:
             raise TypeError
         setattr(message, name, value)
     except UnicodeError:
-        raise Malformed.at(path, "is not valid Unicode") from None
+        raise MalformedMessage.at(path, "is not valid Unicode") from None
     except (TypeError, ValueError):
         raise InvalidRequest.at(path, f"must be {_KINDS[message.DESCRIPTOR.fields_by_name[name].type]}") from None
 
@@ -320,7 +320,7 @@ def _extend(field: Any, values: Any, path: str) -> None:
     try:
         field.extend(values)
     except UnicodeError:
-        raise Malformed.at(path, "is not valid Unicode") from None
+        raise MalformedMessage.at(path, "is not valid Unicode") from None
     except (TypeError, ValueError):
         raise InvalidRequest.at(path, f"must be {wanted}") from None
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, UnknownRequest
-from lineclear.status import CODE_NUMBERS
+from lineclear.grpc_status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
-from . import methods
-from .channels import Pairs
-from .methods import Method
+from . import rpc_methods
+from .channel import Pairs
 from .results import FinishReason, HealthStatus
+from .rpc_methods import Method
 from .transport import AsyncCall, Call
 
 Req = TypeVar("Req")
@@ -68,7 +68,7 @@ Script: TypeAlias = Reply | Sequence[Reply]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedCall:
     """One call a client made. `message` is the request as it would have been sent."""
 
     path: str
@@ -93,7 +93,7 @@ class FakeTransport:
         self.health = HealthStatus.SERVING
         self.closed = False
         self.cancelled = 0  # calls that were cancelled before their end
-        self._calls: list[Recorded] = []
+        self._calls: list[RecordedCall] = []
         self._submitted: dict[str, tuple[pb.GenerateRequest, Reply]] = {}
         self._lock = threading.Lock()
         self._function = script if callable(script) else None
@@ -105,12 +105,12 @@ class FakeTransport:
             self._default = _queue(cast("Script", script))
 
     @property
-    def requests(self) -> list[Recorded]:
+    def requests(self) -> list[RecordedCall]:
         """The calls of Generate so far, every attempt of a retried one."""
-        return [call for call in self.calls if call.path == methods.GENERATE.path]
+        return [call for call in self.calls if call.path == rpc_methods.GENERATE.path]
 
     @property
-    def calls(self) -> list[Recorded]:
+    def calls(self) -> list[RecordedCall]:
         """All calls so far."""
         with self._lock:
             return list(self._calls)
@@ -172,7 +172,7 @@ class FakeTransport:
             raise RuntimeError("the client is closed")
         method.encode(request)  # what cannot be sent must not pass here either
         with self._lock:
-            self._calls.append(Recorded(method.path, request, timeout_seconds, tuple(metadata)))
+            self._calls.append(RecordedCall(method.path, request, timeout_seconds, tuple(metadata)))
 
     def _reply(self, request: pb.GenerateRequest) -> Reply:
         if self._function is not None:
@@ -184,22 +184,22 @@ class FakeTransport:
             return replies.popleft() if len(replies) > 1 else replies[0]
 
     def _unary_answer(self, path: str, request: Any) -> Any:
-        if path == methods.TOKENIZE.path:
+        if path == rpc_methods.TOKENIZE.path:
             return pb.TokenizeResponse(token_ids=_tokens(prompt_text(request)))
-        if path == methods.DETOKENIZE.path:
+        if path == rpc_methods.DETOKENIZE.path:
             return pb.DetokenizeResponse(text=bytes(request.token_ids).decode(errors="replace"))
-        if path == methods.SUBMIT.path:
+        if path == rpc_methods.SUBMIT.path:
             kept = (request.request, self._reply(request.request))
             with self._lock:
                 self._submitted[request.request.request_id] = kept
             return pb.SubmitResponse(request_id=request.request.request_id)
-        if path == methods.CANCEL.path:
+        if path == rpc_methods.CANCEL.path:
             with self._lock:
                 return pb.CancelResponse(found=self._submitted.pop(request.request_id, None) is not None)
-        if path == methods.GET_RESULT.path:
+        if path == rpc_methods.GET_RESULT.path:
             return self._result(request.request_id)
-        answers = {methods.GET_MODEL.path: self.model, methods.GET_STATS.path: self.stats}
-        return self.health if path == methods.HEALTH.path else answers[path]
+        answers = {rpc_methods.GET_MODEL.path: self.model, rpc_methods.GET_STATS.path: self.stats}
+        return self.health if path == rpc_methods.HEALTH.path else answers[path]
 
     def _result(self, request_id: str) -> pb.GetResultResponse:
         """That of a submitted request, which is over at once."""

@@ -16,14 +16,14 @@ import grpc.aio
 from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb
 
-from . import interrupts, methods
-from .channels import Options, Pairs, channel_options
-from .crowd import Counted, Crowd
-from .forks import AIO
-from .methods import Method
-from .peer import Peer
-from .routing import names_one_server
-from .sessions import AioSession, Session
+from . import rpc_methods, sigint
+from .call_errors import ErrorTranslator
+from .channel import Options, Pairs, channel_options
+from .fork_guard import AIO
+from .rpc_methods import Method
+from .session import AioSession, Session
+from .session_messages import names_one_server
+from .session_multiplexer import SessionMultiplexer, TrackedCall
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -84,9 +84,9 @@ class GrpcTransport:
         options: Options,
         sessions: bool | None = None,
     ) -> None:
-        self._peer = Peer(target)
+        self._peer = ErrorTranslator(target)
         wanted = names_one_server(self.target) if sessions is None else sessions
-        self._crowd = Crowd[Session](wanted, self._open_session)
+        self._crowd = SessionMultiplexer[Session](wanted, self._open_session)
         chosen = channel_options(options)
         if credentials is None:
             self._channel = grpc.insecure_channel(self.target, options=chosen)
@@ -101,9 +101,9 @@ class GrpcTransport:
         self._peer.home.enter()
         call: Any = self._channel.unary_unary(method.path)
         try:
-            with interrupts.deferring():
+            with sigint.defer_sigint():
                 future = call.future(method.encode(request), timeout=timeout_seconds, metadata=tuple(metadata))
-            with interrupts.cancelling(future.cancel):
+            with sigint.cancel_on_sigint(future.cancel):
                 data = future.result()
         except grpc.FutureCancelledError:
             raise errors.Cancelled("the call was cancelled") from None
@@ -117,10 +117,10 @@ class GrpcTransport:
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Call[Res]:
         self._peer.home.enter()
-        if method is not methods.GENERATE:
+        if method is not rpc_methods.GENERATE:
             return self._stream(method, request, timeout_seconds, metadata)
         pairs = tuple(metadata)
-        call = self._crowd.begin(
+        call = self._crowd.start(
             cast("pb.GenerateRequest", request),
             timeout_seconds,
             pairs,
@@ -131,7 +131,9 @@ class GrpcTransport:
     def _open_session(self, metadata: Pairs) -> Session:
         def open_call(orders: Iterator[pb.SessionRequest]) -> Any:
             multi = self._channel.stream_stream(
-                methods.SESSION.path, methods.SESSION.encode, lambda data: self._peer.decoded(methods.SESSION, data)
+                rpc_methods.SESSION.path,
+                rpc_methods.SESSION.encode,
+                lambda data: self._peer.decoded(rpc_methods.SESSION, data),
             )
             try:
                 return multi(orders, metadata=tuple(metadata))
@@ -154,14 +156,14 @@ class GrpcTransport:
         self._peer.closed = True
         if self._peer.home.is_elsewhere:
             return
-        with interrupts.deferring():
+        with sigint.defer_sigint():
             if (session := self._crowd.session) is not None:
                 session.close()
             self._channel.close()
 
 
 class _GrpcCall(Call[Res]):
-    def __init__(self, method: Method[Any, Res], call: Any, peer: Peer) -> None:
+    def __init__(self, method: Method[Any, Res], call: Any, peer: ErrorTranslator) -> None:
         self._method = method
         self._call = call
         self._peer = peer
@@ -192,9 +194,9 @@ class AioTransport:
         options: Options,
         sessions: bool | None = None,
     ) -> None:
-        self._peer = Peer(target)
+        self._peer = ErrorTranslator(target)
         wanted = names_one_server(self.target) if sessions is None else sessions
-        self._crowd = Crowd[AioSession](wanted, self._open_session)
+        self._crowd = SessionMultiplexer[AioSession](wanted, self._open_session)
         self._credentials = credentials
         self._options = channel_options(options)
         self._channel: grpc.aio.Channel | None = None
@@ -221,10 +223,10 @@ class AioTransport:
     def stream_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> AsyncCall[Res]:
-        if method is not methods.GENERATE:
+        if method is not rpc_methods.GENERATE:
             return self._stream(method, request, timeout_seconds, metadata)
         pairs = tuple(metadata)
-        call = self._crowd.begin(
+        call = self._crowd.start(
             cast("pb.GenerateRequest", request),
             timeout_seconds,
             pairs,
@@ -234,7 +236,9 @@ class AioTransport:
 
     def _open_session(self, metadata: Pairs) -> AioSession:
         multi = self._open().stream_stream(
-            methods.SESSION.path, methods.SESSION.encode, lambda data: self._peer.decoded(methods.SESSION, data)
+            rpc_methods.SESSION.path,
+            rpc_methods.SESSION.encode,
+            lambda data: self._peer.decoded(rpc_methods.SESSION, data),
         )
         return AioSession(self.target, multi(metadata=tuple(metadata)), self._peer.session_failure)
 
@@ -269,7 +273,7 @@ class AioTransport:
 
 
 class _AioCall(AsyncCall[Res]):
-    def __init__(self, method: Method[Any, Res], call: Any, peer: Peer) -> None:
+    def __init__(self, method: Method[Any, Res], call: Any, peer: ErrorTranslator) -> None:
         self._method = method
         self._call = call
         self._peer = peer
@@ -302,8 +306,8 @@ def _hung_up(cancelled: bool) -> bool:
     return cancelled and not (task is not None and task.cancelling())
 
 
-class _Counted(Counted, Call[Res]):
-    def __init__(self, call: Any, on_end: Callable[[], None], peer: Peer) -> None:
+class _Counted(TrackedCall, Call[Res]):
+    def __init__(self, call: Any, on_end: Callable[[], None], peer: ErrorTranslator) -> None:
         super().__init__(call, on_end)
         self._peer = peer
 
@@ -321,7 +325,7 @@ class _Counted(Counted, Call[Res]):
         return found
 
 
-class _AioCounted(Counted, AsyncCall[Res]):
+class _AioCounted(TrackedCall, AsyncCall[Res]):
     async def __anext__(self) -> Res:
         try:
             found: Res = await self._call.__anext__()

@@ -25,7 +25,7 @@ class Logits(NamedTuple):
     """[num_rows]: the highest of each row; NaN where there is one."""
     ids: Tensor
     """[num_rows] int64: the token that has it, the lowest id among equals."""
-    known: tuple[list[float], list[int]] | None = None
+    host_best: tuple[list[float], list[int]] | None = None
     """`best` and `ids`, where the host has them already: on a CPU. For a few rows a list costs less than a tensor."""
 
 

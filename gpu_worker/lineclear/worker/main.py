@@ -13,21 +13,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lineclear import core_dumps, lifeline
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
-from lineclear.standby import Standby
+from lineclear.process import core_dumps, parent_death
+from lineclear.process.standby import Standby
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; the exit code (see `exit_codes`)."""
-    supervised = lifeline.hold()
+    supervised = parent_death.die_with_parent()
     core_dumps.disable()
     standby = Standby.claim()
     try:
         if standby is not None:
-            standby.run_in_background(lambda: importlib.import_module("lineclear.worker.serving"))
-        from .serving import serve
+            standby.run_in_background(lambda: importlib.import_module("lineclear.worker.app"))
+        from .app import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("lineclear"):
             raise

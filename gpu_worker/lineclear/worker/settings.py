@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from lineclear import flags, options
+from lineclear.process import command_line, settings_base
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,12 +23,12 @@ KvCacheDtype = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
 
 
-MODEL = options.Group("Model")
-SOCKETS = options.Group("Sockets")
-COMPUTATION = options.Group("Computation")
-MEMORY = options.Group("Memory and limits")
-STOPPING = options.Group("Stopping")
-LOGS = options.Group("Logs")
+MODEL = settings_base.Group("Model")
+SOCKETS = settings_base.Group("Sockets")
+COMPUTATION = settings_base.Group("Computation")
+MEMORY = settings_base.Group("Memory and limits")
+STOPPING = settings_base.Group("Stopping")
+LOGS = settings_base.Group("Logs")
 
 
 class ConfigurationError(Exception):
@@ -186,21 +186,21 @@ def load(argv: Sequence[str]) -> WorkerSettings:
 
     Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version.
     """
-    flags.answer_version("lineclear-worker", argv)
-    options.answer_help(WorkerSettings, argv)
+    command_line.print_version("lineclear-worker", argv)
+    settings_base.answer_help(WorkerSettings, argv)
     arguments: dict[str, Any] = {"_cli_parse_args": list(argv)}
     try:
         return WorkerSettings(**arguments)
     except ValidationError as error:
         raise ConfigurationError("\n".join(map(sources(argv).problem, error.errors()))) from None
     except SettingsError as error:
-        known = flags.of_fields(WorkerSettings.model_fields)
+        known = command_line.flag_names(WorkerSettings.model_fields)
         unreadable = sources(argv).unreadable(str(error))
         raise ConfigurationError(
-            unreadable or flags.problems(str(error), known, otherwise="--help lists them")
+            unreadable or command_line.unknown_flag_errors(str(error), known, otherwise="--help lists them")
         ) from None
 
 
-def sources(argv: Sequence[str]) -> options.Sources:
+def sources(argv: Sequence[str]) -> settings_base.Sources:
     """Return where the settings of this command line come from."""
-    return options.Sources(WorkerSettings, argv, os.environ)
+    return settings_base.Sources(WorkerSettings, argv, os.environ)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
-from lineclear.wire.types import (
+from lineclear.wire.messages import (
     PROTOCOL,
     Decodes,
     Goodbye,

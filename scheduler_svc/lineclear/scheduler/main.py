@@ -23,26 +23,26 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lineclear import core_dumps, logs
 from lineclear.exit_codes import ExitCode
-from lineclear.options import flag_of
-from lineclear.scheduler.access.vacancy import require_vacant
-from lineclear.scheduler.leaving import ExitGuard, Leaving
-from lineclear.scheduler.link import Link
-from lineclear.scheduler.model_files import demo_directory, model_directory, require_model
+from lineclear.process import core_dumps, logging_setup
+from lineclear.process.settings_base import flag_of
+from lineclear.process.socket_dir import SocketError
+from lineclear.scheduler.address_check import check_bindable
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.model_dir import demo_directory, model_directory, require_model
 from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
-from lineclear.scheduler.supervisor import GiveUp, Supervisor, SupervisorLimits
-from lineclear.sockets import SocketError
+from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
 log = structlog.get_logger()
 
 _WORKER_DRAIN_MARGIN_SECONDS = 10.0
 _EXIT_SECONDS = 30.0  # for engine, threads and sockets, once the worker is gone
 _WITHOUT_WORKER = {
-    GiveUp.CRASHES: ExitCode.NO_WORKER,
-    GiveUp.CONFIGURATION: ExitCode.WORKER_CONFIGURATION,
-    GiveUp.STUCK: ExitCode.WORKER_STUCK,
-    GiveUp.BUG: ExitCode.INTERNAL,
+    GiveUpReason.CRASHES: ExitCode.NO_WORKER,
+    GiveUpReason.CONFIGURATION: ExitCode.WORKER_CONFIGURATION,
+    GiveUpReason.STUCK: ExitCode.WORKER_STUCK,
+    GiveUpReason.BUG: ExitCode.INTERNAL,
 }
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a scheduler until it is told to leave, or replay what one has recorded. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["replay"]:
-        from lineclear.scheduler.recording import replay
+        from lineclear.scheduler.flight_recorder import replay
 
         return replay.main(arguments[1:])
     core_dumps.disable()
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings, worker_flags = load(arguments)
     except ConfigurationError as error:
-        logs.complain(f"lineclear-scheduler: {error}")
+        logging_setup.write_stderr(f"lineclear-scheduler: {error}")
         return ExitCode.CONFIGURATION
-    writer = logs.configure("scheduler", settings.log_level, settings.log_format)
+    writer = logging_setup.configure("scheduler", settings.log_level, settings.log_format)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes of its own between the lines of the log
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
-    shown = settings.model_dump(exclude_defaults=logs.chosen(settings.log_format) == "console")
+    shown = settings.model_dump(exclude_defaults=logging_setup.chosen(settings.log_format) == "console")
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
-    leaving, guard = Leaving(), ExitGuard(_EXIT_SECONDS)
+    leaving, guard = ShutdownController(), ExitGuard(_EXIT_SECONDS)
     leaving.listen_to_signals()
     if settings.leave_with_stdin:
         leaving.listen_to_standard_input()
@@ -84,31 +84,31 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     for setting in ("listen", "admin_listen", "health_listen", "metrics_listen"):
         if address := getattr(settings, setting):
             try:
-                require_vacant(address)
+                check_bindable(address)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
-        link = Link(directory, max_plans_in_flight=settings.pipeline_depth)
+        link = WorkerLink(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)
-        supervisor = Supervisor(
+        supervisor = WorkerSupervisor(
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
             standby=settings.standby_worker,
-            on_give_up=lambda reason: leaving.begin(_WITHOUT_WORKER[supervisor.given_up or GiveUp.BUG], reason),
+            on_give_up=lambda reason: leaving.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
         )
         try:
             if settings.spawn_worker:
                 if not settings.worker_command:  # a worker of another kind may need no weights
                     require_model(settings.model, model, with_weights=True)
                 supervisor.start()
-            from lineclear.scheduler.serving import serve
+            from lineclear.scheduler.app import serve
 
             await serve(settings, model, leaving, link, supervisor, stack)
         finally:
             if settings.spawn_worker:
                 # Before the engine stops, which tells the worker that it may end. In a hurry the worker is not waited
                 # for: it ends with us, see lifeline.
-                await leaving.unless_hurried(supervisor.stop(kill=leaving.exit_code != ExitCode.OK))
+                await leaving.run_unless_forced(supervisor.stop(kill=leaving.exit_code != ExitCode.OK))
             guard.begin()
     log.info("left", exit_code=int(leaving.exit_code))
     return leaving.exit_code
@@ -158,7 +158,7 @@ def _worker_command(
         # Longer than ours: a supervisor without order may send SIGTERM to both processes at once.
         "--drain-timeout-seconds": str(settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS),
         "--log-level": settings.log_level,
-        "--log-format": logs.chosen(settings.log_format),  # it writes to the same standard error
+        "--log-format": logging_setup.chosen(settings.log_format),  # it writes to the same standard error
     }
     given = {flag.partition("=")[0] for flag in worker_flags}
     command = settings.worker_command or (sys.executable, "-P", "-m", "lineclear.worker.main")

@@ -21,10 +21,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from lineclear import flags, options
-from lineclear.limits import MAX_REQUEST_BYTES
+from lineclear.api_limits import MAX_REQUEST_BYTES
+from lineclear.process import command_line, settings_base
 from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
-from lineclear.scheduler.flags import NAMES_ELSEWHERE
+from lineclear.scheduler.flag_aliases import FLAG_ALIASES
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
@@ -36,17 +36,17 @@ _SPARE_STREAMS = 128
 _MOST_STREAMS = 4096
 
 
-MODEL = options.Group("Model")
-ADDRESSES = options.Group("Addresses")
-SECURITY = options.Group("Security and tenants")
-CONNECTIONS = options.Group("Connections")
-BATCHING = options.Group("Batching")
-REQUESTS = options.Group("Queue and requests")
-SUBMITTED = options.Group("Submitted requests")
-WORKER = options.Group("Worker")
-STOPPING = options.Group("Stopping")
-DIAGNOSIS = options.Group("Diagnosis")
-LOGS = options.Group("Configuration file and logs")
+MODEL = settings_base.Group("Model")
+ADDRESSES = settings_base.Group("Addresses")
+SECURITY = settings_base.Group("Security and tenants")
+CONNECTIONS = settings_base.Group("Connections")
+BATCHING = settings_base.Group("Batching")
+REQUESTS = settings_base.Group("Queue and requests")
+SUBMITTED = settings_base.Group("Submitted requests")
+WORKER = settings_base.Group("Worker")
+STOPPING = settings_base.Group("Stopping")
+DIAGNOSIS = settings_base.Group("Diagnosis")
+LOGS = settings_base.Group("Configuration file and logs")
 
 
 class ConfigurationError(Exception):
@@ -611,7 +611,7 @@ class SchedulerSettings(BaseSettings):
         description="One JSON object a line, or text for people; auto: text when standard error is a terminal.",
     )
 
-    _sources: options.Sources | None = PrivateAttr(None)
+    _sources: settings_base.Sources | None = PrivateAttr(None)
 
     def named(self, sentence: str) -> str:
         """Return the sentence with each flag replaced by the flag, variable or line of the file that set it."""
@@ -732,10 +732,10 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
     Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version.
     """
     ours, worker_flags = _split(argv)
-    flags.answer_version("lineclear-scheduler", [word for word in ours if word != "--spawn-worker"])
-    options.answer_help(SchedulerSettings, ours)
+    command_line.print_version("lineclear-scheduler", [word for word in ours if word != "--spawn-worker"])
+    settings_base.answer_help(SchedulerSettings, ours)
     file, entries = _file(ours)
-    found = options.Sources(SchedulerSettings, ours, os.environ, file, entries)
+    found = settings_base.Sources(SchedulerSettings, ours, os.environ, file, entries)
     try:
         settings = SchedulerSettings(**{**entries, "_cli_parse_args": ours})
         settings._sources = found
@@ -752,10 +752,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _about_flags(said: str) -> str:
-    return flags.problems(
+    return command_line.unknown_flag_errors(
         said,
-        flags.of_fields(SchedulerSettings.model_fields),
-        elsewhere=NAMES_ELSEWHERE,
+        command_line.flag_names(SchedulerSettings.model_fields),
+        elsewhere=FLAG_ALIASES,
         otherwise="--help lists them, and the worker's come after a lone `--`: -- {}",
         stray="a model is named by --model {}",
     )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lineclear.worker.tape import Call, Count
+from lineclear.worker.kernels.call_graph import Call, DynamicInt
 
 IntArray = npt.NDArray[np.int64]
 
@@ -139,7 +139,7 @@ class AttentionBackend(ABC):
     def zero(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros, in every layer."""
 
-    def touch(self, first: int, end: int) -> None:
+    def prefault(self, first: int, end: int) -> None:
         """Have the system give blocks [first, end), which hold nothing, their memory now."""
         self.zero(range(first, end))
 
@@ -155,7 +155,7 @@ class AttentionBackend(ABC):
         encoded. Returns [num_tokens, num_heads, head_dim].
         """
 
-    def bind(self, layer: int, tokens: Count, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
+    def bind(self, layer: int, tokens: DynamicInt, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
         """What does as `attend` for the first `tokens` tokens of its arguments, into those of `out`."""
 
         def attend() -> None:

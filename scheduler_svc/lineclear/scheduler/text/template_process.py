@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.text.rendering import Renderer, Turn
-from lineclear.scheduler.text.sealing import Seal
+from lineclear.scheduler.text.special_token_seal import Seal
+from lineclear.scheduler.text.template_renderer import ChatMessage, Renderer
 
 RENDERED, REFUSED = b"+", b"-"
 LENGTH = struct.Struct(">I")
@@ -33,7 +33,7 @@ def pack_definition(source: str, private: Mapping[str, str], variables: Mapping[
     return json.dumps({"source": source, "private": dict(private), "variables": dict(variables), **limits}).encode()
 
 
-def pack_conversation(turns: Sequence[Turn], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
+def pack_conversation(turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
     """Return a frame's content: roles and lengths of the contents as JSON, a newline, the contents as they are."""
     contents = [turn.content.encode() for turn in turns]
     head = {
@@ -45,13 +45,13 @@ def pack_conversation(turns: Sequence[Turn], *, add_generation_prompt: bool, tim
     return json.dumps(head).encode() + b"\n" + b"".join(contents)
 
 
-def unpack_conversation(frame: bytes) -> tuple[list[Turn], bool, int]:
+def unpack_conversation(frame: bytes) -> tuple[list[ChatMessage], bool, int]:
     """Return what `pack_conversation` packed."""
     head, _, rest = frame.partition(b"\n")
     said = json.loads(head)
     turns, start = [], 0
     for role, length in zip(said["roles"], said["lengths"], strict=True):
-        turns.append(Turn(role, rest[start : start + length].decode()))
+        turns.append(ChatMessage(role, rest[start : start + length].decode()))
         start += length
     return turns, said["opens"], said["time_us"]
 

@@ -25,10 +25,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from lineclear.scheduler.model_files import read_json
+from lineclear.scheduler.model_dir import read_json
 from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text.detokenizer import REPLACE_EACH
-from lineclear.scheduler.text.sealing import Seal
+from lineclear.scheduler.text.special_token_seal import Seal
 
 _SPECIAL_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),

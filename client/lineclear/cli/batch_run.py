@@ -1,0 +1,183 @@
+"""Prompts asked from the command line: one, shown as its answer comes, or many, written as results in order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+import typer
+
+from lineclear.client import sigint
+from lineclear.client.answer_stream import Stream
+from lineclear.client.client import Client
+from lineclear.client.requests import Request
+from lineclear.errors import DataLoss, LineclearError
+
+from . import exit_status, output
+from .options import Shown
+from .prompt_file import Entry
+
+T = TypeVar("T")
+
+
+class Format(StrEnum):
+    """Of a file of prompts. AUTO: by its name, else by its first line."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    JSONL = "jsonl"
+
+
+def show(answer: Stream, shown: Shown) -> None:
+    """Read an answer, showing it as it comes."""
+    with sigint.cancel_on_sigint(answer.cancel), answer as stream:
+        try:
+            if not shown.json_lines:
+                output.show_answer(stream)
+            for delta in stream:
+                if shown.deltas:
+                    values = output.to_json(delta)
+                    if not delta.restarted:
+                        del values["restarted"]
+                    output.show_json({"delta": values})
+        finally:
+            if not shown.json_lines and stream.text:
+                output.show("\n")
+    if shown.json_lines:
+        result = stream.result.to_dict()
+        output.show_json({"result": result} if shown.deltas else result)
+    elif not shown.quiet and sys.stderr.isatty():
+        output.print_stderr(output.summary(stream.result))
+
+
+class Entries(Protocol):
+    """Prompts that are counted before they are read."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Entry]: ...
+
+
+def several(client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int, progress: bool) -> int:
+    """Ask all, and write a JSON object for each in order. Returns how many failed.
+
+    Raises the error of a server that is not there any more: what was written before can be resumed. Raises DataLoss
+    if there are not as many results as prompts.
+    """
+    with _opened(out, resume) as results:
+        prompts = iter(entries)
+        have = results.check(itertools.islice(prompts, results.count))
+        asked = _Asked(prompts, len(entries) - have)
+        failed = 0
+        outcomes = client.generate_each(asked, concurrency=concurrency, progress=progress)
+        with sigint.cancel_on_sigint(outcomes.cancel), closing(outcomes):
+            for index, outcome in enumerate(outcomes, have):
+                if isinstance(outcome, LineclearError):
+                    if outcome.code == "UNAVAILABLE":
+                        raise outcome
+                    failed += 1
+                    answer = {"error": exit_status.as_dict(outcome)}
+                else:
+                    answer = outcome.to_dict()
+                results.write({"index": index, **asked.shown.popleft(), **answer})
+                have += 1
+        if have != len(entries) or asked.shown:
+            raise DataLoss(f"{len(entries)} prompts were counted and {have} results written: the input has changed")
+        return failed
+
+
+def repeated(ask: Callable[[], T], interval_seconds: float, count: int | None) -> Iterator[T]:
+    """What `ask` says, now and every so often, `count` times or for ever."""
+    for number in itertools.count() if count is None else range(count):
+        if number:
+            time.sleep(interval_seconds)
+        yield ask()
+
+
+class _Asked:
+    """The requests of prompts in one pass, and beside it what to repeat in the results of those under way.
+
+    The pass is made on the threads that ask; `shown` is taken from by the thread that writes, in the same order.
+    """
+
+    def __init__(self, entries: Iterator[Entry], count: int) -> None:
+        self.shown: deque[dict[str, Any]] = deque()
+        self._entries = entries
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        for entry in self._entries:
+            self.shown.append(entry.shown)
+            yield entry.request
+
+
+@contextmanager
+def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
+    """Open what results are written to. A last line that an earlier run did not write to its end is dropped."""
+    if out is None:
+        yield _Results(sys.stdout)
+        return
+    count = 0
+    if resume and out.exists():
+        with out.open("r+b") as file:
+            end = 0
+            for line in file:
+                if line.endswith(b"\n"):
+                    count += 1
+                    end += len(line)
+            file.truncate(end)
+    with out.open("a" if resume else "w", encoding="utf-8") as results:
+        yield _Results(results, out, count)
+
+
+class _Results:
+    """Lines of JSON, the first `count` of them by an earlier run."""
+
+    def __init__(self, file: TextIO, path: Path | None = None, count: int = 0) -> None:
+        self.count = count
+        self._file = file
+        self._path = path
+
+    def check(self, entries: Iterable[Entry]) -> int:
+        """Return how many results there are. Raises typer.BadParameter if they are not those of `entries`."""
+        if self._path is None or not self.count:
+            return 0
+        checked = 0
+        with self._path.open("rb") as file:
+            for index, (line, entry) in enumerate(zip(file, entries, strict=False)):
+                if not _begins(line, {"index": index, **entry.shown}):
+                    raise typer.BadParameter(
+                        f"{self._path}, line {index + 1}: is not the result of prompt {index + 1}; the results to go on"
+                        " after were written for other prompts",
+                        param_hint="--resume",
+                    )
+                checked += 1
+        if checked != self.count:
+            raise typer.BadParameter(
+                f"{self._path} has {self.count} results and there are only {checked} prompts", param_hint="--resume"
+            )
+        return checked
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write one, at once."""
+        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def _begins(line: bytes, beginning: dict[str, Any]) -> bool:
+    """Whether a line is a JSON object with these entries among its own."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and beginning.items() <= found.items()

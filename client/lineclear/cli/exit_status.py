@@ -1,0 +1,58 @@
+"""The exit codes of the command and how errors become one: by their gRPC code, so that scripts can tell them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lineclear.errors import LineclearError, Unreachable
+from lineclear.exit_codes import ExitCode, of_grpc
+from lineclear.grpc_status import CODE_NUMBERS
+
+
+def exit_code(error: LineclearError) -> int:
+    """100 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 114."""
+    return of_grpc(CODE_NUMBERS.get(error.code, CODE_NUMBERS["UNKNOWN"]))
+
+
+def table() -> str:
+    """The codes in one paragraph, for --help."""
+    named = ", ".join(f"{of_grpc(number)} {code}" for code, number in CODE_NUMBERS.items() if code != "OK")
+    return (
+        f"Exit codes: 0 success; {ExitCode.NEGATIVE:d} some of several prompts failed, or the server is not serving"
+        f" (health); {ExitCode.USAGE:d} wrong usage; {ExitCode.INTERRUPTED:d} interrupted;"
+        f" {ExitCode.FIRST_OF_GRPC:d} + the gRPC code of the error: {named}. `serve` ends with the codes of its"
+        " processes, 69 to 79."
+    )
+
+
+def as_dict(error: LineclearError) -> dict[str, Any]:
+    """The error for --json; what it does not have is left out."""
+    plain = {
+        "class": type(error).__name__,
+        "code": error.code,
+        "reason": error.reason,
+        "message": str(error),
+        "retry_after_seconds": error.retry_after_seconds,
+        "metadata": error.metadata,
+        "violations": [violation._asdict() for violation in error.violations],
+    }
+    return {name: value for name, value in plain.items() if value not in (None, {}, [])}
+
+
+# What gRPC says of a connection that came to nothing, and what that most likely means. It has no codes for these.
+_HINTS = {
+    "WRONG_VERSION_NUMBER": "The server listens without TLS at this address: leave --tls and --tls-ca away.",
+    "CERTIFICATE_VERIFY_FAILED": "Its certificate is not trusted here: --tls-ca names the authority that signed it.",
+    "create security handshaker": "--tls-ca, --tls-cert and --tls-key are files in PEM form; one of them is not.",
+    "Socket closed": "If the server asks for TLS: --tls, or --tls-ca with the authority of its certificate.",
+}
+
+
+def hint(error: LineclearError) -> str | None:
+    """What to try, where there is something."""
+    if not isinstance(error, Unreachable):
+        return None
+    return next(
+        (hint for said, hint in _HINTS.items() if said in str(error)),
+        "Is the server running? `lineclear serve --model DIR` starts one; --target names another.",
+    )

@@ -1,0 +1,223 @@
+"""The commands that ask for answers: which flags each takes, and the few lines of what it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lineclear.client.requests import Request
+from lineclear.exit_codes import ExitCode
+
+from . import batch_run, chat, exit_status, output
+from .command_runner import command
+from .options import AsChat, Connection, Json, RequestFlags, SamplingFlags, Shown, numbers
+from .prompt_file import Entry, PromptFile
+
+
+@command(epilog="Example: lineclear generate 'Once upon a time' -n 64 --temperature 0")
+def generate(
+    connection: Connection,
+    sampling: SamplingFlags,
+    request: RequestFlags,
+    shown: Shown,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="What to continue. None, or -: standard input.", show_default=False),
+    ] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="ID,ID,...", help="Token ids as the prompt.", show_default=False)
+    ] = None,
+    as_chat: AsChat = False,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat (implied): the system message.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help='Prompts, one a line, or a JSON object a line: {"prompt": ..., "max_tokens": ...}. -: standard input.',
+            dir_okay=False, show_default=False, rich_help_panel="Many prompts",
+        ),
+    ] = None,
+    file_format: Annotated[
+        batch_run.Format, typer.Option("--format", help="Of --file.", rich_help_panel="Many prompts")
+    ] = batch_run.Format.AUTO,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write results here, one JSON object per line, in the order of the prompts.",
+            dir_okay=False, show_default=False, rich_help_panel="Many prompts",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on after the results --out has.", rich_help_panel="Many prompts"),
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests at once.", min=1, max=4096, rich_help_panel="Many prompts")
+    ] = 32,
+) -> None:  # fmt: skip
+    """Continue a prompt, and show the answer as it is made.
+
+    With several prompts, or with --file, each result is a JSON object on a line, in the order of the prompts; one that
+    failed has `error` in it. A server that is gone ends the run.
+    """
+    chosen = sampling.sampling()
+
+    def make(prompt: Any) -> Request:
+        if isinstance(prompt, str) and (as_chat or system is not None):
+            prompt = chat.conversation(system, prompt)
+        return request.request(prompt, chosen)
+
+    ids = numbers(token_ids, "--token-ids")
+    if sum((bool(prompts), ids is not None, file is not None)) > 1:
+        raise typer.BadParameter("give one of PROMPT, --token-ids and --file")
+    if resume and out is None:
+        raise typer.BadParameter("needs --out", param_hint="--resume")
+    if file is not None:
+        source = sys.stdin.buffer if str(file) == "-" else file
+        entries: batch_run.Entries = PromptFile(source, file_format, make)
+    elif prompts and len(prompts) > 1:
+        entries = [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
+    else:
+        one = ids if ids is not None else _text(prompts[0] if prompts else None, "a PROMPT")
+        if out is None:
+            with connection.client() as client:
+                batch_run.show(client.stream(make(one)), shown)
+            return
+        entries = [Entry(make(one), {"prompt": one})]
+    with connection.client() as client:
+        failed = batch_run.several(client, entries, out, resume, concurrency, not shown.quiet)
+    if failed:
+        raise typer.Exit(ExitCode.NEGATIVE)
+
+
+@command(epilog="Example: lineclear result \"$(lineclear submit 'Once upon a time' -n 64)\"")
+def submit(
+    connection: Connection,
+    sampling: SamplingFlags,
+    request: RequestFlags,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to continue. None, or -: standard input.", show_default=False)
+    ] = None,
+    as_chat: AsChat = False,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Begin an answer and leave it to the server; shows the id to fetch it by.
+
+    The server keeps the answer for a while after its end, as long as it runs itself.
+    """
+    text = _text(prompt, "a PROMPT")
+    asked = request.request(chat.conversation(None, text) if as_chat else text, sampling.sampling())
+    with connection.client() as client:
+        submitted = client.submit(asked)
+    if json_lines:
+        output.show_json({"request_id": submitted.request_id})
+    else:
+        output.show(f"{submitted.request_id}\n")
+
+
+@command()
+def attach(
+    connection: Connection,
+    shown: Shown,
+    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
+    from_index: Annotated[int, typer.Option(help="The first token wanted.", min=0)] = 0,
+) -> None:
+    """Show a submitted answer: what there is of it, and then the rest as it is made. Leaving does not end it."""
+    with connection.client() as client:
+        batch_run.show(client.submitted(request_id).attach(from_index), shown)
+
+
+@command()
+def result(
+    connection: Connection,
+    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="For the end; or show what there is now.")] = True,
+    cancel: Annotated[bool, typer.Option("--cancel", help="End it, or have its answer forgotten, instead.")] = False,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Show a submitted answer once it is complete, or with --no-wait what there is of it now."""
+    with connection.client() as client:
+        submitted = client.submitted(request_id)
+        if cancel:
+            if not submitted.cancel():
+                raise typer.Exit(ExitCode.NEGATIVE)
+            return
+        if wait:
+            found = submitted.result()
+            output.show_json(found.to_dict()) if json_lines else output.show(f"{found.text}\n")
+            return
+        snapshot = submitted.poll()
+    if json_lines:
+        error = None if snapshot.error is None else exit_status.as_dict(snapshot.error)
+        values = {"state": snapshot.state, "text": snapshot.text, "token_ids": list(snapshot.token_ids)}
+        output.show_json(values | ({} if error is None else {"error": error}))
+    else:
+        output.show(f"{snapshot.text}\n")
+
+
+@command(name="chat", epilog="Example: lineclear chat --system 'Answer in one sentence.'")
+def converse(
+    connection: Connection,
+    sampling: SamplingFlags,
+    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(help="Keep what you type here, for the arrow keys. Default: not kept.", dir_okay=False,
+                     show_default=False),
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Hold a conversation.
+
+    On a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
+    input is a message, and the first error ends the run.
+    """
+    with connection.client() as client:
+        talk = chat.Conversation(client, sampling.sampling(), system, json_lines)
+        if sys.stdin.isatty() and not json_lines:
+            chat.interactive(talk, history)
+        else:
+            for line in sys.stdin:
+                if line.strip():
+                    talk.say(line.rstrip("\n"))
+
+
+@command()
+def tokenize(
+    connection: Connection,
+    text: Annotated[
+        str | None, typer.Argument(help="The text. None, or -: standard input.", show_default=False)
+    ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", "-d", help="The other way: TEXT is token ids, the output is their text.")
+    ] = False,
+    count: Annotated[bool, typer.Option("--count", "-c", help="Show only how many tokens.")] = False,
+    as_chat: AsChat = False,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Show the token ids of a text, or with --decode the text of token ids."""
+    given = _text(text, "a TEXT")
+    with connection.client() as client:
+        if decode:
+            ids = numbers(given, "TEXT") or []
+            found = client.detokenize(ids)
+            output.show_json({"text": found, "token_ids": ids}) if json_lines else output.show(f"{found}\n")
+            return
+        ids = client.tokenize(chat.conversation(None, given) if as_chat else given)
+    if json_lines:
+        output.show_json({"token_ids": ids, "count": len(ids)})
+    else:
+        output.show(f"{len(ids)}\n" if count else f"{','.join(map(str, ids))}\n")
+
+
+def _text(argument: str | None, wanted: str) -> str:
+    """The argument, or standard input as it is but for one newline at its end."""
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise typer.BadParameter(f"give {wanted}, or pipe one in")
+    return sys.stdin.read().removesuffix("\n")

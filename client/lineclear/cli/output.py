@@ -1,0 +1,190 @@
+"""What the command shows: text as it comes, errors, and tables. Standard output is for answers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lineclear.client.answer_stream import Stream
+from lineclear.client.results import Generation, Model, Quantiles, Stats
+from lineclear.errors import LineclearError
+
+from . import exit_status
+
+# A model may write anything; a terminal obeys some of it.
+_CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+
+
+def strip_control_chars(text: str) -> str:
+    """The text without what would steer a terminal."""
+    return text.translate(_CONTROLS)
+
+
+def show(text: str) -> None:
+    """A piece of an answer, now. On a terminal it is made safe, elsewhere it is left as it is."""
+    if text:
+        sys.stdout.write(strip_control_chars(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+def show_answer(stream: Stream) -> None:
+    """The text of an answer as it comes.
+
+    One that may begin again with another model is shown at its end, where what was shown cannot be told from what
+    counts: anywhere but on a terminal.
+    """
+    is_held = stream.may_restart and not sys.stdout.isatty()
+    for delta in stream:
+        if delta.restarted:
+            print_stderr("\nThe model was replaced; the answer begins again.")
+        if not is_held:
+            show(delta.text)
+    if is_held:
+        show(stream.text)
+
+
+def show_json(value: Any) -> None:
+    """One object on one line."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """One of the client's dataclasses for `show_json`, without what is not set."""
+    return {name: entry for name, entry in dataclasses.asdict(value).items() if entry not in (None, ())}
+
+
+def print_stderr(text: str, style: str = "dim") -> None:
+    """A line beside the answer."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(strip_control_chars(text), style=style))
+
+
+def show_error(error: LineclearError) -> None:
+    """The sentence of the error, where in the request it is, and what to try."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(
+        Text.assemble(("error: ", "bold red"), strip_control_chars(str(error)), (f" ({error.reason})", "dim"))
+    )
+    for violation in error.violations:
+        if violation.field not in str(error):
+            console.print(Text(strip_control_chars(f"  {violation.field}: {violation.description}")))
+    if (hint := exit_status.hint(error)) is not None:
+        console.print(Text(hint, style="dim"))
+
+
+def os_error_text(error: OSError) -> str:
+    """What the system says, without its number."""
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
+def summary(result: Generation) -> str:
+    """One line about how the answer came to be."""
+    usage, timings = result.usage, result.timings
+    words = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+    if usage.cached_tokens:
+        words.append(f"{usage.cached_tokens} cached")
+    words.append(f"first after {timings.first_token_seconds:.3f} s")
+    if timings.decode_seconds > 0 and usage.completion_tokens > 1:
+        words.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.1f} tok/s")
+    words.append(result.finish_reason.replace("_", " "))
+    return ", ".join(words)
+
+
+def stats_view(stats: Stats) -> Group:
+    """All of GetStats on a screen."""
+    gauges, totals, worker = stats.gauges, stats.totals, stats.worker
+    state = "draining" if gauges.draining else "joined" if worker.joined else "no worker"
+    head = Text.assemble(
+        ("lineclear ", "bold"),
+        strip_control_chars(f"{stats.server_version}  up {_span(stats.uptime_seconds)}  worker {state}"),
+        strip_control_chars(
+            f" (#{worker.incarnation}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
+        ),
+        strip_control_chars(f"\nstrategy {stats.batching_strategy}, order {stats.order}, "),
+        (f"{stats.output_tokens_per_second:.1f} output tokens/s", "bold green"),
+    )
+    now = _table("now", "")
+    _rows(
+        now,
+        ("running", gauges.requests_running),
+        ("waiting", f"{gauges.requests_waiting} ({gauges.tokens_waiting} tokens)"),
+        ("steps in flight", gauges.steps_in_flight),
+        ("streams", gauges.streams_open),
+        ("blocks used", f"{gauges.blocks_used} / {gauges.blocks_total}"),
+        ("blocks cached", gauges.blocks_cached),
+        ("prefix hit rate", f"{totals.prefix_hit_rate:.1%}"),
+        ("mean batch size", f"{totals.mean_batch_size:.2f}"),
+    )
+    ever = _table("since start", "")
+    _rows(
+        ever,
+        ("admitted", totals.requests_admitted),
+        ("finished", totals.requests_finished),
+        ("rejected / failed", f"{totals.requests_rejected} / {totals.requests_failed}"),
+        ("cancelled / expired", f"{totals.requests_cancelled} / {totals.requests_expired}"),
+        ("prompt tokens (cached)", f"{totals.prompt_tokens} ({totals.cached_tokens})"),
+        ("output tokens", totals.output_tokens),
+        ("preemptions (recomputed)", f"{totals.preemptions} ({totals.recomputed_tokens})"),
+        ("steps / rows / wasted", f"{totals.steps} / {totals.rows} / {totals.wasted_samples}"),
+    )
+    times = _table("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
+    for name, quantiles in (
+        ("in the queue", stats.queue_seconds),
+        ("to the first token", stats.first_token_seconds),
+        ("between tokens", stats.inter_token_seconds),
+        ("in all", stats.total_seconds),
+        ("a step", stats.step_seconds),
+    ):
+        times.add_row(name, *_milliseconds(quantiles))
+    side_by_side = Table.grid(padding=(0, 3))
+    side_by_side.add_row(now, ever)
+    return Group(head, side_by_side, times)
+
+
+def model_view(model: Model) -> Table:
+    """All of GetModel."""
+    table = _table("model", "")
+    _rows(
+        table,
+        ("id", strip_control_chars(model.model_id)),
+        ("fingerprint", strip_control_chars(model.model_fingerprint)),
+        ("family", strip_control_chars(model.family)),
+        ("context length", model.context_length),
+        ("vocabulary", model.vocab_size),
+        ("end-of-sequence ids", ", ".join(map(str, model.eos_token_ids))),
+        ("dtype, device", f"{model.dtype}, {model.device}"),
+        ("attention", model.attention_backend),
+        ("chat template", "yes" if model.has_chat_template else "no"),
+        ("server", strip_control_chars(model.server_version)),
+        *((name.replace("_", " "), getattr(model.limits, name)) for name in type(model.limits).__slots__),
+    )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _rows(table: Table, *rows: tuple[str, Any]) -> None:
+    for name, value in rows:
+        table.add_row(name, str(value))
+
+
+def _milliseconds(quantiles: Quantiles) -> list[str]:
+    spans = (quantiles.mean, quantiles.p50, quantiles.p90, quantiles.p99, quantiles.max)
+    return [*(f"{seconds * 1000:.2f}" for seconds in spans), str(quantiles.count)]
+
+
+def _span(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02.0f}"

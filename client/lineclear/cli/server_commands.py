@@ -1,0 +1,156 @@
+"""The commands that start, watch and direct a server: which flags each takes, and the few lines of what it does."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Annotated, Any, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from typer.core import TyperCommand
+
+from lineclear.client import rpc_methods
+from lineclear.client.admin_client import AdminClient, LogLevel
+from lineclear.client.results import HealthStatus
+from lineclear.errors import LineclearError
+from lineclear.exit_codes import ExitCode
+
+from . import batch_run, output, serve
+from .command_runner import command
+from .options import Connection, Json
+
+
+class _Verbatim(TyperCommand):
+    """A command that takes every word as it stands, `--` and --help too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+@command(name="serve", cls=_Verbatim)
+def start(context: typer.Context) -> None:
+    """Start a server here: scheduler and worker. All flags are the scheduler's; `serve --help` shows them."""
+    serve.run(context.args)
+
+
+@command()
+def health(
+    connection: Connection,
+    service: Annotated[
+        str, typer.Option(help="Which service; '' is the process as a whole.")
+    ] = rpc_methods.SERVICE,
+    wait_seconds: Annotated[
+        float, typer.Option("--wait-seconds", "--wait", help="Ask again until it serves, for so long.", min=0)
+    ] = 0.0,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Ask whether the server is serving: exit code 0 if it is, 1 if it answers that it is not."""
+    until = time.monotonic() + wait_seconds
+    with connection.client() as client:
+        while True:
+            left = until - time.monotonic()
+            try:
+                found = client.health(service, timeout_seconds=max(left, connection.timeout_seconds or 5.0))
+            except LineclearError:
+                if left <= 0:
+                    raise
+            else:
+                if found is HealthStatus.SERVING or left <= 0:
+                    break
+            time.sleep(min(0.25, max(left, 0.0)))
+    if json_lines:
+        output.show_json({"status": found, "service": service})
+    else:
+        output.show(f"{found}\n")
+    if found is not HealthStatus.SERVING:
+        raise typer.Exit(ExitCode.NEGATIVE)
+
+
+@command()
+def stats(
+    connection: Connection,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until interrupted.")] = False,
+    interval_seconds: Annotated[
+        float, typer.Option("--interval-seconds", "--interval", help="With --watch: how often.", min=0.05)
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option(help="With --watch: stop after so many.", min=1, show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Show what the server is doing and how it has been doing."""
+    rounds = count if watch else 1
+    with connection.client() as client:
+        if json_lines:
+            for values in batch_run.repeated(client.stats, interval_seconds, rounds):
+                output.show_json(output.to_json(values))
+            return
+        console = Console()
+        if not watch:
+            console.print(output.stats_view(client.stats()))
+            return
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal and count is None) as live:
+            for values in batch_run.repeated(client.stats, interval_seconds, rounds):
+                live.update(output.stats_view(values), refresh=True)
+
+
+@command()
+def model(connection: Connection, json_lines: Json = False) -> None:
+    """Show which model is served, and the limits in force."""
+    with connection.client() as client:
+        found = client.model()
+    if json_lines:
+        output.show_json(output.to_json(found))
+    else:
+        Console().print(output.model_view(found))
+
+
+class AdminCommand(StrEnum):
+    """What an operator can ask."""
+
+    DRAIN = "drain"
+    DUMP = "dump"
+    FLUSH = "flush"
+    LOG_LEVEL = "log-level"
+
+
+@command(name="admin", epilog="Example: lineclear admin drain --target unix:/run/lineclear/admin.sock")
+def operate(
+    connection: Connection,
+    order: Annotated[
+        AdminCommand,
+        typer.Argument(
+            help="drain: leave as after SIGTERM. dump: write the flight recorder. flush: forget cached prefixes. "
+            "log-level: log from LEVEL upwards.",
+        ),
+    ],
+    level: Annotated[
+        str | None, typer.Argument(help="debug, info, warning or error.", show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Give the server an order, at its admin address."""
+    if (level is not None) != (order is AdminCommand.LOG_LEVEL) or level not in (None, *get_args(LogLevel)):
+        raise typer.BadParameter("log-level takes debug, info, warning or error; the others take nothing")
+    with connection.client() as client:
+        operator = AdminClient(client)
+        if order is AdminCommand.DRAIN:
+            left = operator.drain()
+            sentence = f"{left.requests_in_progress} requests in progress, ended in {left.seconds:.1f} s at the latest"
+            values = left._asdict()
+        elif order is AdminCommand.DUMP:
+            sentence = operator.dump_recording()
+            values = {"path": sentence}
+        elif order is AdminCommand.FLUSH:
+            operator.flush_prefix_cache()
+            sentence, values = "", {}
+        else:
+            previous = operator.set_log_level(cast("LogLevel", level))
+            sentence, values = f"{level}, before {previous}", {"level": level, "previous": previous}
+    if json_lines:
+        output.show_json(values)
+    elif sentence:
+        output.show(f"{sentence}\n")

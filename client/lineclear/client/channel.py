@@ -1,0 +1,88 @@
+"""Channels as we want them: what a target is called, and the options of every channel."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lineclear.api_limits import MAX_MESSAGE_BYTES
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+
+KEEPALIVE_TIME_SECONDS = 30.0
+"""A silent connection is pinged after this long."""
+KEEPALIVE_TIMEOUT_SECONDS = 10.0
+"""A connection whose ping is not answered for this long is lost, and answers on it are resumed."""
+
+Options = Sequence[tuple[str, Any]]
+Pairs = Sequence[tuple[str, str | bytes]]
+
+
+def default_target() -> str:
+    """Return the target of a client that names none: LINECLEAR_TARGET, which the command takes too, or our own."""
+    return os.environ.get("LINECLEAR_TARGET") or DEFAULT_TARGET
+
+
+def checked_target(target: str) -> str:
+    """The target as gRPC wants it. A bare host gets the default port. Raises ValueError with a sentence that helps."""
+    target = target.strip().removeprefix("grpc://")
+    if not target:
+        raise ValueError("the target is empty; it is host:port or unix:/path")
+    if target.startswith(("http://", "https://", "grpcs://")):
+        raise ValueError(f"the target {target!r} is a URL; write host:port, and pass credentials for TLS")
+    if target.startswith("unix:"):
+        path = target.removeprefix("unix:")
+        if len(path.encode()) > 107 + len("//"):
+            raise ValueError("the path of a unix socket has at most 107 bytes")
+        return target
+    if ":" not in target:
+        return f"{target}:{DEFAULT_PORT}"
+    for port in _ports(target):
+        if not 1 <= int(port) <= 65535:  # gRPC would take it modulo 65536, and connect to another server
+            raise ValueError(f"the port of the target is {port}; ports are from 1 to 65535")
+    return target
+
+
+def _ports(target: str) -> list[str]:
+    """Return the ports that a target names: of host:port, or of each of several addresses after a scheme."""
+    addresses = target.rpartition("/")[2].split(",")
+    return [found[1] for address in addresses if (found := _WITH_PORT.fullmatch(address))]
+
+
+# scheme:host:port, host:port, [IPv6]:port
+_WITH_PORT = re.compile(r"(?:[a-z0-9]+:)?(?:\[[^\]]*\]|[^:\[\]]+):([0-9]{1,20})")
+
+
+def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
+    """Ours, with those of the caller in their place where the names are the same."""
+    try:
+        own_version = version("lineclear")
+    except PackageNotFoundError:
+        own_version = "unknown"
+    chosen: dict[str, Any] = {
+        "grpc.primary_user_agent": f"lineclear-python/{own_version}",
+        "grpc.keepalive_time_ms": round(KEEPALIVE_TIME_SECONDS * 1000),
+        "grpc.keepalive_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # gRPC waits this long for the answer to a ping: 60 s by default, whatever the option above says.
+        "grpc.http2.ping_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # A request waiting in the queue is a call without data: its keepalives must not be rationed.
+        "grpc.http2.max_pings_without_data": 0,
+        # What a server takes and sends; a larger request is refused here before it travels.
+        "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+        "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+        # Reconnecting must not be slower than the pauses between attempts.
+        "grpc.initial_reconnect_backoff_ms": 200,
+        "grpc.max_reconnect_backoff_ms": 5_000,
+        # In spite of its name, how long one attempt to connect may take. A busy server accepts late, which is no reason
+        # to call it unreachable; but of a replica that has gone nobody ever answers.
+        "grpc.min_reconnect_backoff_ms": 5_000,
+        # Behind a headless Service every replica gets its share.
+        "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
+        # A proxy for the web is hardly ever on the way to an inference server, and http_proxy is often set.
+        "grpc.enable_http_proxy": 0,
+    }
+    return list((chosen | dict(options)).items())

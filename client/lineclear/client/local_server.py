@@ -1,0 +1,166 @@
+"""A server of this program's own, started here and gone with it. Decides how it is started, when it is ready, what is
+said where it does not come up, and that it never stays behind. What it serves, and how, is for the flags.
+
+    from lineclear.client import Client, LocalServer
+
+    with LocalServer("--model", "/path/to/model") as server, Client(server.target) as client:
+        print(client.generate("Once upon a time", max_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lineclear.errors import LineclearError
+from lineclear.extras import install_command
+
+from .client import Client
+from .results import HealthStatus
+
+MODULE = "lineclear.scheduler.main"
+# requirement; markers and extra == "name", as in the metadata of a package
+_REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+)[^\[;]*;\s*extra\s*==\s*['"](?:scheduler|worker)['"]\s*$""")
+_DECIDED_HERE = ("--listen", "--no-spawn-worker", "--no-leave-with-stdin")
+_POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 1.0
+_LAST_BYTES = 64 * 1024
+
+
+class ServerStartError(Exception):
+    """A server that was to be started here did not come up; the message says why, as far as the server did."""
+
+
+class LocalServer:
+    """Scheduler and worker beside this program, reachable by its user alone, at `target`. Close it, or use it as a
+    context manager.
+
+    `flags` are those of `lineclear serve`. It ends with this program however that ends: it holds the other end of a
+    pipe. Ctrl-C reaches this program only. What it logs (warnings and worse, unless LINECLEAR_LOG_LEVEL or a flag says
+    otherwise) is in the file `log` until it is closed.
+    """
+
+    def __init__(self, *flags: str, start_timeout_seconds: float = 600.0, stop_timeout_seconds: float = 60.0) -> None:
+        """Returns when the model is served. Raises ServerFailed, and ValueError for a flag that is decided here."""
+        ours = flags[: flags.index("--")] if "--" in flags else flags
+        if decided := [flag for flag in ours if flag.partition("=")[0] in _DECIDED_HERE]:
+            raise ValueError(f"{decided[0]}: a LocalServer decides that itself; `lineclear serve` starts others")
+        if absent := missing():
+            raise ServerStartError(
+                f"a server needs more than the client: {', '.join(absent)} is not installed; "
+                f"this brings scheduler and worker: {install_command('all')}"
+            )
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="lineclear-local-", ignore_cleanup_errors=True)
+        self._socket = Path(self._folder.name) / "api.sock"
+        self.target = f"unix:{self._socket}"
+        self.log = Path(self._folder.name) / "log"
+        # Each beats the file of --config; where the flag is not refused above, it beats these.
+        environment = {"LINECLEAR_LOG_LEVEL": "warning", "LINECLEAR_DRAIN_LINGER_SECONDS": "0"} | dict(os.environ)
+        environment |= {"LINECLEAR_LISTEN": self.target, "LINECLEAR_LOG_FORMAT": "json"}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command(["--leave-with-stdin"]), *flags],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_it_serves(start_timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let answers in progress finish, as after SIGTERM, and end it; at once after `stop_timeout_seconds`."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(self._stop_timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its worker goes with it
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _wait_until_it_serves(self, timeout_seconds: float) -> None:
+        give_up_at = time.monotonic() + timeout_seconds
+        with Client(self.target, max_attempts=1) as client:
+            while not self._serves(client):
+                if (code := self._process.poll()) is not None:
+                    raise ServerStartError(f"the server ended with exit code {code}: {_reasons(self.log)}")
+                if time.monotonic() >= give_up_at:
+                    raise ServerStartError(
+                        f"the server was not ready after {timeout_seconds:g} s: {_reasons(self.log)}"
+                    )
+                time.sleep(_POLL_SECONDS)
+
+    def _serves(self, client: Client) -> bool:
+        if not self._socket.exists():  # before that a call would only make gRPC wait for its next attempt
+            return False
+        try:
+            return client.health(timeout_seconds=_ANSWER_SECONDS) is HealthStatus.SERVING
+        except LineclearError:
+            return False
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """The scheduler's command line. -P: a file in the working directory must not take the place of a package."""
+    return [sys.executable, "-P", "-m", MODULE, "--spawn-worker", *arguments]
+
+
+def missing() -> list[str]:
+    """The packages of the extras `scheduler` and `worker` that are not there, by their name in the registry."""
+    found = (_REQUIREMENT.match(line) for line in importlib.metadata.requires("lineclear") or ())
+    absent = sorted({match[1] for match in found if match is not None and not _installed(match[1])})
+    if not absent and importlib.util.find_spec("lineclear.scheduler") is None:
+        return ["lineclear.scheduler"]
+    return absent
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.util.find_spec(name.replace("-", "_")) is not None
+    return True
+
+
+def _reasons(log: Path) -> str:
+    """What the last lines of a log give as reasons, in order; or else the last line."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    found = dict.fromkeys(reason for line in lines for reason in _reasons_in(line))
+    return "; ".join(found) or (lines[-1] if lines else "it said nothing")
+
+
+def _reasons_in(line: str) -> Iterator[str]:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        if line.startswith("lineclear-"):  # a process that cannot read its own flags has no log yet
+            yield line
+        return
+    if isinstance(said, dict) and said.get("level") == "error":
+        yield from (said[name] for name in ("problem", "reason") if isinstance(said.get(name), str))

@@ -1,0 +1,1 @@
+"""Runtime that both processes share: logging, settings, sockets, parent death."""

@@ -1,0 +1,168 @@
+"""Paged attention for CPUs in C++ (`kernels/paged_attention.cpp`): hands a step over as a few arrays.
+
+Pages are read where they lie; nothing is gathered, padded or masked in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, pointer, pointer_to
+
+from . import AttentionBackend, Batch, LayerSpec
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("element", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("k_pool", ctypes.c_void_p),
+        ("v_pool", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("k_scales", ctypes.c_void_p),
+        ("v_scales", ctypes.c_void_p),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_chunks", ctypes.c_int64),
+        ("num_items", ctypes.c_int64),
+        ("cells", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("num_queries", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+    )
+
+
+class _Step:
+    """The step's batch as the library reads it, for layers with one number of heads; always in the same place."""
+
+    def __init__(self, queries_per_item: int) -> None:
+        self._queries_per_item = queries_per_item
+        self._batch: Batch | None = None  # what the description points to
+        self.description = _Batch()
+
+    def take(self, batch: Batch) -> None:
+        """Describe this one from now on."""
+        self._batch = batch
+        d = self.description
+        d.num_tokens, d.num_chunks = len(batch.cells), len(batch.first)
+        d.num_items = sum(-(-count // self._queries_per_item) for count in batch.num_queries.tolist())
+        columns = batch.cells, batch.first, batch.num_queries, batch.start, batch.table, batch.blocks
+        d.cells, d.first, d.num_queries, d.start, d.table, d.blocks = (address(x) for x in columns)
+
+
+class NativeAttention(AttentionBackend):
+    """CPU; float32 and bfloat16, keys and values also in 8 bits.
+
+    Reads a cell only if its owner wrote it, so nothing has to be zeroed for it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        problem = unsupported(self.layers, self.block_size, self.dtype, self.device)
+        if problem:
+            raise ValueError(f"the native attention backend cannot be used: {problem}")
+        native: Any = library()
+        self._attend = Kernel(native, "lineclear_attend")
+        # A block has its keys and values of all layers side by side. The system gives memory when it is first used, and
+        # may need milliseconds for a huge page: a step that begins a block waits for one, not for one of every layer.
+        sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
+        self._pool = HugePageArena().take((self.num_blocks, sum(sizes)), self.kv_dtype)
+        pools = torch.split(self._pool, sizes, dim=1)
+        self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]
+        shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
+        self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
+        self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
+        self._descriptions = [self._describe(index) for index in range(len(self.layers))]
+        self._steps = {
+            counts: _Step(int(native.lineclear_queries_per_item(*counts)))
+            for counts in {(x.num_heads, x.num_kv_heads) for x in self.layers}
+        }
+
+    def _describe(self, index: int) -> _Layer:
+        spec, sinks = self.layers[index], self._sinks[index]
+        return _Layer(
+            ELEMENTS[self.dtype],
+            self.block_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._keys[index].stride(0),
+            spec.window,
+            spec.scaling,
+            spec.softcap,
+            self._keys[index].data_ptr(),
+            self._values[index].data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            *(scales.data_ptr() for scales in (self._scales[index] if self._scales else ())),
+        )
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        for pool in (*self._keys, *self._values):
+            pool[list(blocks)] = 0
+        for scales in self._scales:
+            scales[:, list(blocks)] = 0
+
+    def prefault(self, first: int, end: int) -> None:
+        # One byte a page, by one thread: to fill them would have all of them wait for each other.
+        memory = self._pool[first:end].view(-1).view(torch.uint8)
+        memory[:: mmap.PAGESIZE] = 0
+        memory[-1:] = 0
+        for scales in self._scales:
+            scales[:, first:end] = 0
+
+    def begin(self, batch: Batch) -> None:
+        for step in self._steps.values():
+            step.take(batch)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Some models rotate in float32 and hand that over; the kernel would read it as what the pool is.
+        query, key, value = self._as_stored(query), self._as_stored(key), self._as_stored(value)
+        output = torch.empty_like(query)
+        attend, arguments = self.bind(layer, DynamicInt(len(query)), query, key, value, output)
+        attend(*arguments)
+        return output
+
+    def bind(self, layer: int, tokens: DynamicInt, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
+        assert all(x.dtype is self.dtype and x.is_contiguous() for x in (query, key, value, out))
+        spec = self.layers[layer]
+        step = self._steps[spec.num_heads, spec.num_kv_heads].description  # it knows the number of tokens, too
+        described = pointer_to(self._descriptions[layer]), pointer_to(step)
+        return self._attend, (*described, *map(pointer, (query, key, value, out)))
+
+    def _as_stored(self, x: Tensor) -> Tensor:
+        return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()
+
+
+def unsupported(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why this backend cannot serve such a model; empty when it can."""
+    if device.type != "cpu":
+        return f"it runs on CPUs, the device is {device.type}"
+    if dtype not in ELEMENTS:
+        return f"it computes in float32 and bfloat16, the model is {str(dtype).removeprefix('torch.')}"
+    if block_size % LANES:
+        return f"a block must be a multiple of {LANES} tokens, it is {block_size}"
+    odd = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > LARGEST_HEAD]
+    if odd:
+        return f"a head must be a multiple of {LANES} wide, at most {LARGEST_HEAD}; it is {odd[0]}"
+    return "" if library() is not None else "there are no native kernels for it here (see docs/performance.md)"

@@ -1,0 +1,94 @@
+"""How much memory is free for the KV pool, and how many blocks that makes.
+
+Limits of control groups of version 1 and 2 count, of the process's own group and of every group around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.5, "mps": 0.5}
+_UNLIMITED = 1 << 62
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def blocks_that_fit(block_bytes: int, most: int, fraction: float, device: torch.device) -> int:
+    """Blocks in `fraction` (0: the device's default) of the free memory, at most `most`. May be 0."""
+    share = fraction or _DEFAULT_FRACTION.get(device.type, 0.5)
+    return min(most, int(free_bytes(device) * share) // block_bytes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can be allocated on `device` now. On a CPU the container's limit counts, too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left in torch's own pool is free as well
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return min(_available_bytes(), _cgroup_bytes())
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo does not say how much memory is available; give --num-blocks")
+
+
+def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
+    """Return what the memory limits of the process's control groups leave, at most `_UNLIMITED`."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return min((_headroom(group) for group in _groups(root, lines)), default=_UNLIMITED)
+
+
+def _groups(root: Path, lines: list[str]) -> Iterator[Path]:
+    """Yield the memory groups that /proc/self/cgroup names and those around them.
+
+    Lines are `0::PATH` for version 2, mounted at the root or at `unified`, and `ID:memory:PATH` for version 1. In a
+    container the mounted root may be the group itself, so the root is always looked at.
+    """
+    paths = {"": "", "memory": ""}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            if name in paths:
+                paths[name] = path.lstrip("/")
+    for mount, path in ((root, paths[""]), (root / "unified", paths[""]), (root / "memory", paths["memory"])):
+        inner = mount / path
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
+
+
+def _headroom(group: Path) -> int:
+    """Return what one group's limits leave. Cached files that the kernel would drop count as free."""
+    limits = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    current = _number(group / "memory.current")
+    used = _number(group / "memory.usage_in_bytes") if current is None else current
+    known = [limit for limit in limits if limit is not None]
+    if not known or used is None:  # no control group, not seen from within the container, or the outermost one
+        return _UNLIMITED
+    return max(0, min(*known, _UNLIMITED) - used + _droppable(group))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none, or "max"."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _droppable(group: Path) -> int:
+    try:
+        words = (group / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return 0
+    # In version 1 only the totals include the groups within.
+    name = "total_inactive_file" if "total_inactive_file" in words else "inactive_file"
+    return int(words[words.index(name) + 1]) if name in words else 0

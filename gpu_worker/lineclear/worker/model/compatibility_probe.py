@@ -1,0 +1,238 @@
+"""What a model is, and whether paged attention computes it: found out with a few tokens, or refused with the reason.
+
+The configuration is asked for what no few tokens could show. Then the model runs once, and each layer's call of its
+attention is written down: whatever the call carries is honoured, or the model refused. Last its logits over pages are
+compared with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+
+from lineclear.worker.attention import Chunk, LayerSpec, make_batch
+from lineclear.worker.attention.reference import ReferenceAttention
+
+from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
+
+log = structlog.get_logger(__name__)
+
+NUM_TOKENS = 11
+"""How many tokens the probe has."""
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may send a token to another expert;
+a model that loses a mask, a bias or a state is wrong by the size of the logits themselves."""
+
+_RECORDING = "lineclear_probe"
+_HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
+_HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
+
+
+def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
+    """What the model is, by its configuration and by how each of its layers calls its attention.
+
+    Raises ModelRefused, and what the model itself raises when it cannot compute packed tokens.
+    """
+    config = model.config.get_text_config()
+    _check_config(config)
+    calls: list[_Call] = []
+    ids, positions = _input(config, next(model.parameters()).device)
+    use_attention(model, _RECORDING, _recorder(calls))
+    kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
+    if len({id(call.module) for call in calls}) != len(calls):
+        raise ModelRefused("layers share one attention module, so their keys and values cannot be told apart")
+    expected = int(config.num_hidden_layers)
+    if len(calls) != expected:
+        raise ModelRefused(
+            f"only {len(calls)} of the model's {expected} layers call the attention interface;"
+            f" the others would not see the KV cache"
+        )
+    _check_windows(config, calls)
+    vocab_size = int(kept.shape[-1])
+    if model.get_input_embeddings().weight.shape[0] < vocab_size:
+        raise ModelRefused("the model can sample tokens that it has no embedding for")
+    return LoadedModel(
+        model=model,
+        layers=tuple(call.spec for call in calls),
+        attention_modules=tuple(call.module for call in calls),
+        model_id=model_id,
+        family=str(config.model_type),
+        vocab_size=vocab_size,
+        max_model_len=_max_model_len(config, max_model_len),
+        eos_token_ids=_eos_token_ids(model, vocab_size),
+        dtype=model.dtype,
+        device=ids.device,
+        selects_rows=kept.shape[0] == 2,
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the size of all weights; those that layers share count once."""
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+
+
+def check_against_eager(loaded: LoadedModel) -> Tensor:
+    """The logits of the probe over pages. They must be those of transformers' own eager attention.
+
+    Catches what no list can: positions that were in the mask (ALiBi), state outside the attention (Mamba, token shift),
+    a scale or bias that the call did not mention. Leaves the model with paged attention. Raises ModelRefused.
+    """
+    loaded.model.set_attn_implementation("eager")
+    wanted = forward(loaded.model, *_input(loaded.model.config.get_text_config(), loaded.device)).float()
+    use_paged_attention(loaded.model)
+    found = paged_logits(loaded)
+    error = relative_error(found, wanted)
+    if not error <= TOLERANCE[loaded.dtype]:
+        raise ModelRefused(
+            f"its logits over paged attention are not its own (relative error {error:.2g}): the model keeps"
+            f" state or positions outside the attention interface"
+        )
+    return found
+
+
+def paged_logits(loaded: LoadedModel) -> Tensor:
+    """[tokens, vocabulary] of the probe's tokens, in two chunks over pages that lie backwards."""
+    ids, positions = _input(loaded.model.config.get_text_config(), loaded.device)
+    block_size, half = 4, 6
+    blocks = torch.arange(-(-NUM_TOKENS // block_size)).flip(0).numpy()
+    backend = ReferenceAttention(loaded.layers, len(blocks), block_size, loaded.dtype, loaded.device)
+    loaded.attach(backend)
+    pieces = []
+    for start, end in ((0, half), (half, NUM_TOKENS)):
+        backend.begin(make_batch([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
+        rows = np.arange(end - start)
+        logits = loaded.logits(ids, start + rows, positions[start:end].cpu().numpy(), rows).values
+        pieces.append(logits.to(torch.float32, copy=True))  # they are the decoder's until the next call
+    return torch.cat(pieces)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """How far two sets of logits are apart, by the size of the wanted ones."""
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(token ids, positions) of the probe."""
+    positions = torch.arange(NUM_TOKENS, device=device)
+    return (positions * 7 + 3) % int(config.vocab_size), positions
+
+
+# --- what the model is ---------------------------------------------------------------------------------------------
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what the configuration says and no probe of a few tokens could see."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    strange = kinds - {"full_attention", "sliding_attention", "attention"}
+    if strange or getattr(config, "attention_chunk_size", None):
+        names = ", ".join(sorted(strange)) or "chunked_attention"
+        raise ModelRefused(f"layers of type {names} are not supported, only full and sliding-window attention")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelRefused("the model attends to later tokens too, and a decoder cannot")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefused("encoder-decoder models are not supported")
+
+
+@dataclass(slots=True)
+class _Call:
+    """One attention call as the probe saw it."""
+
+    module: nn.Module
+    spec: LayerSpec
+
+
+def _recorder(calls: list[_Call]) -> Callable[..., tuple[Tensor, None]]:
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        calls.append(_Call(module, _layer_spec(module, query, key, value, attention_mask, arguments)))
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    return record
+
+
+def _layer_spec(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    arguments: Mapping[str, Any],
+) -> LayerSpec:
+    """Honour every argument of the call or refuse the model."""
+    known = _HANDLED_ARGUMENTS | _HARMLESS_ARGUMENTS
+    unknown = sorted(name for name, x in arguments.items() if isinstance(x, Tensor) and name not in known)
+    if mask is not None or unknown:
+        what = "a mask of its own" if mask is not None else ", ".join(unknown)
+        raise ModelRefused(f"the model's attention needs {what}, which paged attention does not carry")
+    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelRefused("an attention layer is not causal")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise ModelRefused(
+            f"heads of unequal size (query {query.shape[-1]}, key {key.shape[-1]}, value {value.shape[-1]}), as in"
+            f" multi-head latent attention, are not supported"
+        )
+    scaling = arguments.get("scaling")
+    head_dim = int(query.shape[-1])
+    return LayerSpec(
+        num_heads=int(query.shape[1]),
+        num_kv_heads=int(key.shape[1]),
+        head_dim=head_dim,
+        scaling=head_dim**-0.5 if scaling is None else float(scaling),
+        window=int(arguments.get("sliding_window") or 0),
+        softcap=float(arguments.get("softcap") or 0.0),
+        sinks=arguments.get("s_aux"),
+    )
+
+
+def _check_windows(config: Any, calls: list[_Call]) -> None:
+    """A window that only a mask would have carried is lost, and a short probe cannot notice."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        # Without layer types the window, where there is one, holds for all layers.
+        declared = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        kinds = ["sliding_attention" if declared else "full_attention"] * len(calls)
+    for kind, call in zip(kinds, calls, strict=True):
+        if kind == "sliding_attention" and not call.spec.window:
+            raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")
+
+
+def _max_model_len(config: Any, wanted: int) -> int:
+    limit = int(getattr(config, "max_position_embeddings", None) or 0)
+    changing = _rope_limit(config)
+    if changing and (not limit or changing < limit):
+        # Its frequencies change for the whole sequence once it is longer, and cached keys would be of the old ones.
+        log.warning("context_capped", reason="rope depends on the length", max_model_len=changing)
+        limit = changing
+    if not limit and not wanted:
+        raise ModelRefused("the configuration states no context length; give --max-model-len")
+    if limit and wanted > limit:
+        raise ModelRefused(f"--max-model-len {wanted} is more than the {limit} positions the model can tell apart")
+    return wanted or limit
+
+
+def _rope_limit(config: Any) -> int:
+    """Up to which length a RoPE that depends on the length is constant; 0 when it does not depend.
+
+    The "dynamic" one changes only beyond max_position_embeddings, which is the limit anyway.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    groups = [parameters] if "rope_type" in parameters else [x for x in parameters.values() if isinstance(x, dict)]
+    limits = [int(x["original_max_position_embeddings"]) for x in groups if x.get("rope_type") == "longrope"]
+    return min(limits, default=0)
+
+
+def _eos_token_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """As `generate` has them: the generation configuration's, else the configuration's."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(sorted({int(i) for i in listed if 0 <= int(i) < vocab_size}))

@@ -1,0 +1,250 @@
+"""From a checkpoint to a model whose attention is ours, or to a refusal that says why.
+
+Every decision about *whether* a model can be served falls at load: the checkpoint is read with suspicion, the model is
+tried (probe.py), and what computes it in another way is compared with it before it is used. Nothing here knows plans or
+sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lineclear.model_files import directory_check, fingerprint
+from lineclear.worker.attention import LayerSpec
+from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
+from lineclear.worker.cpu.int8_linear import pack_int8
+from lineclear.worker.cpu.linear import Packer, free_after_packing, pack, pack_twice, plain
+from lineclear.worker.cpu.thread_tuner import trying
+from lineclear.worker.kernels import multiplies_few_bfloat16
+from lineclear.worker.memory_budget import free_bytes
+
+from .compatibility_probe import (
+    NUM_TOKENS,
+    TOLERANCE,
+    check_against_eager,
+    inspect_model,
+    paged_logits,
+    relative_error,
+    weight_bytes,
+)
+from .loaded_model import LoadedModel, ModelFilesChanged, ModelRefused
+from .safetensors_check import CheckpointBroken, check_weights
+from .verified_families import VERIFIED
+
+log = structlog.get_logger(__name__)
+
+_MOST_TWICE_SHARE = 1 / 8
+"""Weights are kept in a second layout where they take at most this share of the free memory."""
+_INT8_TOLERANCE = 0.5
+"""Relative error of the probe's logits with 8-bit weights. Usually below 0.1; beyond this the answers are another's."""
+
+
+def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0) -> LoadedModel:
+    """The model in directory `source`, or under that id in the local hub cache. dtype None: the checkpoint's own.
+
+    Raises ModelRefused, and ModelFilesChanged where the files did not stay as they were.
+    """
+    directory = _locate(source)
+    if reason := directory_check.of_directory(directory, with_weights=True):
+        raise ModelRefused(f"--model {source} {reason}")
+    before = _stamps(directory)
+    config = _read_config(directory)
+    _check_weights(directory)
+    try:
+        model, report = _from_pretrained(directory, config, "auto" if dtype is None else dtype)
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelRefused(
+            f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
+        )
+    model_id = directory.resolve().name if Path(source).is_dir() else source
+    loaded = _with_fingerprints(wrap_model(model.to(device), model_id, max_model_len), directory)
+    if _stamps(directory) != before:
+        raise ModelFilesChanged("files of the model directory changed while it was loaded; it is loaded again")
+    return loaded
+
+
+def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel:
+    """Prepare a transformers model that is already in memory, with its weights where they are to stay.
+
+    Raises ModelRefused.
+    """
+    model.eval().requires_grad_(False)
+    try:
+        with torch.inference_mode(), trying(weight_bytes(model)):
+            loaded = inspect_model(model, model_id, max_model_len)
+            loaded = replace(loaded, probed=check_against_eager(loaded))
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise ModelRefused(
+            f"{type(model).__name__} cannot compute packed tokens: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    if loaded.family not in VERIFIED:
+        log.warning("model_family_not_verified", family=loaded.family, model_id=model_id)
+    return loaded
+
+
+def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False) -> LoadedModel | None:
+    """The same model with a forward pass of few operations; itself, where there is none for it.
+
+    `packer` None: the fastest one whose weights fit into memory.
+
+    None: that pass computes something else, which is not to be used. Unless `keep_weights`, the transformers model
+    gives each matrix away as soon as it is packed, so that none is held twice, and cannot be used any more.
+    """
+    shapes = {_shape(spec) for spec in loaded.layers}
+    if len(shapes) != 1 or not can_build(loaded.model, loaded.family, shapes.pop()):
+        return loaded
+    assert loaded.probed is not None
+    packer = packer or _fastest(loaded)
+    fused, error = _with_decoder(loaded, packer if keep_weights else free_after_packing(packer), loaded.probed)
+    if not error <= TOLERANCE[loaded.dtype]:
+        log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
+        return None
+    return fused
+
+
+def _fastest(loaded: LoadedModel) -> Packer:
+    if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not multiplies_few_bfloat16():
+        return pack
+    if loaded.weight_bytes > _MOST_TWICE_SHARE * free_bytes(loaded.device):
+        log.info("weights_kept_once", weight_mib=loaded.weight_bytes >> 20)
+        return pack
+    return pack_twice
+
+
+def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
+    """As `fuse`, the matrices quantised to 8 bits. Raises ModelRefused where that cannot be done."""
+    exact = build_fused(loaded, plain, keep_weights=True)
+    if exact is None or exact.decoder is None:
+        raise ModelRefused(
+            "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
+            f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
+            " leave --weights at auto"
+        )
+    with torch.inference_mode(), trying(loaded.weight_bytes):
+        wanted = paged_logits(exact)
+    quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else free_after_packing(pack_int8), wanted)
+    if not error <= _INT8_TOLERANCE:
+        raise ModelRefused(
+            f"8-bit weights change its logits too much (relative error {error:.2g}): leave --weights at auto"
+        )
+    log.info("weights_quantised", relative_error=round(error, 4))
+    return replace(quantised, weights="int8")
+
+
+def _with_decoder(loaded: LoadedModel, packer: Packer, wanted: Tensor) -> tuple[LoadedModel, float]:
+    """The model with its matrices packed, and how far the logits of the probe are from the `wanted` ones."""
+    num_positions = max(loaded.max_model_len, NUM_TOKENS)  # never is it asked for more
+    with torch.inference_mode():
+        decoder = FusedDecoder(loaded.model, *_shape(loaded.layers[0]), num_positions, packer)
+        fused = replace(loaded, decoder=decoder)
+        with trying(loaded.weight_bytes):
+            return fused, relative_error(paged_logits(fused), wanted)
+
+
+def _shape(spec: LayerSpec) -> tuple[int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+
+def import_model_class(source: str) -> None:
+    """Do what transformers does once when it loads its first model: import the modules of its class, and compile the
+    patterns that rename weights. Reads config.json.
+    """
+    config = _read_config(_locate(source))
+    AutoModelForCausalLM._model_mapping[type(config)]
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # not there in every release
+
+    get_checkpoint_conversion_mapping(config.model_type)  # type: ignore[no-untyped-call]
+
+
+# --- the checkpoint ------------------------------------------------------------------------------------------------
+
+
+def _locate(source: str) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelRefused(f"--model {source} {directory_check.of_file(path)}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ModelRefused(
+            f"--model {source} is neither a directory nor a repository in the local Hugging Face cache;"
+            f" nothing is downloaded at start: run `hf download {source}` first"
+        ) from error
+
+
+def _read_config(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise ModelRefused("the directory has no config.json, so there is nothing that says which model it is")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, RecursionError) as error:
+        raise ModelRefused(_why_no_config(directory, error)) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelRefused("the weights are quantised, which is not supported; take the bfloat16 or float16 checkpoint")
+    return config
+
+
+def _stamps(directory: Path) -> tuple[object, ...]:
+    try:
+        return fingerprint.stamps(directory)
+    except OSError as error:
+        raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
+
+
+def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
+    try:
+        weights, text = fingerprint.weights_fingerprint(directory), fingerprint.text_fingerprint(directory)
+    except OSError as error:
+        raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
+    return replace(loaded, weights_fingerprint=weights, text_fingerprint=text)
+
+
+def _why_no_config(directory: Path, error: Exception) -> str:
+    if '"auto_map"' in (directory / "config.json").read_text(encoding="utf-8", errors="replace"):
+        return (
+            "the model is defined by code of its own (auto_map in config.json) and transformers has no class for it;"
+            " code that comes with a checkpoint is never run"
+        )
+    return f"transformers cannot read config.json: {_first_line(error)}"
+
+
+def _check_weights(directory: Path) -> None:
+    try:
+        check_weights(directory)
+    except CheckpointBroken as error:
+        raise ModelRefused(str(error)) from None
+
+
+def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model, in eager attention, and transformers' report of what it did not find."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    return loaded[0], loaded[1]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

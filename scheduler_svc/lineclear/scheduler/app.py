@@ -1,0 +1,282 @@
+"""All of the scheduler but its worker: core, engine, service and listeners, put together, run and taken apart in order.
+
+`main` imports this while the worker it has started is importing torch. What the parts do is theirs: core -> engine ->
+service -> server. When it is time to leave is `leaving`'s, and what becomes of the worker then is `main`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+from prometheus_client.core import Metric
+
+from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
+from lineclear.exit_codes import ExitCode
+from lineclear.scheduler.admin_operations import AdminOperations
+from lineclear.scheduler.core.policies import PolicySettings
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.engine.engine import Engine, EngineStuck
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
+from lineclear.scheduler.grpc_api.admin_service import AdminService
+from lineclear.scheduler.grpc_api.error_interceptor import exception_location, incident
+from lineclear.scheduler.grpc_api.inference_service import InferenceService, drained
+from lineclear.scheduler.grpc_api.server import Server
+from lineclear.scheduler.metrics_server import MetricsServer
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.shutdown import ShutdownController
+from lineclear.scheduler.text.text_files import read_text_files
+from lineclear.scheduler.watchdog import Watchdog
+from lineclear.wire.messages import Hello
+
+log = structlog.get_logger()
+
+_METRICS_SECONDS = 2.0  # for the event loop to say its figures
+_STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
+
+
+async def serve(
+    settings: SchedulerSettings,
+    model: Path,
+    leaving: ShutdownController,
+    link: WorkerLink,
+    supervisor: WorkerSupervisor,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Serve the model in that directory until `leaving` has begun, then leave.
+
+    What must stay until the worker has said its last word, the engine first of all, is left to `stack` to end. Raises
+    ConfigurationError.
+    """
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+    files = read_text_files(model)
+    service = InferenceService(settings, files.tokenizer, files.chat, files.generation_config)
+    admin = AdminService(settings, service)
+    server = Server(settings, service, admin)
+    stack.callback(service.close)
+    core, recordings = _core(settings)
+    stack.callback(recordings.close)
+    engine = Engine(
+        core,
+        link,
+        service.publish,
+        max_inbox=_max_inbox(settings),
+        check_every_steps=settings.check_every_steps,
+        patience=_worker_timeouts(settings),
+        accepts=_same_files(files.fingerprint, leaving),
+        on_joined=supervisor.worker_joined,
+        on_broken=supervisor.worker_broken,
+        on_explained=supervisor.crashes_explained,
+        on_progress=supervisor.worker_progressed,
+        on_anomaly=recordings.dump,
+        on_fatal=leaving.on_fatal,
+    )
+    supervisor.on_exit = engine.worker_exited
+    operations = AdminOperations(leaving, engine, recordings)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.begin_recording, "SIGUSR2")
+    service.attach(engine)
+    admin.attach(operations)
+    service.on_worker = server.set_ready
+    service.on_fatal = leaving.on_fatal
+    engine.start()
+    stack.callback(_stop, engine, leaving)
+    pulse = Watchdog(
+        engine.busy_seconds,
+        server.set_live,
+        limit_seconds=settings.standstill_seconds,
+        on_beat=lambda: server.set_worker_hung(engine.is_worker_hung),
+    )
+    pulse.start()
+    stack.callback(pulse.stop)
+    async with _scraped(settings, service):
+        try:
+            await _run(settings, leaving, service, server, supervisor)
+        finally:
+            engine.release_worker()
+
+
+def _stop(engine: Engine, leaving: ShutdownController) -> None:
+    try:
+        engine.stop()
+    except EngineStuck:
+        leaving.exit_code = ExitCode.INTERNAL
+
+
+def _same_files(ours: str, leaving: ShutdownController) -> Callable[[Hello], bool]:
+    """Whether a worker has read the tokenizer files that this process has read; else this process ends.
+
+    The tokens of waiting requests and the text of running ones depend on the tokenizer, so it is not exchanged while
+    serving. A new process reads the files anew.
+    """
+
+    def accepts(hello: Hello) -> bool:
+        if hello.text_fingerprint in ("", ours):
+            return True
+        reason = (
+            "the worker has read other tokenizer, chat template or generation_config files than the scheduler; "
+            "give both the same model directory and start the scheduler again"
+        )
+        log.error("worker_refused", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
+        leaving.start_from_any_thread(ExitCode.OTHER_FILES, reason)
+        return False
+
+    return accepts
+
+
+@contextlib.asynccontextmanager
+async def _scraped(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
+    """Prometheus finds its figures, where a place for them is set; also while the server leaves."""
+    if not settings.metrics_listen:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def collect() -> list[Metric]:
+        return asyncio.run_coroutine_threadsafe(service.metrics(), loop).result(_METRICS_SECONDS)
+
+    scrapes = MetricsServer(settings.metrics_listen, collect)
+    log.info("metrics", address=scrapes.address)
+    try:
+        yield
+    finally:
+        scrapes.close()
+
+
+async def _run(
+    settings: SchedulerSettings,
+    leaving: ShutdownController,
+    service: InferenceService,
+    server: Server,
+    supervisor: WorkerSupervisor,
+) -> None:
+    """Serve until it is time to leave, then leave."""
+    await server.start()
+    await service.prepare()
+    if settings.batching_strategy == "fixed_size":
+        log.warning(
+            "fixed_size_waits",
+            for_requests=settings.max_batch_size,
+            at_most_seconds=_fixed_size_timeout_seconds(settings),
+            hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
+        )
+    log.info(
+        "listening",
+        address=server.address,
+        admin_address=server.admin_address,
+        health_address=server.health_address,
+    )
+    # What starting left behind stays; looking through it again and again for garbage would hold up everybody.
+    gc.collect()
+    gc.freeze()
+    await leaving.started.wait()
+    supervisor.drain()
+    if not await leaving.run_unless_forced(_shut_down(leaving, settings, service, server)):
+        service.fail_all(drained)
+        await server.stop(0)
+
+
+async def _shut_down(
+    leaving: ShutdownController, settings: SchedulerSettings, service: InferenceService, server: Server
+) -> None:
+    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
+
+    Whoever comes is told why not here, until the listeners are closed.
+    """
+    exit_code = leaving.exit_code
+    server.leave()
+    linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
+    if exit_code == ExitCode.OK:
+        await service.drain(settings.drain_timeout_seconds)
+    else:
+        error = _engine_failed(leaving.failure) if exit_code == ExitCode.INTERNAL else _no_worker
+        service.refuse(error)
+        service.fail_all(lambda mailbox: error())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STATUS_SECONDS):
+            await service.streams.wait_until_idle()
+    await linger
+    await server.stop(_STATUS_SECONDS)
+
+
+def _no_worker() -> WorkerUnavailable:
+    return WorkerUnavailable(
+        "there is no worker, and there will be none; the server is shutting down", retry_after_seconds=5.0
+    )
+
+
+def _engine_failed(failure: BaseException) -> Callable[[], LineclearError]:
+    error = incident("scheduler", failure)
+    return lambda: InternalError(str(error), metadata=error.metadata)
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """In place of asyncio's own, which prints the text of exceptions."""
+    error = context.get("exception")
+    log.error("loop_error", problem=context["message"], **(exception_location(error) if error is not None else {}))
+
+
+# --- from settings ---------------------------------------------------------------------------------------------------
+
+
+def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
+    core = RecordingScheduler(_core_limits(settings), settings.recorded_calls)
+    directory = Path(settings.recording_directory) if settings.recording_directory else None
+    return core, RecordingFiles(core, directory)
+
+
+def _core_limits(settings: SchedulerSettings) -> CoreLimits:
+    return CoreLimits(
+        max_batch_size=settings.max_batch_size,
+        target_batch_tokens=settings.target_batch_tokens,
+        pipeline_depth=settings.pipeline_depth,
+        max_queue_size=settings.max_queue_size,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_preemptions=settings.max_preemptions,
+        max_bypasses=settings.max_bypasses,
+        max_lone_crashes=settings.max_lone_crashes,
+        # Two strikes come before; then the verdict falls when the next death would be one too many.
+        max_lone_kills=max(1, settings.max_worker_crashes - 2),
+        prefix_cache=settings.prefix_cache,
+        cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
+        strategy=settings.batching_strategy,
+        order=settings.order,
+        victim=settings.victim,
+        policy=PolicySettings(
+            min_batch_size=settings.min_batch_size,
+            batch_timeout_seconds=settings.batch_timeout_ms / 1000,
+            ageing_seconds=settings.ageing_seconds,
+            inter_token_target_seconds=settings.inter_token_target_ms / 1000,
+            decode_stretch=settings.decode_stretch,
+            fixed_size_timeout_seconds=_fixed_size_timeout_seconds(settings),
+        ),
+    )
+
+
+def _fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
+    """Only a timeout that is set ends the wait of fixed_size: its default would make it another strategy."""
+    return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
+
+
+def _max_inbox(settings: SchedulerSettings) -> int:
+    """Whoever waits or runs has a submit in it and an end, at the most. More can only come where callers come and go
+    while the engine stands still."""
+    return 2 * (settings.max_queue_size + settings.max_batch_size)
+
+
+def _worker_timeouts(settings: SchedulerSettings) -> WorkerTimeouts:
+    return WorkerTimeouts(
+        step_timeout_seconds=settings.step_timeout_seconds,
+        cold_step_timeout_seconds=max(settings.cold_step_timeout_seconds, settings.step_timeout_seconds),
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
+    )

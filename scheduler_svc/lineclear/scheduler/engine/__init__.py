@@ -1,0 +1,1 @@
+"""The engine thread, its link to the worker, and the worker process."""

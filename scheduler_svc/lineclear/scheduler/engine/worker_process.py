@@ -1,0 +1,204 @@
+"""A worker process as the supervisor sees it: started, signalled, reaped; and the standby that waits to be promoted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from lineclear.process import logging_setup
+from lineclear.process.parent_death import ParentDeathPipe
+from lineclear.process.standby import READY, StandbyLine
+from lineclear.scheduler.engine.crash_budget import Backoff
+
+log = structlog.get_logger()
+
+_MIN_LIFETIME_SECONDS = 1.0  # from SIGKILL to the end of a process that has done nothing yet
+_STANDBY_DELAY_SECONDS = 1.0  # from the join of a worker to the start of its standby: the streams recover first
+_STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS = 1.0, 60.0
+
+
+class WorkerProcess:
+    """A process and the descriptor that tells its end. Raises OSError, and then leaves no process behind.
+
+    With `line` it is a standby until it is promoted.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        lifeline: ParentDeathPipe,
+        line: StandbyLine | None = None,
+    ) -> None:
+        self.started_at = time.monotonic()
+        self.line = line
+        self.is_ready = line is None
+        """It has imported everything."""
+        self._ended = asyncio.Event()
+        own = {} if line is None else line.environment()
+        self._process = subprocess.Popen(
+            list(command),
+            env={**environment, **lifeline.environment(), **own},
+            pass_fds=(*lifeline.inherited, *(() if line is None else (line.inherited,))),
+            stdin=subprocess.DEVNULL,
+            stderr=logging_setup.standard_error_of_children(),
+            # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
+            process_group=0,
+        )
+        self.pid = self._process.pid
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_MIN_LIFETIME_SECONDS)
+            raise
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process was reaped."""
+        if not self._ended.is_set():
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> int:
+        """Return the exit code, negative for a signal. No zombie is left, and no descriptor."""
+        code = self._process.wait()
+        os.close(self.pidfd)
+        if self.line is not None:
+            self.line.close()
+            self.line = None
+        self._ended.set()
+        return code
+
+    async def ended_within(self, seconds: float) -> bool:
+        """Whether the process was reaped, now or within `seconds`."""
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+class StandbyKeeper:
+    """Keeps one standby ready from the first `keep` on. All of it is for the event loop.
+
+    A standby that ends is replaced, at most once a minute if it does so again and again; one that is not ready within
+    `ready_timeout_seconds` is killed. Neither concerns the worker that serves, nor the crash budget. None is started
+    during a drain.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[StandbyLine], WorkerProcess],
+        guard: Callable[..., None],
+        ready_timeout_seconds: float,
+    ) -> None:
+        self._spawn = spawn
+        self._guard = guard
+        self._ready_timeout_seconds = ready_timeout_seconds
+        self._loop = asyncio.get_running_loop()
+        self._standby: WorkerProcess | None = None
+        self._backoff = Backoff(_STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS)
+        self._timer: asyncio.TimerHandle | None = None
+        self._draining = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the standby there is now."""
+        return None if self._standby is None else self._standby.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the standby has imported everything."""
+        return self._standby is not None and self._standby.is_ready
+
+    def keep(self) -> None:
+        """Have a standby in a moment: a worker has joined, and its streams recover first."""
+        if self._standby is None and not self._draining:
+            self._backoff.reset()
+            self._set_timer(_STANDBY_DELAY_SECONDS, self._start)
+
+    def take(self) -> WorkerProcess | None:
+        """Hand over the standby if it is ready, not promoted yet and watched by nobody.
+
+        One that still imports stays: it does so at a low priority that it cannot raise, so a new process may well be
+        faster. One that is due is not started before a worker has joined, which needs the processor now.
+        """
+        standby = self._standby
+        if standby is None:
+            self._set_timer(None)
+        elif standby.is_ready:
+            self._standby = None
+            self._discard(standby)
+            return standby
+        return None
+
+    def drain(self) -> None:
+        """Start no standby from now on. The one there is stays, and can be taken."""
+        self._draining = True
+        if self._standby is None:
+            self._set_timer(None)
+
+    async def stop(self, seconds: float) -> None:
+        """End the standby and start no other one."""
+        self._draining = True
+        self._set_timer(None)
+        if (standby := self._standby) is not None:
+            standby.send(signal.SIGKILL)
+            await standby.ended_within(seconds)
+
+    def _start(self) -> None:
+        self._timer = None
+        try:
+            line = StandbyLine()
+            try:
+                self._standby = standby = self._spawn(line)
+            except BaseException:
+                line.close()
+                raise
+            line.started()
+        except OSError as error:
+            log.warning("standby_not_started", problem=error.strerror or str(error))
+            self._set_timer(self._backoff.next_seconds(), self._start)
+            return
+        self._loop.add_reader(standby.pidfd, self._guard, self._on_exit, standby)
+        self._loop.add_reader(line.fileno, self._guard, self._on_message, standby)
+        self._set_timer(self._ready_timeout_seconds, standby.send, signal.SIGKILL)
+        log.info("standby_started", pid=standby.pid)
+
+    def _on_message(self, standby: WorkerProcess) -> None:
+        assert standby.line is not None
+        self._loop.remove_reader(standby.line.fileno)
+        if standby.line.receive() == READY:
+            standby.is_ready = True
+            self._set_timer(None)
+            seconds = round(time.monotonic() - standby.started_at, 3)
+            log.info("standby_ready", pid=standby.pid, seconds=seconds)
+
+    def _on_exit(self, standby: WorkerProcess) -> None:
+        self._discard(standby)
+        code = standby.reap()
+        self._standby = None
+        self._set_timer(None)
+        if self._draining:
+            return
+        log.warning("standby_ended", pid=standby.pid, exit_code=code)
+        self._set_timer(self._backoff.next_seconds(), self._start)
+
+    def _discard(self, standby: WorkerProcess) -> None:
+        self._loop.remove_reader(standby.pidfd)
+        if standby.line is not None:
+            self._loop.remove_reader(standby.line.fileno)
+
+    def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None and action is not None:
+            self._timer = self._loop.call_later(seconds, self._guard, action, *args)

@@ -1,0 +1,127 @@
+"""Flight recordings as files: written aside, by a thread of their own, readable by the owner only, and never many."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+
+from lineclear.process.logging_setup import exception_location
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+
+log = structlog.get_logger()
+
+_KEPT_FILES = 4
+_SECONDS_BETWEEN = 10.0
+_CLOSE_SECONDS = 10.0
+
+
+class _WriteJob(NamedTuple):
+    """A recording to be written."""
+
+    path: Path
+    entries: Iterable[Any]
+    reason: str
+    written: Future[Path]
+
+
+class RecordingFiles:
+    """Writes the recording of `core` into `directory` as flight-0.jsonl to flight-3.jsonl, the oldest one again.
+
+    The thread that writes is there from the start: anomalies are recorded when a new thread may not be had.
+    """
+
+    def __init__(self, core: RecordingScheduler, directory: Path | None = None) -> None:
+        self._core, self._directory = core, directory or default_directory()
+        self._count = 0
+        self._last = float("-inf")
+        self._writing: Future[Path] | None = None
+        self._jobs: queue.SimpleQueue[_WriteJob | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
+        self._thread.start()
+
+    def dump(self, reason: str) -> None:
+        """Write what is recorded now, unless that was done a moment ago. On the thread that owns the core.
+
+        Never raises: a recording that cannot be made must not harm the engine.
+        """
+        try:
+            if time.monotonic() - self._last >= _SECONDS_BETWEEN:
+                self.write(reason)
+        except Exception as error:
+            log.warning("recording_failed", problem=type(error).__name__, places=exception_location(error))
+
+    def write(self, reason: str) -> Future[Path]:
+        """Begin to write what is recorded now. On the thread that owns the core.
+
+        The future has the file, or the OSError. While a file is being written, that one is all there is.
+        """
+        if self._writing is not None and not self._writing.done():
+            return self._writing
+        self._last = time.monotonic()
+        path = self._directory / f"flight-{self._count % _KEPT_FILES}.jsonl"
+        self._count += 1
+        written = self._writing = Future()
+        self._jobs.put(_WriteJob(path, self._core.recording(), reason, written))
+        return written
+
+    def wait(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Return when no file is being written, at the latest after `timeout_seconds`."""
+        if self._writing is not None:
+            wait((self._writing,), timeout_seconds)
+
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Finish the file that is being written, if `timeout_seconds` is enough, and end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while (order := self._jobs.get()) is not None:
+            _write(*order)
+
+
+def private_directory(path: Path) -> Path:
+    """`path`, made if it is not there. Raises OSError if others could read or write in it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(f"{path} must be a directory of ours with mode 0700")
+    return path
+
+
+def default_directory() -> Path:
+    """Where recordings are written when no setting says it."""
+    return Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
+
+
+def _write(path: Path, entries: Iterable[Any], reason: str, written: Future[Path]) -> None:
+    try:
+        private_directory(path.parent)
+        write(path, entries)
+    except BaseException as error:
+        log.warning("recording_failed", path=str(path), problem=type(error).__name__, places=exception_location(error))
+        written.set_exception(error)
+    else:
+        log.info("recording_written", path=str(path), reason=reason, hint="lineclear-scheduler replay FILE")
+        written.set_result(path)
+
+
+def write(path: Path, entries: Iterable[Any]) -> None:
+    """A recording, one entry a line, in place of whatever was at `path`."""
+    aside = path.with_suffix(".part")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        for entry in entries:
+            file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+    aside.rename(path)

@@ -1,0 +1,1 @@
+"""Requests and their answers, free of gRPC: validation, admission, output streams, sessions, detached requests."""

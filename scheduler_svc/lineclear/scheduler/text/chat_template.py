@@ -1,0 +1,88 @@
+"""The chat template of a model: where it is found, which roles it knows.
+
+Templates come from the model directory only. `rendering` renders one, `template_process` does so in a process that can
+be ended. Ids of the rendered text are the tokenizer's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lineclear.errors import NoChatTemplate
+from lineclear.scheduler.model_dir import read_json
+from lineclear.scheduler.settings import ConfigurationError
+from lineclear.scheduler.text.template_process import pack_definition
+from lineclear.scheduler.text.template_renderer import ChatMessage, InvalidTemplate, Renderer, Sealer
+from lineclear.scheduler.text.tokenizer import token_text
+
+_MAX_TEMPLATE_BYTES = 1024 * 1024
+_COMMON_ROLES = frozenset({"system", "user", "assistant"})
+
+
+class ChatTemplate:
+    """A model's chat template. Safe from any thread."""
+
+    def __init__(self, source: str, sealer: Sealer, variables: Mapping[str, Any]) -> None:
+        """`variables` are the names of special tokens a template may use, as bos_token.
+
+        Raises ConfigurationError if `source` is no template.
+        """
+        self._source, self._sealer, self._variables = source, sealer, variables
+        try:
+            self._renderer = Renderer(source, sealer, variables)
+        except InvalidTemplate as error:
+            raise ConfigurationError(str(error)) from None
+
+    def knows_role(self, role: str) -> bool:
+        """Whether a message may have this role. A role is part of the template's words, so it must be one of them."""
+        return role in _COMMON_ROLES or role in self._renderer.literals
+
+    def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+        """The conversation as one text whose special tokens are sealed, rendered here and now, without a time limit.
+
+        Raises InvalidRequest if the template does not take this conversation.
+        """
+        return self._renderer.render(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
+
+    def definition(self, *, cpu_seconds: float, max_bytes: int) -> bytes:
+        """What a template process needs to render as this does, within these limits for one conversation."""
+        private = {token: self._sealer.seal(token) for token in self._sealer.special_tokens}
+        return pack_definition(self._source, private, self._variables, cpu_seconds=cpu_seconds, max_bytes=max_bytes)
+
+
+def load_chat_template(model: Path, sealer: Sealer) -> ChatTemplate | None:
+    """The template of a model directory (chat_template.jinja, else tokenizer_config.json), None if it has none.
+
+    Raises ConfigurationError if there is one that cannot be used.
+    """
+    config = read_json(model / "tokenizer_config.json") or {}
+    source = _template_file(model / "chat_template.jinja")
+    if source is None:
+        named = config.get("chat_template")
+        if isinstance(named, list):  # several by name
+            named = {t.get("name"): t.get("template") for t in named if isinstance(t, Mapping)}.get("default")
+        source = named if isinstance(named, str) else None
+    if source is None:
+        return None
+    if len(source) > _MAX_TEMPLATE_BYTES:
+        raise ConfigurationError(f"the model's chat template is larger than {_MAX_TEMPLATE_BYTES} bytes")
+    names = {name: token_text(value) for name, value in config.items() if name.endswith("_token")}
+    return ChatTemplate(source, sealer, {name: text for name, text in names.items() if text is not None})
+
+
+def no_chat_template() -> NoChatTemplate:
+    """The error for a conversation that the model has no template for."""
+    return NoChatTemplate("this model has no chat template; send text or token_ids instead of chat")
+
+
+def _template_file(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path} is not UTF-8") from None

@@ -1,0 +1,45 @@
+"""The files of a model directory that requests and answers pass through, read as one set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lineclear.model_files.fingerprint import text_fingerprint
+from lineclear.scheduler.model_dir import read_json
+from lineclear.scheduler.settings import ConfigurationError
+from lineclear.scheduler.text.chat_template import ChatTemplate, load_chat_template
+from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
+
+_ATTEMPTS = 3
+
+
+class TextFiles(NamedTuple):
+    """What was read, and the fingerprint of the files it was read from."""
+
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    generation_config: dict[str, Any] | None
+    fingerprint: str
+
+
+def read_text_files(model: Path) -> TextFiles:
+    """Read tokenizer, chat template and generation_config.json of one model.
+
+    Reads again where a file changed meanwhile. Raises ConfigurationError with the reason.
+    """
+    for _ in range(_ATTEMPTS):
+        before = _fingerprint(model)
+        tokenizer = load_tokenizer(model)
+        chat = load_chat_template(model, tokenizer)
+        generation_config = read_json(model / "generation_config.json")
+        if _fingerprint(model) == before:
+            return TextFiles(tokenizer, chat, generation_config, before)
+    raise ConfigurationError(f"{model}: the tokenizer files change while they are read; start again when they do not")
+
+
+def _fingerprint(model: Path) -> str:
+    try:
+        return text_fingerprint(model)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from None

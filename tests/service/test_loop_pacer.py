@@ -1,0 +1,90 @@
+"""Pauses between large requests: as long as the last one took, and no request is forgotten in them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from service.serving import run, serving
+
+from lineclear.scheduler.requests.loop_pacer import LoopPacer
+from lineclear.v1 import inference_pb2 as pb
+
+
+class Clock:
+    """Time that passes when somebody works or sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+        monkeypatch.setattr("lineclear.scheduler.requests.loop_pacer.asyncio.sleep", self.sleep)
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 6))
+        self.now += seconds
+
+
+def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = LoopPacer(clock)
+
+    async def large(seconds: float) -> None:
+        await pace.wait()
+        with pace.measured():
+            clock.now += seconds
+
+    async def scenario() -> None:
+        await asyncio.gather(large(0.004), large(0.001), large(0.002))
+
+    asyncio.run(scenario())
+    assert clock.slept == [0.0, 0.004, 0.001]
+
+
+def test_a_small_piece_of_work_does_not_shorten_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = LoopPacer(clock)
+    with pace.measured():
+        clock.now += 0.5
+    with pace.measured():
+        clock.now += 0.01
+    asyncio.run(pace.wait())
+    assert clock.slept == [0.49]
+
+
+def test_work_that_fails_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = LoopPacer(clock)
+
+    def fail() -> None:
+        with pace.measured():
+            clock.now += 0.25
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
+    asyncio.run(pace.wait())
+    assert clock.slept == [0.25]
+
+
+def test_large_inputs_of_tokenize_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as s:
+            real = s.service._pacer.wait
+
+            async def wait() -> None:
+                waits.append(None)
+                await real()
+
+            monkeypatch.setattr(s.service._pacer, "wait", wait)
+            await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
+            assert not waits
+            await s.stub.Tokenize(pb.TokenizeRequest(text="a" * 5000))
+            assert len(waits) == 1
+
+    run(scenario())
