@@ -83,7 +83,7 @@ chaos: $(STAMP) ## 3,000 kills of the toy worker under 32 streams, 300 of the sc
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 mutants: $(STAMP) ## Plant every listed bug: in the core for the simulation, and for rows of tests/faults.yaml; which are caught?
-	@cd tests && ../$(BIN)/python -m simulation.test_planted
+	@cd tests && ../$(BIN)/python -m simulation.test_mutations
 	@cd tests && ../$(BIN)/python -m support.mutants
 
 privacy: $(STAMP) ## Does the time to the first token tell a tenant what another has asked? TRIALS (800) of each worker

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.buf import find_buf
-from support.patience import PATIENCE_SECONDS
 from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.process import command_line
 from lineclear.scheduler.flag_aliases import FLAG_ALIASES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from client.command import spawn
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.exit_codes import COMMAND, TABLE, ExitCode, of_grpc
 from lineclear.grpc_status import CODE_NUMBERS

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import extras
 

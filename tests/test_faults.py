@@ -24,8 +24,8 @@ IMPORTED_CHECKS = frozenset({"check", "wait_for", "exit_code", "assert_close", "
 """Of tests/support, tests/service, tests/simulation and torch: they raise where something is not as it must be."""
 WITHOUT_ERROR = frozenset(
     {
-        "process/test_link.py::test_a_wait_may_be_asked_to_last_for_any_time",
-        "worker/test_checkpoint.py::test_no_damage_to_a_header_raises_anything_else",
+        "process/test_worker_link.py::test_a_wait_may_be_asked_to_last_for_any_time",
+        "worker/test_safetensors_check.py::test_no_damage_to_a_header_raises_anything_else",
     }
 )
 """What they call must raise nothing, or nothing else; there is no value to compare."""

@@ -12,8 +12,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY, ROOTS, breaches
+from support.time_limits import PATIENCE_SECONDS
 
 # Runs in a fresh interpreter: the wheel in front of everything, the checkout's own roots out of reach, and third-party
 # modules missing as on a machine where they were never installed: those in `absent`, or all that are not in `present`.

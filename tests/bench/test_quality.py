@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.natives import needs_kernels
+from support.kernel_variants import needs_kernels
 
 from bench.quality import VARIANTS, Quality, corpus, measure, page
 

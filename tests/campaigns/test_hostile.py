@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from campaigns import hostile
-from support.patience import PATIENCE_SECONDS
-from support.world import short_directory
+from support.engine_harness import short_directory
+from support.time_limits import PATIENCE_SECONDS
 
 
 @pytest.fixture

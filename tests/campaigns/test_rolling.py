@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from campaigns import rolling
-from support.world import short_directory
+from support.engine_harness import short_directory
 
 
 @pytest.fixture

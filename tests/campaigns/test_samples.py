@@ -17,7 +17,7 @@ from campaigns import chaos, growth, privacy, questions, server, soak
 from campaigns.answers import Tolerance, differences, is_tie
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
-from support.world import short_directory
+from support.engine_harness import short_directory
 
 from lineclear.client import FinishReason, Sampling
 
@@ -221,7 +221,7 @@ def test_a_slope_that_is_not_known_is_too_much_unless_certainty_is_asked_for() -
 
 def test_a_cached_prompt_is_seen_by_its_own_tenant(folder: Path) -> None:
     """The clock works. What the other tenant must not see takes hundreds of trials and a quiet machine; CI counts the
-    work instead: service/test_privacy.py."""
+    work instead: service/test_cache_privacy.py."""
     figures = privacy.campaign(folder, trials=16, seed=2)
     assert figures["median_ms"]["own"] < figures["median_ms"]["never"], figures
     assert figures["trials"]["never"] + figures["trials"]["others"] == figures["trials"]["own"] == 16

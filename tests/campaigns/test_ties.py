@@ -10,8 +10,8 @@ import pytest
 from campaigns.answers import Complete, Pieces, Tally, Tolerance, differences, find_tie
 from campaigns.questions import Answer, Question, toy_answer
 from campaigns.ties import settle
+from support.engine_harness import short_directory
 from support.toy_service import VOCABULARY, ToyService, text_of, toy_service
-from support.world import short_directory
 
 from lineclear.client import Client, FinishReason, Sampling
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 COMMAND = [sys.executable, "-m", "lineclear.cli"]
 QUICK = ["--max-attempts", "1"]

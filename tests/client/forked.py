@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from support.patience import SOON_SECONDS
+from support.time_limits import SOON_SECONDS
 
 from lineclear.client import AsyncClient, Client
 

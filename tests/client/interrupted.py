@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from support.patience import SOON_SECONDS
+from support.time_limits import SOON_SECONDS
 
 from lineclear.client import Client
 

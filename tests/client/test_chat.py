@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from client.command import QUICK, spawn
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.cli import chat

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from client.command import COMMAND, QUICK, lines, process, spawn
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.client import AsyncClient, Client, FinishReason, HealthStatus, Sampling

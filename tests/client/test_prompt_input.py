@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from client.command import lines, process
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import answer, toy_service
 
 from lineclear.cli import batch_run

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from support.patience import PATIENCE_SECONDS
 from support.sockets import free_ports
+from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import answer, toy_service
 
 from lineclear.client import AsyncClient, Client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.rig import Rig
+from core.harness import Rig
 
 from lineclear.scheduler.core.events import Started
 

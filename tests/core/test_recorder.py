@@ -7,8 +7,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from core.rig import Rig, make_request
-from support.patience import PATIENCE_SECONDS
+from core.harness import Rig, make_request
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.core.scheduler import CoreLimits
 from lineclear.scheduler.flight_recorder import recorder, replay

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.rig import Rig, answer, make_request
+from core.harness import Rig, answer, make_request
 
 from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
 

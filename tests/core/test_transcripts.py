@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core.rig import Rig
+from core.harness import Rig
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import Event, Failed, Finished, Preempted, Started, TokensReady

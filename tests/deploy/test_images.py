@@ -19,8 +19,8 @@ import pytest
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 DOCKERFILES = sorted((REPOSITORY / "deploy").glob("*.Dockerfile"))
 

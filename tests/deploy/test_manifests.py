@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.kustomize import build
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.addresses import parse_address
 from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 
 def recipe(*variables: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.demo import model
 from support.inprocess import InProcess
-from support.natives import LIBRARIES, needs_kernels
+from support.kernel_variants import LIBRARIES, needs_kernels
 from support.service import DEMO_MODEL
 
 from lineclear.scheduler.core.scheduler import CoreLimits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
-from support.natives import needs_kernels
+from support.kernel_variants import needs_kernels
 
 from lineclear.scheduler.core.scheduler import CoreLimits
 from lineclear.scheduler.core.sequence import Request

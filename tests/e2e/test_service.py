@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from support.demo import PROMPTS, SEEDED, all_at_once, greedy, model, reference
-from support.patience import PATIENCE_SECONDS
 from support.service import Service, running, wait_for
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.client import Generation

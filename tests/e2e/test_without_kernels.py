@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.demo import PROMPTS, SEEDED, all_at_once, greedy, reference
-from support.patience import PATIENCE_SECONDS
 from support.service import Service, running, wait_for
+from support.time_limits import PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from service.bad_requests import CASES
-from support.mutation import mutate
+from support.damage import mutate
 
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.v1 import inference_pb2 as pb

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import zmq
+from support.damage import damaged_payload, mutate
+from support.engine_harness import World, request
 from support.examples import EXAMPLES
-from support.mutation import damaged_payload, mutate
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 from support.work import count_calls
-from support.world import World, request
 
 from lineclear.wire.codec import DecodeError, decode, encode
 

@@ -27,7 +27,7 @@ import grpc.aio
 from campaigns.growth import Sample, look
 from fuzz.calls import Call, Calls
 from fuzz.canary import TOKENS, singing
-from support.patience import SOON_SECONDS
+from support.time_limits import SOON_SECONDS
 from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient

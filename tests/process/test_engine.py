@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 import structlog
 import zmq
-from support.patience import PATIENCE_SECONDS, SOON_SECONDS
+from support.engine_harness import Stream, World, eventually, request
 from support.sockets import bare_context
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
-from support.world import Stream, World, eventually, request
 
 from lineclear.errors import (
     Cancelled,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.peer import Peer, hello, peers
-from support.world import World, eventually, request
+from support.engine_harness import World, eventually, request
+from support.worker_peer import Peer, hello, peers
 
 from lineclear.wire.messages import Heartbeat, LogLevel, SetLogLevel, StepPlan
 

@@ -7,9 +7,9 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+from support.engine_harness import World, request, supervised
 from support.toy import expected, fingerprint
 from support.toy_worker import ToyOptions
-from support.world import World, request, supervised
 
 from lineclear.errors import ModelChanged, ModelReplaced
 from lineclear.scheduler.core.events import Failed, Finished

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.engine_harness import World, eventually, request, supervised
+from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
-from support.world import World, eventually, request, supervised
 
 from lineclear.process.standby import PROMOTED, READY, Standby, StandbyLine
 from lineclear.scheduler.engine import worker_process

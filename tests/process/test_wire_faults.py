@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import pytest
 import zmq
-from support.proxy import Proxy, Tamper
+from support.engine_harness import World, eventually, request, supervised
+from support.frame_proxy import Proxy, Tamper
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
-from support.world import World, eventually, request, supervised
 
 from lineclear.process.socket_dir import private_socket_dir
 from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts

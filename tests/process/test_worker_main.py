@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from support.patience import PATIENCE_SECONDS
-from support.world import ENVIRONMENT
+from support.engine_harness import ENVIRONMENT
+from support.time_limits import PATIENCE_SECONDS
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

@@ -21,8 +21,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.small_tokenizers import byte_level, definition
-from support.patience import PATIENCE_SECONDS
-from support.world import ENVIRONMENT
+from support.engine_harness import ENVIRONMENT
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.errors import LineclearError
 from lineclear.grpc_status import TRAILER, from_trailer

@@ -17,9 +17,9 @@ import pytest
 from service.processes import Running, endless, starting
 from service.processes import error_of as failure_of
 from service.serving import Serving, error_of, run, serving, text_request, until
-from support.patience import PATIENCE_SECONDS
+from support.engine_harness import ENVIRONMENT
+from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
-from support.world import ENVIRONMENT
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from service.orders import Caller, submit
 from service.serving import HELLO_IDS, error_of, read_all, run, serving, text_of, text_request, tokens_of, until
+from service.session_driver import Caller, submit
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import DeadlineExceeded

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from service.orders import Caller, submit
 from service.processes import Running
 from service.serving import BOUND_SECONDS, error_of, run, serving, text_request
+from service.session_driver import Caller, submit
 from service.test_security import bearer
-from service.test_tokens import ALICE, token_file
-from support.patience import PATIENCE_SECONDS, SOON_SECONDS
+from service.test_token_file import ALICE, token_file
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.scheduler import metrics_server as scrapes_module
 from lineclear.scheduler.metrics import families

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.patience import PATIENCE_SECONDS
+from support.engine_harness import eventually
+from support.time_limits import PATIENCE_SECONDS
 from support.toy import fingerprint
 from support.toy_service import ToyService, answer, text_of, toy_service
-from support.world import eventually
 
 from lineclear.client import Client, RetryPolicy, Stream
 from lineclear.errors import LineclearError, ModelChanged

@@ -14,8 +14,8 @@ import pytest
 from service.processes import Running
 from support.buf import find_buf
 from support.npm import install
-from support.patience import PATIENCE_SECONDS
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.v1 import inference_pb2 as pb
 

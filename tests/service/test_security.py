@@ -22,13 +22,13 @@ import pytest
 import trustme
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.orders import Caller, submit
 from service.processes import Running
 from service.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, run, serving, text_request
-from service.test_tokens import ALICE, AUTHORITY, BOB, pem_files, token_file
+from service.session_driver import Caller, submit
+from service.test_token_file import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
 from support.http2 import Connection, message
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import v1
 from lineclear.scheduler.addresses import is_local

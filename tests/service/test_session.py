@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from service.orders import Caller, cancel, submit
 from service.serving import (
     HELLO_IDS,
     error_of,
@@ -21,6 +20,7 @@ from service.serving import (
     tokens_of,
     until,
 )
+from service.session_driver import Caller, cancel, submit
 
 from lineclear.errors import DeviceOutOfMemory
 from lineclear.scheduler.core.events import FinishReason

@@ -14,10 +14,10 @@ import grpc.aio
 import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.orders import Caller, submit
 from service.serving import BOUND_SECONDS, Serving, error_of, read_all, run, serving, text_request, until
-from service.test_slow_readers import gate
-from service.test_tokens import ALICE, BOB, token_file
+from service.session_driver import Caller, submit
+from service.test_slow_consumer import gate
+from service.test_token_file import ALICE, BOB, token_file
 from support.http2 import Connection, message
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES

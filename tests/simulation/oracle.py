@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from simulation.breach import Breach, hold
-from simulation.crowd import Crowd
-from simulation.plans import Plans
+from simulation.invariant_error import Breach, hold
+from simulation.model_request import Track
+from simulation.model_state import Crowd
+from simulation.plan_checks import Plans
 from simulation.scenario import Scenario, is_bad
-from simulation.track import Track
 from support.events import flat
 from support.toy import expected, fingerprint
 

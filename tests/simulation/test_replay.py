@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-import simulation.watched
+import simulation.checked_scheduler
 from simulation.scenario import draw
 from simulation.world import World
 
@@ -22,7 +22,7 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def make(limits: CoreLimits) -> RecordingScheduler:
         return RecordingScheduler(limits, calls)
 
-    monkeypatch.setattr(simulation.watched, "Scheduler", make)
+    monkeypatch.setattr(simulation.checked_scheduler, "Scheduler", make)
     world = World(draw(seed), watch=False)
     world.run()
     assert isinstance(world.scheduler.core, RecordingScheduler)

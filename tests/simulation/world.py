@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulation.breach import hold
+from simulation.checked_scheduler import Watched
+from simulation.invariant_error import hold
+from simulation.model_worker import Worker
 from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity, draw_request, poison
-from simulation.watched import Watched
-from simulation.worker import Worker
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.patience import PATIENCE_SECONDS
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import Client, HealthStatus, Stats
 from lineclear.errors import LineclearError

@@ -1,4 +1,4 @@
-"""Source files as data: what they import, and which forbidden things they do. The rooms are tests/test_rooms.py's.
+"""Source files as data: what they import, and which forbidden things they do. The rooms are tests/test_layers.py's.
 
 Only the syntax is read; nothing is imported.
 """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from support.world import request
+from support.engine_harness import request
 
 from lineclear.process.logging_setup import configure
 from lineclear.scheduler.core.events import Event, Finished

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from service.small_tokenizers import byte_level, definition, save
-from support.patience import PATIENCE_SECONDS
+from support.engine_harness import ENVIRONMENT
+from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
-from support.world import ENVIRONMENT
 
 from lineclear.client import Client, HealthStatus
 from lineclear.errors import LineclearError

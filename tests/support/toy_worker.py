@@ -63,7 +63,7 @@ def main() -> int:
     supervised = die_with_parent()
     standby = Standby.claim()
     # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
-    from support.moody import MoodyRunner
+    from support.faulty_runner import MoodyRunner
 
     from lineclear.process.logging_setup import configure
     from lineclear.worker.step_loop import LoopLimits, run

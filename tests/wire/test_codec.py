@@ -12,9 +12,9 @@ import typing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.damage import HEADER_BYTES, damaged_payload, mutate, resealed
 from support.examples import EXAMPLES, SAMPLING
 from support.messages import BY_TYPE
-from support.mutation import HEADER_BYTES, damaged_payload, mutate, resealed
 from support.work import count_calls
 
 from lineclear.wire import codec

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.natives import best_and_none, each_library, each_way
+from support.kernel_variants import best_and_none, each_library, each_way
 
 __all__ = ["best_and_none", "each_library", "each_way"]

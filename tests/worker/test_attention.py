@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.natives import needs_kernels
+from support.kernel_variants import needs_kernels
 from torch import Tensor
 
 from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch

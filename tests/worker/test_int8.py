@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import WIDE, tiny_model
-from support.natives import LIBRARIES, needs_kernels
+from support.kernel_variants import LIBRARIES, needs_kernels
 from torch import Tensor, nn
 
 from lineclear.worker import kernels

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import WIDE, tiny_model
-from support.natives import needs_kernels
+from support.kernel_variants import needs_kernels
 
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import LoadedModel, ModelFilesChanged

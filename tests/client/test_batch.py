@@ -1,0 +1,182 @@
+"""Many requests at once, by the threads of a Client and the tasks of an AsyncClient."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
+
+from lineclear import errors
+from lineclear.client import AsyncClient, Client, Request
+from lineclear.v1 import inference_pb2 as pb
+
+
+def test_many_answers_keep_the_order_of_the_prompts(server: Any, client: Any) -> None:
+    prompts = [f"{n} x" for n in range(40)]
+    seen: list[tuple[int, int | None]] = []
+    results = client.generate_many(prompts, concurrency=7, progress=lambda done, total: seen.append((done, total)))
+    assert [result.text for result in results] == prompts
+    assert seen[-1] == (40, 40)
+    assert seen == sorted(seen)
+    assert server.most_open <= 7
+
+
+def test_as_many_run_at_once_as_asked_for(server: Any, client: Any) -> None:
+    gate = threading.Barrier(5)  # opens only when five calls are in their handlers together
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        gate.wait(PATIENCE_SECONDS)
+        yield server.finished(0)
+
+    server.script = script
+    assert len(client.generate_many(iter("abcdefghij"), concurrency=5)) == 10
+    assert server.most_open == 5
+
+
+def test_a_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "bad":
+            server.fail(context, errors.PromptTooLong("too long"))
+        yield server.finished(0)
+
+    server.script = script
+    results = client.generate_many(["good", "bad", "\ud800", "good"], return_exceptions=True)
+    kinds = [type(result).__name__ for result in results]
+    assert kinds == ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
+
+
+def test_the_first_failure_ends_the_batch_and_cancels_the_rest(server: Any, client: Any) -> None:
+    running = threading.Event()
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "bad":
+            assert running.wait(PATIENCE_SECONDS)
+            server.fail(context, errors.PromptTooLong("too long"))
+        yield server.started()
+        running.set()
+        server.wait_for_end(context)
+
+    server.script = script
+    with pytest.raises(errors.PromptTooLong):
+        client.generate_many(["endless", "bad", *["never asked"] * 50], concurrency=2)
+    assert len(server.requests) <= 3
+
+
+def test_a_wrong_argument_is_raised_not_returned(client: Any) -> None:
+    with pytest.raises(TypeError, match="no such parameter"):
+        client.generate_many(["x"], return_exceptions=True, temprature=1)
+
+
+def test_nothing_to_do_is_done(client: Any) -> None:
+    assert client.generate_many([]) == []
+    assert client.generate_many(iter(())) == []
+
+
+def test_every_prompt_may_bring_its_own_parameters(server: Any, client: Any) -> None:
+    client.generate_many([Request(prompt="a", priority=1), "b"], max_tokens=3)
+    by_text = {request.text: request for request in server.requests}
+    assert (by_text["a"].priority, by_text["a"].sampling.max_tokens, by_text["b"].sampling.max_tokens) == (1, 3, 3)
+
+
+def test_leaving_a_loop_over_many_cancels_the_rest(server: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "0":
+            yield server.finished(0)
+        else:
+            server.wait_for_end(context)
+
+    server.script = script
+    with Client(server.target) as client:
+        outcomes = client.generate_each(map(str, range(10**9)), concurrency=4, window=6)
+        assert next(outcomes).finish_reason == "length"  # type: ignore[union-attr]
+        outcomes.close()
+    assert len(server.requests) <= 7
+
+
+class Slow:
+    """Prompts that come from a person: the first at once, the next when `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.is_asked = threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        yield "one"
+        self.is_asked.set()
+        assert self.go_on.wait(SOON_SECONDS)
+        yield "two"
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any, kind: str) -> None:
+    prompts, texts = Slow(), []
+    if kind == "sync":
+        with Client(server.target) as client:
+            for outcome in client.generate_each(prompts):
+                texts.append(outcome.text)  # type: ignore[union-attr]
+                assert prompts.go_on.is_set() == (len(texts) == 2)
+                prompts.go_on.set()
+    else:
+
+        async def scenario() -> None:
+            async with AsyncClient(server.target) as client:
+                async for outcome in client.generate_each(prompts):
+                    texts.append(outcome.text)  # type: ignore[union-attr]
+                    assert prompts.go_on.is_set() == (len(texts) == 2)
+                    prompts.go_on.set()
+
+        asyncio.run(scenario())
+    assert texts == ["one", "two"]
+
+
+def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
+    """Cancelled from another thread, and by leaving the loop."""
+    for is_cancelled in (True, False):
+        prompts = Slow()
+        with Client(server.target) as client:
+            outcomes = client.generate_each(prompts, concurrency=4)
+            next(outcomes)
+            assert prompts.is_asked.wait(PATIENCE_SECONDS)
+            if is_cancelled:
+                threading.Timer(0.05, outcomes.cancel).start()
+                with pytest.raises(errors.Cancelled):
+                    next(outcomes)
+            else:
+                outcomes.close()
+            assert not prompts.go_on.is_set()
+            assert client.generate("x y").text == "x y"
+        prompts.go_on.set()
+
+
+def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
+    prompts = Slow()
+
+    async def scenario() -> None:
+        async with AsyncClient(server.target) as client:
+            async with contextlib.aclosing(client.generate_each(prompts, concurrency=4)) as outcomes:
+                await anext(outcomes)
+                with pytest.raises(TimeoutError):  # the event loop is free
+                    await asyncio.wait_for(anext(outcomes), 0.05)
+            assert (await client.generate("x y")).text == "x y"
+
+    asyncio.run(scenario())
+    assert not prompts.go_on.is_set()
+    prompts.go_on.set()
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), SystemExit(3)])
+def test_what_the_prompts_raise_is_raised(client: Any, error: BaseException) -> None:
+    """Whatever it is: a thread that ended with it would leave the others waiting."""
+
+    def prompts() -> Iterator[str]:
+        yield "one"
+        raise error
+
+    with pytest.raises(type(error)):
+        client.generate_many(prompts(), return_exceptions=True)

@@ -1,0 +1,315 @@
+"""How the calls of both clients end: left, cancelled, late, failed, cut off, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear import errors
+from lineclear.client import AsyncClient, Client
+from lineclear.errors import LineclearError, QueueFull, Unreachable, Violation, tree
+from lineclear.v1 import inference_pb2 as pb
+
+
+def hold(server: Any) -> Any:
+    """A script that says one token and then waits until the call ends."""
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.started()
+        yield server.tokens(0, 1, text="a")
+        server.wait_for_end(context)
+
+    return script
+
+
+def test_leaving_the_block_cancels_the_call(server: Any, client: Any) -> None:
+    server.script = hold(server)
+    reached: list[bool] = []
+    client.after_block = lambda: reached.append(server.ended.wait(PATIENCE_SECONDS))
+    deltas, _ = client.read("x", take=2)
+    assert (len(deltas), reached) == (2, [True])
+
+
+def test_an_error_in_the_block_cancels_the_call(server: Any) -> None:
+    server.script = hold(server)
+    with Client(server.target) as client:
+        with contextlib.suppress(KeyError), client.stream("x") as stream:
+            next(stream)
+            raise KeyError
+        assert server.ended.wait(PATIENCE_SECONDS)
+
+
+def test_cancelling_from_another_thread_ends_the_loop(server: Any) -> None:
+    server.script = hold(server)
+    with Client(server.target) as client, client.stream("x") as stream:
+        assert [next(stream).text, next(stream).text] == ["", "a"]
+        thread = threading.Thread(target=stream.cancel)
+        thread.start()
+        with pytest.raises(errors.Cancelled):
+            next(stream)
+        thread.join()
+        with pytest.raises(StopIteration):
+            next(stream)
+        assert server.ended.wait(PATIENCE_SECONDS)
+
+
+def test_cancelling_from_another_task_ends_the_loop(server: Any) -> None:
+    server.script = hold(server)
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client, client.stream("x") as stream:
+            assert [(await anext(stream)).text, (await anext(stream)).text] == ["", "a"]
+            asyncio.get_running_loop().call_soon(stream.cancel)
+            with pytest.raises(errors.Cancelled):
+                await anext(stream)
+
+    asyncio.run(run())
+    assert server.ended.wait(PATIENCE_SECONDS)
+
+
+def test_a_cancelled_task_stays_cancelled_and_its_call_too(server: Any) -> None:
+    server.script = hold(server)
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client:
+            begun = asyncio.Event()
+
+            async def read() -> None:
+                async with client.stream("x") as stream:
+                    await anext(stream)
+                    begun.set()
+                    async for _ in stream:
+                        pass
+
+            task = asyncio.create_task(read())
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(server.ended.wait, PATIENCE_SECONDS)
+
+    asyncio.run(run())
+
+
+def test_cancelling_during_a_pause_between_attempts_ends_the_pause(server: Any) -> None:
+    server.failures = [QueueFull("full", retry_after_seconds=3600.0)]
+    with Client(server.target, timeout_seconds=None) as client, client.stream("x") as stream:
+        timer = threading.Timer(0.05, stream.cancel)
+        timer.start()
+        with pytest.raises(errors.Cancelled):
+            next(stream)
+        timer.join()
+
+    async def run() -> None:
+        server.failures = [QueueFull("full", retry_after_seconds=3600.0)]
+        async with AsyncClient(server.target, timeout_seconds=None) as client, client.stream("x") as stream:
+            asyncio.get_running_loop().call_later(0.05, stream.cancel)
+            with pytest.raises(errors.Cancelled):
+                await anext(stream)
+
+    asyncio.run(run())
+    assert len(server.requests) == 2  # neither was asked again
+
+
+def test_a_deadline_missed_on_the_way(server: Any, client: Any) -> None:
+    server.script = hold(server)
+    with pytest.raises(errors.DeadlineExceeded, match="before the answer was complete"):
+        client.generate("x", timeout_seconds=0.3)
+
+
+KINDS = [kind for kind in tree() if kind not in (LineclearError, errors.UnknownStatus)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_comes_back_as_itself(server: Any, client: Any, kind: type[LineclearError]) -> None:
+    sent = kind(
+        "what happened",
+        retry_after_seconds=1.5,
+        metadata={"limit": "512"},
+        violations=[Violation("sampling.top_p", "is above 1")],
+    )
+    server.failures = [sent]
+    with pytest.raises(LineclearError) as caught:
+        client.generate("x")
+    got = caught.value
+    assert type(got) is kind
+    assert str(got) == "what happened"
+    assert (got.code, got.reason, got.retry_after_seconds, got.metadata, got.violations) == (
+        sent.code, sent.reason, sent.retry_after_seconds, sent.metadata, sent.violations,
+    )  # fmt: skip
+
+
+def test_no_two_errors_share_a_reason() -> None:
+    assert len({kind.reason for kind in KINDS}) == len(KINDS)
+
+
+def test_an_error_after_some_tokens_is_raised_after_them(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.tokens(0, 1, text="a")
+        server.fail(context, errors.NonFiniteLogits("gone"))
+
+    server.script = script
+    with pytest.raises(errors.NonFiniteLogits, match="gone"):
+        client.with_settings(max_attempts=5).generate("x")
+    assert len(server.requests) == 1  # half an answer is never asked for again
+
+
+def test_a_status_of_somebody_else_keeps_its_code(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "no token")
+        yield server.started()
+
+    server.script = script
+    with pytest.raises(errors.UnknownStatus, match="no token") as caught:
+        client.generate("x")
+    assert caught.value.code == "PERMISSION_DENIED"
+
+
+def test_nobody_there_is_unreachable(tmp_path: Path, client: Any) -> None:
+    client.target = f"unix:{tmp_path}/nobody"
+    for call in (client.generate, client.tokenize, client.health):
+        with pytest.raises(Unreachable, match="no answer from unix:"):
+            call("x")
+
+
+def test_a_server_that_is_late_to_accept_is_reached_all_the_same(server: Any, client: Any) -> None:
+    """Its port is open, and for two seconds nobody takes up what comes, as on a busy machine."""
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        wires: list[socket.socket] = []
+
+        def pump(source: socket.socket, drain: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    drain.sendall(data)
+
+        def open_late() -> None:
+            time.sleep(2.0)
+            with contextlib.suppress(OSError):
+                while True:
+                    outside, _ = door.accept()
+                    inside = socket.create_connection(server.target.rsplit(":", 1))
+                    wires.extend((outside, inside))
+                    for ends in ((outside, inside), (inside, outside)):
+                        threading.Thread(target=pump, args=ends).start()
+
+        late = threading.Thread(target=open_late)
+        late.start()
+        stack.callback(late.join)
+        stack.callback(door.shutdown, socket.SHUT_RDWR)
+        client.target = f"127.0.0.1:{door.getsockname()[1]}"
+        assert client.generate("one two").text == "one two"
+        for wire in wires:
+            with contextlib.suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+            wire.close()
+
+
+def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield server.started()
+        threading.Thread(target=server.stop).start()
+        server.wait_for_end(context)
+
+    server.script = script
+    with pytest.raises(Unreachable):
+        client.generate("x")
+
+
+@pytest.mark.parametrize("how", ["status", "connection"])
+@pytest.mark.parametrize("call", ["generate", "attach"])
+def test_an_answer_is_complete_though_the_connection_is_cut_before_its_status(
+    server: Any, client: Any, how: str, call: str
+) -> None:
+    """Between the last message and the trailers."""
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        calls.append(len(request.resume.token_ids))
+        yield server.started()
+        yield server.tokens(0, 1, 2, text="all of it")
+        yield server.finished(2)
+        if how == "status":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        threading.Thread(target=server.stop).start()
+        server.wait_for_end(context)
+
+    calls: list[int] = []
+    server.script = script
+    client = client.with_settings(max_attempts=4)
+    if call == "generate":
+        answer = client.generate("x")
+    else:
+        server.submitted["kept"] = pb.GenerateRequest(text="x")
+        answer = attached(client, "kept")
+    assert (answer.text, answer.finish_reason, answer.resumes) == ("all of it", "length", 0)
+    assert calls == [0]
+
+
+def attached(client: Any, request_id: str) -> Any:
+    """The result of a submitted request, by either client."""
+    if client.kind == "sync":
+        with Client(client.target) as threaded:
+            return threaded.submitted(request_id).result()
+
+    async def run() -> Any:
+        async with AsyncClient(client.target) as own:
+            return await own.submitted(request_id).result()
+
+    return asyncio.run(run())
+
+
+def test_a_call_that_the_server_cancels_is_unreachable_and_may_be_tried_again(server: Any, client: Any) -> None:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if len(server.requests) == 1:
+            context.abort(grpc.StatusCode.CANCELLED, "stopping")  # as a server does that is being stopped
+        yield server.finished(0)
+
+    server.script = script
+    with pytest.raises(Unreachable, match="it ended the call"):
+        client.generate("x")
+    server.requests.clear()
+    client.with_settings(max_attempts=2).generate("x")
+    assert len(server.requests) == 2
+
+
+def test_closing_the_client_cancels_what_is_running(server: Any) -> None:
+    server.script = hold(server)
+    client = Client(server.target)
+    with client.stream("x") as stream:
+        next(stream)
+        next(stream)
+        threading.Thread(target=client.close).start()
+        with pytest.raises(errors.Cancelled):
+            next(stream)
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.generate("x")
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client, client.stream("x") as stream:
+            await anext(stream)
+            await anext(stream)
+            closing = asyncio.create_task(client.close())
+            with pytest.raises(errors.Cancelled):
+                await anext(stream)
+            await closing
+            with pytest.raises(RuntimeError, match="the client is closed"):
+                await client.generate("x")
+
+    asyncio.run(run())
+
+
+def test_an_async_client_belongs_to_one_event_loop(server: Any) -> None:
+    client = AsyncClient(server.target)
+    assert asyncio.run(client.generate("a b")).text == "a b"
+    with pytest.raises(RuntimeError, match="event loop of its first call"):
+        asyncio.run(client.generate("a b"))

@@ -1,0 +1,63 @@
+"""The client works where only grpcio and protobuf are installed, and its command says what it lacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.extras import install_command
+
+# Refuses every import of a top-level package that is neither the standard library's, nor gRPC's (which needs
+# typing_extensions), nor protobuf's, nor one of the rooms of lineclear that the client may know.
+BLOCKER = """
+import sys
+class Blocker:
+    rooms = {"cli", "client", "errors", "exit_codes", "extras", "api_limits", "grpc_status", "v1", "wire"}
+    def find_spec(self, name, path=None, target=None):
+        top, _, rest = name.partition(".")
+        if top == "lineclear":
+            allowed = not rest or rest.partition(".")[0] in self.rooms
+        else:
+            allowed = top in sys.stdlib_module_names or top in ("grpc", "google", "typing_extensions")
+            allowed = allowed and not name.startswith(("google.rpc", "google.api"))
+        if not allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKER + textwrap.dedent(program), *arguments],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+
+
+def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
+    done = run("""
+        import asyncio
+        from lineclear.client import AsyncClient, Client, Sampling
+        from lineclear.client.testing import FakeTransport
+        from lineclear.errors import Unreachable
+        fake = FakeTransport("hello world")
+        print(Client(transport=fake).generate("x", Sampling(top_k=1)).text)
+        print(len(Client(transport=fake).generate_many(["a", "b"], progress=True)))
+        print(asyncio.run(AsyncClient(transport=fake).generate("x")).text)
+        try:
+            Client("unix:/nonexistent/socket", max_attempts=1).generate("x")
+        except Unreachable as error:
+            print(error.code)
+        outside = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+        print(sorted(outside & {"torch", "zmq", "structlog", "rich", "typer", "pydantic", "transformers"}))
+    """)
+    assert done.stdout.splitlines() == ["hello world", "2", "hello world", "UNAVAILABLE", "[]"], done.stderr
+
+
+def test_the_command_without_its_extra_says_how_to_get_it() -> None:
+    done = run("from lineclear.cli import main; main()", "health")
+    assert done.returncode == 2
+    assert install_command("cli") in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,158 @@
+"""Log lines: one JSON object each, and never in the way of the work, wherever they go."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.process.logging_setup import LineWriter, chosen
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.worker.settings import WorkerSettings
+
+SCRIPT = """
+import structlog, sys
+from lineclear.process.logging_setup import configure, set_level
+configure("worker", {level!r}, {form!r})
+log = structlog.get_logger()
+log.debug("too_fine", n=1)
+log.info("worker_joined", epoch=3, model_id="toy")
+set_level("error")
+log.warning("too_mild")
+try:
+    secret = "what the user wrote"
+    raise KeyError(secret)
+except KeyError:
+    log.exception("step_failed")
+"""
+
+
+def lines_of(level: str, form: str) -> list[str]:
+    script = SCRIPT.format(level=level, form=form)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_json_lines_carry_process_level_time_and_fields() -> None:
+    first, second = (json.loads(line) for line in lines_of("info", "auto"))
+    assert first.pop("timestamp").endswith("Z")
+    assert first == {"process": "worker", "level": "info", "event": "worker_joined", "epoch": 3, "model_id": "toy"}
+    assert (second["event"], second["level"]) == ("step_failed", "error")
+    assert (second["error"], second["places"]) == ("KeyError", ["<string>:12 <module>"])
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_an_exception_quotes_is_not_logged(form: str) -> None:
+    lines = "".join(lines_of("info", form))
+    assert "KeyError" in lines
+    assert "what the user wrote" not in lines
+
+
+def test_console_lines_are_for_people() -> None:
+    lines = lines_of("debug", "console")
+    assert "too_fine" in lines[0]
+    assert "worker_joined" in lines[1]
+    assert lines[1].split()[4:] == ["process=worker", "epoch=3", "model_id=toy"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_lines_for_people(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    assert chosen("auto") == ("console" if is_terminal else "json")
+    assert WorkerSettings(model="m", directory="d").log_format == "auto"
+    assert SchedulerSettings().log_format == "auto"
+
+
+@pytest.mark.parametrize(("level", "form"), [("loud", "json"), ("info", "xml")])
+def test_an_unknown_level_or_form_is_named(level: str, form: str) -> None:
+    script = SCRIPT.format(level=level, form=form)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr
+    assert ("loud" if level == "loud" else "xml") in done.stderr.splitlines()[-1]
+
+
+class Stuck(io.StringIO):
+    """A stream nobody reads: the first write does not return before `released`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        self.released.wait()
+        return super().write(text)
+
+
+def test_a_stuck_reader_costs_lines_and_no_time() -> None:
+    target = Stuck()
+    writer = LineWriter(target, max_lines=10)
+    writer.write("0\n")
+    assert target.entered.wait(PATIENCE_SECONDS)
+    for number in range(1, 21):
+        writer.write(f"{number}\n")  # would block here for ever
+    assert writer.num_dropped == 10
+    target.released.set()
+    writer.close(10.0)
+    assert target.getvalue().split() == [str(n) for n in range(11)]
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    with open("/dev/full", "w") as target:
+        writer = LineWriter(target)
+        writer.write("lost\n")
+        writer.close(10.0)
+        assert writer.num_dropped == 1
+        with open(os.devnull, "w") as elsewhere:
+            os.dup2(elsewhere.fileno(), target.fileno())  # closing flushes once more
+
+
+def test_a_process_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    script = f"""
+import pathlib, structlog
+from lineclear.process.logging_setup import configure
+writer = configure("scheduler", form="json")
+log = structlog.get_logger()
+for number in range(2000):
+    log.info("line", number=number)
+pathlib.Path({str(done)!r}).touch()
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run([sys.executable, "-c", script], stderr=writing, timeout=PATIENCE_SECONDS)
+    os.close(writing)
+    assert done.exists()
+    assert process.returncode == 0
+
+
+def test_standard_error_does_not_block_and_the_lines_still_come_whole() -> None:
+    """Thousands of lines into a pipe whose reader is slow to begin: more than it holds, and none is cut or lost."""
+    script = """
+import os, sys, structlog
+from lineclear.process.logging_setup import configure
+writer = configure("scheduler", form="json")
+log = structlog.get_logger()
+for number in range(3000):
+    log.info("line", number=number)
+print("as soon as the lines are queued", flush=True)
+assert not os.get_blocking(2)
+writer.close(60.0)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    assert [json.loads(line)["number"] for line in said.splitlines()] == list(range(3000))
+    assert process.returncode == 0

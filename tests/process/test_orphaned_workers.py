@@ -1,0 +1,116 @@
+"""Whatever happens to the scheduler process, no worker of its own stays behind; one that nobody owns finds the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.engine_harness import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
+from support.toy_worker import ToyOptions
+
+from lineclear.exit_codes import ExitCode
+from lineclear.process.parent_death import ParentDeathPipe, die_with_parent
+
+STEPPING = ToyOptions(min_step_seconds=0.003, max_step_seconds=0.003)
+
+
+def is_running(pid: int) -> bool:
+    """Alive, and no zombie: an orphan is reaped by whoever inherits it, in its own time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("num_streams", [0, 8], ids=["idle", "busy"])
+def test_a_killed_scheduler_takes_its_worker_along(directory: Path, num_streams: int) -> None:
+    with ToyScheduler(directory, num_streams, STEPPING) as scheduler:
+        pid = scheduler.hear("joined")
+        scheduler.end(signal.SIGKILL)
+        assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
+
+
+# The moment itself is the point here: between fork and Hello lie the interpreter's start, imports, arming and the load.
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.12, 0.5])
+def test_a_scheduler_killed_while_its_worker_starts_or_loads_takes_it_along(
+    directory: Path, delay_seconds: float
+) -> None:
+    with ToyScheduler(directory, 0, ToyOptions(load_seconds=3600)) as scheduler:
+        pid = scheduler.hear("started")
+        time.sleep(delay_seconds)
+        scheduler.end(signal.SIGKILL)
+        assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
+
+
+def test_the_pipe_alone_is_enough(directory: Path) -> None:
+    """The scheduler lives on and only lets go of the pipe, so the kernel sends no signal."""
+    lifeline = ParentDeathPipe()
+    worker = subprocess.Popen(
+        ToyOptions(load_seconds=3600).arguments(directory),
+        env=ENVIRONMENT | lifeline.environment(),
+        pass_fds=lifeline.inherited,
+    )
+    lifeline.close()
+    assert worker.wait(PATIENCE_SECONDS) == ExitCode.ORPHANED
+
+
+def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> None:
+    reading, writing = os.pipe()
+    code = "from lineclear.process.parent_death import die_with_parent; die_with_parent(); print('still here')"
+    environment = ENVIRONMENT | {"LINECLEAR_LIFELINE": f"{os.getppid()}:{reading}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, pass_fds=(reading,), stdout=subprocess.PIPE)
+    os.close(reading)
+    os.close(writing)
+    assert (done.returncode, done.stdout) == (ExitCode.ORPHANED, b"")
+
+
+def test_without_a_lifeline_there_is_nothing_to_hold() -> None:
+    assert "LINECLEAR_LIFELINE" not in os.environ
+    assert die_with_parent() is False
+
+
+def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(directory: Path) -> None:
+    with ToyScheduler(directory, 4, STEPPING) as scheduler:
+        pid = scheduler.hear("joined")
+        assert scheduler.end(signal.SIGTERM) == 0
+        assert not is_running(pid)
+        assert not (directory / "plan.sock").exists()
+
+
+def test_a_worker_of_its_own_outlives_schedulers_and_joins_the_next(directory: Path) -> None:
+    worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)  # before any scheduler
+    for _ in range(3):
+        with ToyScheduler(directory, 4) as scheduler:
+            assert scheduler.hear("joined") == worker.pid
+            scheduler.end(signal.SIGKILL)  # leaves its socket files behind
+    assert worker.poll() is None
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(PATIENCE_SECONDS) == 0
+
+
+def test_answers_are_exact_on_a_worker_that_served_a_scheduler_before(directory: Path) -> None:
+    with ToyScheduler(directory, 8) as scheduler:
+        worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)
+        assert scheduler.hear("joined") == worker.pid
+        scheduler.end(signal.SIGKILL)
+    with World(directory=directory, options=STEPPING) as world:
+        world.workers.append(worker)
+        streams = [world.submit(request(i)) for i in range(10)]
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(STEPPING.vocab_size)

@@ -1,0 +1,264 @@
+"""The worker dies, hangs or fails in the middle of answers: every stream goes on, exactly, on the next worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from support.engine_harness import Stream, World, eventually, request, supervised
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
+from support.toy_worker import ToyOptions
+
+from lineclear.scheduler.core.events import Event
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.engine.worker_link import CLOSED
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+
+SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
+SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)
+"""A process that is not stopped may stand still on a busy machine, but hardly for so long."""
+
+
+def num_tokens(streams: list[Stream]) -> int:
+    return sum(len(stream.tokens) for stream in streams)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None:
+    chance = random.Random(seed)
+    num_kills = 3
+    with World(options=SLOW) as world:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
+            for kill in range(1, num_kills + 1):
+                # A random amount of progress, so that kills fall into prefills, decodes and recoveries alike.
+                goal = num_tokens(streams) + chance.randrange(300)
+                world.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
+                pid = supervisor.pid
+                assert pid is not None
+                killed_at = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                world.wait(lambda kill=kill: len(world.losses) >= kill, what="loss")
+                assert world.losses[-1][0] - killed_at < SOON_SECONDS
+                world.wait_joined(kill + 1)
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len({epoch for _, epoch in world.joins}) == num_kills + 1
+        assert world.engine.snapshot().incarnation == num_kills + 1
+
+
+def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
+    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+            world.wait(lambda: num_tokens(streams) > 50)
+            pid = supervisor.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            world.wait_ended(streams)
+            assert supervisor.pid != pid
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert world.broken
+        assert all("silent" in reason for reason in world.broken)  # on a busy machine maybe more than one
+
+
+def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -> None:
+    """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
+    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+        worker = world.start_worker()
+        world.wait_joined()
+        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+        world.wait(lambda: num_tokens(streams) > 50)
+        assert not world.engine.is_worker_hung
+        worker.send_signal(signal.SIGSTOP)
+        world.wait(lambda: len(world.losses) == 1)
+        eventually(lambda: world.engine.is_worker_hung)
+        worker.kill()
+        worker.wait()
+        eventually(lambda: not world.engine.is_worker_hung, what="the end of the hung worker")
+        assert len(world.joins) == 1  # said before its successor, which may load for long, has joined
+        world.start_worker()
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert not world.engine.is_worker_hung
+
+
+def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_believed() -> None:
+    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+        worker = world.start_worker()
+        world.wait_joined()
+        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
+        world.wait(lambda: num_tokens(streams) > 50)
+        worker.send_signal(signal.SIGSTOP)
+        world.wait(lambda: len(world.losses) == 1)
+        worker.send_signal(signal.SIGCONT)
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert len(world.joins) == 2
+        assert not world.engine.is_worker_hung
+
+
+def test_killed_again_while_it_catches_up() -> None:
+    """Each successor dies as soon as it has joined, when all it may do is recompute what was lost."""
+    with World(options=SLOW) as world:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            world.wait_joined()
+            streams = [world.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
+            world.wait(lambda: num_tokens(streams) > 80)
+            for kill in range(1, 4):
+                pid = supervisor.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                world.wait_joined(kill + 1)
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len(world.joins) == 4
+
+
+def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
+    with World(patience=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
+        world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            streams = [world.submit(request(i)) for i in range(8)]
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+
+        supervised(world, body)
+        assert len(world.broken) == 1
+        assert "step 7 is not done" in world.broken[0]
+
+
+def test_a_long_step_is_left_alone_before_its_deadline() -> None:
+    step_seconds = SHORT_SILENCE.heartbeat_timeout_seconds + 0.5
+    options = ToyOptions(min_step_seconds=step_seconds, max_step_seconds=step_seconds)
+    with World(options=options, patience=SHORT_SILENCE) as world:
+        world.start_worker()
+        stream = world.submit(request(1, max_tokens=1))
+        world.wait_ended([stream])
+        stream.check(options.vocab_size)
+        assert world.losses == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("exception", "exception"), ("assertion", "exception"), ("tokens", "cannot be"), ("exit", None)],
+)
+def test_a_worker_that_breaks_is_replaced(fault: str, reason: str | None) -> None:
+    with World() as world:
+        world.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(world.root / "once"))
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            streams = [world.submit(request(i)) for i in range(8)]
+            world.wait_ended(streams)
+            for stream in streams:
+                stream.check(world.options.vocab_size)
+            eventually(lambda: supervisor.num_starts == 2)
+
+        supervised(world, body)
+        assert [r for r in world.broken if reason is None or reason not in r] == []
+        assert len(world.broken) == (reason is not None)
+
+
+def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
+    options = ToyOptions(fault="memory", fault_step=5)
+    with World() as world:
+        worker = world.start_worker(ToyOptions(**{**options.__dict__, "fault_once": str(world.root / "once")}))
+        streams = [world.submit(request(i)) for i in range(8)]
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(options.vocab_size)
+        assert len(world.joins) == 2
+        assert worker.poll() is None
+        assert world.broken == []
+
+
+def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
+    with World() as world:
+        streams = [world.submit(request(i)) for i in range(5)]
+        eventually(lambda: world.engine.snapshot().core.requests_waiting == 5)
+        world.start_worker()
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+
+
+def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> None:
+    """With a drain timeout of 0; else it would finish what its scheduler runs."""
+    anomalies: list[str] = []
+    with World(on_anomaly=anomalies.append) as world:
+        begun = world.root / "begun"
+        slow = ToyOptions(min_step_seconds=0.5, max_step_seconds=0.5, fault="none", fault_step=3, fault_once=str(begun))
+        slow = replace(slow, drain_timeout_seconds=0.0)
+        first = world.start_worker(slow)
+        stream = world.submit(request(0, max_tokens=40))  # a token a step
+        eventually(begun.exists, what="the third step")
+        first.send_signal(signal.SIGTERM)
+        world.wait(lambda: len(world.losses) == 1)
+        assert len(stream.tokens) >= 3, "a step that had begun was thrown away"
+        assert CLOSED not in anomalies, "it went without a word, and whoever was in its steps is suspected"
+        assert first.wait(PATIENCE_SECONDS) == 0
+        world.start_worker()
+        world.wait_ended([stream])
+        stream.check(world.options.vocab_size)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_pipeline_of_one_and_of_four_answer_alike(depth: int) -> None:
+    deepest = 0
+    with World(core=CoreLimits(pipeline_depth=depth), options=SLOW) as world:
+
+        def look(events: Sequence[Event]) -> None:
+            nonlocal deepest
+            deepest = max(deepest, world.core.snapshot().steps_in_flight)
+
+        world.on_publish = look
+        world.start_worker()
+        streams = [world.submit(request(i)) for i in range(20)]
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert deepest == depth
+        assert len(world.joins) == 1, "right answers, but of several workers"
+        assert world.losses == []
+
+
+def test_streams_only_pause() -> None:
+    """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
+    with World(options=SLOW) as world:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            world.wait_joined()
+            stream = world.submit(request(0, max_tokens=200))
+            world.wait(lambda: len(stream.tokens) > 50)
+            pid = supervisor.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            world.wait_ended([stream])
+            stream.check(world.options.vocab_size)
+            assert max(stream.gaps) < SOON_SECONDS
+
+        supervised(world, body)

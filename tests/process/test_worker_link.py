@@ -1,0 +1,501 @@
+"""Who may speak to a scheduler: strangers, second workers, the dead, other releases, and plain noise."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from support.engine_harness import World, eventually, request, short_directory
+from support.sockets import bare_context
+from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
+from support.toy_worker import ToyOptions
+from support.worker_peer import Peer, hello
+
+from lineclear.scheduler.engine.worker_link import Arrival, WorkerGone, WorkerLink
+from lineclear.wire.codec import ProtocolMismatch, decode, encode
+from lineclear.wire.messages import (
+    PROTOCOL,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LogLevel,
+    Message,
+    Rejoin,
+    Row,
+    SetLogLevel,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+)
+
+
+def plan(epoch: int, step: int = 1) -> StepPlan:
+    return StepPlan(epoch, step, (Row(0, 0, 1, True),))
+
+
+class Station:
+    """A link and some peers, all of which stay until the end unless a test closes them."""
+
+    def __init__(self) -> None:
+        self.directory = short_directory()
+        self.link = WorkerLink(self.directory)
+        self.context = bare_context()
+        self._peers: list[Peer] = []
+
+    def peer(self, epoch: int) -> Peer:
+        peer = Peer(self.context, self.directory, epoch)
+        self._peers.append(peer)
+        return peer
+
+    def joined(self, epoch: int) -> Peer:
+        peer = self.peer(epoch)
+        peer.say(hello(epoch))
+        assert self.expect(1) == [hello(epoch)]
+        return peer
+
+    def expect(self, count: int, seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
+        """Receive until `count` messages have arrived."""
+        arrivals: list[Arrival] = []
+        end = time.monotonic() + seconds
+        while len(arrivals) < count:
+            assert time.monotonic() < end, f"only {arrivals}"
+            self.link.wait(end)
+            arrivals += self.link.receive()
+        return arrivals
+
+    def settle(self, seconds: float = 0.3, until: Callable[[], bool] = lambda: True) -> list[Arrival]:
+        """All that arrives in a while, and until something is so: for what must not come."""
+        arrivals: list[Arrival] = []
+        begin = now = time.monotonic()
+        while now < begin + seconds or not until():
+            assert now < begin + PATIENCE_SECONDS, self.link.counters
+            self.link.wait(now + 0.05)
+            arrivals += self.link.receive()
+            now = time.monotonic()
+        return arrivals
+
+
+@pytest.fixture
+def station() -> Iterator[Station]:
+    station = Station()
+    yield station
+    station.context.destroy()
+    station.link.close()
+    shutil.rmtree(station.directory)
+
+
+def test_plans_go_out_and_results_come_in_order(station: Station) -> None:
+    peer = station.joined(7)
+    station.link.send(plan(7, 1))
+    station.link.send(plan(7, 2))
+    assert [peer.hear(), peer.hear()] == [plan(7, 1), plan(7, 2)]
+    results = [StepResult(7, 1, (5,)), StepResult(7, 2, (6,))]
+    peer.say(*results)
+    assert station.expect(2) == results
+
+
+def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
+    peer = station.peer(7)
+    peer.say(hello(8))  # nobody of that name has connected yet
+    assert station.settle() == []
+    peer.plans.close()
+    peer.plans = station.context.socket(zmq.DEALER)
+    peer.plans.set(zmq.IDENTITY, (8).to_bytes(8, "little"))
+    peer.plans.connect(f"ipc://{station.directory}/plan.sock")
+    assert station.expect(1) == [hello(8)]
+    station.link.send(plan(8))
+    assert peer.hear() == plan(8)
+
+
+@pytest.mark.parametrize("message", [Heartbeat(9, 0), StepResult(9, 1, (1,))], ids=lambda m: type(m).__name__)
+def test_a_stranger_is_told_to_join_again(station: Station, message: Message) -> None:
+    peer = station.peer(9)
+    eventually(lambda: station.link.is_reachable(9))
+    counters = station.link.counters
+    peer.say(message)
+    station.settle(0.1, until=lambda: counters.stale_messages == 1)
+    assert peer.hear() == Rejoin(9)
+    peer.say(hello(9))  # what it said before it was told so comes too late
+    assert station.settle(until=lambda: counters.stale_messages == 2) == []
+    station.joined(11)
+    assert counters.stale_messages == 2
+
+
+def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
+    peer = station.joined(7)
+    station.link.end_epoch(7)
+    assert peer.hear() == Rejoin(7)
+    peer.say(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
+    assert station.settle(until=lambda: station.link.counters.stale_messages == 3) == []
+
+
+def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -> None:
+    first = station.joined(7)
+    second = station.peer(9)
+    second.say(hello(9))
+    assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > 0) == []
+    answer = second.hear()
+    assert isinstance(answer, Goodbye)
+    assert "another worker is joined" in answer.reason
+    station.link.send(plan(7))
+    assert first.hear() == plan(7)
+    assert station.link.counters.refused_workers == 1
+
+
+def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
+    peer = station.joined(7)
+    begin = time.monotonic()
+    peer.leave()
+    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert time.monotonic() - begin < SOON_SECONDS
+    station.joined(9)
+
+
+def test_last_words_count_that_come_after_the_other_connection_closed(station: Station) -> None:
+    """A worker that leaves closes both; which of them is seen first is chance."""
+    peer = station.joined(7)
+    peer.plans.close()
+    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    peer.say(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
+    assert station.expect(2) == [StepResult(7, 3, (5,)), Goodbye(7, "told to stop")]
+    successor = station.joined(9)
+    peer.say(Goodbye(7, "told to stop"))
+    assert station.settle(until=lambda: station.link.counters.stale_messages == 1) == []
+    successor.leave()
+
+
+def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
+    peer = station.joined(7)
+    peer.plans.close()
+
+    def is_refused() -> bool:
+        try:
+            station.link.send(plan(7))
+        except WorkerGone:
+            return True
+        return False
+
+    eventually(is_refused)
+
+
+@pytest.mark.parametrize(
+    "last", [StepError(7, 1, StepErrorKind.OUT_OF_MEMORY), Goodbye(7, "done")], ids=lambda m: type(m).__name__
+)
+def test_after_its_last_word_the_same_worker_may_join_again_at_once(station: Station, last: Message) -> None:
+    peer = station.joined(7)
+    second = station.peer(9)
+    peer.say(last, hello(9))
+    assert station.expect(2) == [last, hello(9)]
+    station.link.send(plan(9))
+    assert second.hear() == plan(9)
+
+
+def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Station) -> None:
+    station.joined(7)  # never reads
+    rows = tuple(Row(i, 0, 1, True) for i in range(256))
+
+    def flood() -> None:
+        for step in range(1, 100_000):
+            station.link.send(StepPlan(7, step, rows))
+
+    with pytest.raises(WorkerGone):
+        flood()
+
+
+def test_an_order_that_finds_no_room_says_so_and_blocks_nobody(station: Station) -> None:
+    station.joined(7)  # never reads
+    order = SetLogLevel(7, LogLevel.INFO)
+    assert station.link.send_control(order)
+    assert any(not station.link.send_control(order) for _ in range(100_000))
+    assert not station.link.send_control(SetLogLevel(9, LogLevel.INFO))  # nobody is there
+
+
+def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> None:
+    peer = station.joined(7)
+    noise = random.Random(1)
+    good = encode(StepResult(7, 1, (1, 2, 3)))
+    sent = 0
+    for length in (0, 1, 27, 28, 29, 200):
+        peer.results.send(noise.randbytes(length))
+        sent += 1
+    for _ in range(200):
+        frame = bytearray(good)
+        frame[noise.randrange(6)] ^= 1 << noise.randrange(8)  # magic or protocol
+        peer.results.send(bytes(frame))
+        sent += 1
+    peer.results.send_multipart([good, good])
+    sent += 1
+    peer.plans.send(b"a worker has nothing to say here")
+    sent += 1
+    peer.say(StepResult(7, 1, (1,)))
+    arrivals = station.expect(1)
+    eventually(lambda: not station.settle(0.05) and station.link.counters.bad_frames >= sent)
+    assert arrivals == [StepResult(7, 1, (1,))]
+    assert station.link.counters.bad_frames == sent
+
+
+def test_peers_that_do_not_speak_zeromq_are_ignored(station: Station) -> None:
+    peer = station.joined(7)
+    strangers = []
+    for name in ("plan.sock", "result.sock"):
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"", struct.pack(">Q", 2**63)):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(str(station.directory / name))
+            stranger.sendall(data)
+            strangers.append(stranger)
+    assert station.settle() == []
+    peer.say(StepResult(7, 1, (1,)))
+    assert station.expect(1) == [StepResult(7, 1, (1,))]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_message_over_the_limit_costs_its_sender_the_connection(station: Station) -> None:
+    strict = WorkerLink(station.directory / "strict", max_message_bytes=1000)
+    peer = Peer(station.context, station.directory / "strict", 7)
+    disconnected = peer.results.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.results.send(b"x" * 100_000)
+    assert disconnected.poll(PATIENCE_SECONDS * 1000)
+    assert strict.receive() == []
+    assert strict.counters.bytes_received == 0
+    strict.close()
+
+
+def _other_release(message: Message) -> bytes:
+    frame = bytearray(encode(message))
+    frame[4:6] = struct.pack("<H", PROTOCOL + 1)
+    return bytes(frame)
+
+
+def test_a_worker_of_another_release_is_fatal_when_it_is_the_only_one(station: Station) -> None:
+    peer = station.peer(7)
+    peer.results.send(_other_release(hello(7)))
+    with pytest.raises(ProtocolMismatch, match=f"protocol {PROTOCOL + 1}, this one {PROTOCOL}"):
+        station.expect(1)
+
+
+def test_a_worker_of_another_release_is_noise_while_a_right_one_is_joined(station: Station) -> None:
+    peer = station.joined(7)
+    peer.results.send(_other_release(hello(9)))
+    assert station.settle(0.1, until=lambda: station.link.counters.bad_frames > 0) == []
+    assert station.link.counters.bad_frames == 1
+
+
+def test_wake_works_before_and_during_a_wait(station: Station) -> None:
+    station.link.wake()
+    station.link.wake()
+    station.link.wait(None)
+    begin = time.monotonic()
+    station.link.wait(begin + 0.05)
+    assert 0.04 < time.monotonic() - begin < SOON_SECONDS
+
+
+@pytest.mark.parametrize("until", [2**31 / 1000, 30 * 86_400.0, 1e18, 1e308, math.inf, None])
+def test_a_wait_may_be_asked_to_last_for_any_time(station: Station, until: float | None) -> None:
+    threading.Timer(0.05, station.link.wake).start()
+    station.link.wait(None if until is None else time.monotonic() + until)
+
+
+def test_a_moment_in_the_far_past_is_not_waited_for(station: Station) -> None:
+    station.link.wait(-1e308)
+
+
+# --- the worker's side ----------------------------------------------------------------------------------------------
+
+
+class FakeScheduler:
+    """The bare sockets of a scheduler."""
+
+    def __init__(self, directory: Path) -> None:
+        self.context = bare_context()
+        self.plans = self.context.socket(zmq.ROUTER)
+        self.plans.bind(f"ipc://{directory}/plan.sock")
+        self.results = self.context.socket(zmq.PULL)
+        self.results.bind(f"ipc://{directory}/result.sock")
+
+    def hear(self, kind: type[Message], seconds: float = PATIENCE_SECONDS) -> Message:
+        """The next message of a kind."""
+        while self.results.poll(seconds * 1000):
+            message = decode(self.results.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} in {seconds} s")
+
+    def send(self, epoch: int, frame: bytes) -> None:
+        self.plans.send_multipart((epoch.to_bytes(8, "little"), frame))
+
+    def close(self) -> None:
+        self.context.destroy()
+
+
+@pytest.fixture
+def staged() -> Iterator[tuple[World, FakeScheduler]]:
+    """A world whose engine is away, so that the test can play the scheduler."""
+    with World() as world:
+        world.engine.stop()
+        world.link.close()
+        scheduler = FakeScheduler(world.directory)
+        yield world, scheduler
+        scheduler.close()
+
+
+def join(scheduler: FakeScheduler) -> int:
+    """The epoch of a worker that has said Hello and is connected both ways."""
+    epoch = scheduler.hear(Hello).epoch
+    scheduler.plans.set(zmq.ROUTER_MANDATORY, 1)
+
+    def is_reachable() -> bool:
+        try:
+            scheduler.send(epoch, encode(Heartbeat(epoch, 0)))
+        except zmq.ZMQError:
+            return False
+        return True
+
+    eventually(is_reachable)
+    return epoch
+
+
+def test_a_worker_told_to_rejoin_forgets_and_takes_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    world.start_worker()
+    first = join(scheduler)
+    scheduler.send(first, encode(Rejoin(first)))
+    second = join(scheduler)
+    assert first != second
+    scheduler.send(second, encode(plan(second, 1)))  # of a slot that was never begun: the toy asserts
+    error = scheduler.hear(StepError)
+    assert isinstance(error, StepError)
+    assert (error.epoch, error.step, error.kind) == (second, 1, StepErrorKind.EXCEPTION)
+    assert error.summary.startswith("KeyError at toy.py:")
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
+
+
+def test_a_gap_in_the_plans_breaks_the_worker(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    world.start_worker()
+    epoch = join(scheduler)
+    scheduler.send(epoch, encode(plan(epoch, 2)))
+    error = scheduler.hear(StepError)
+    assert isinstance(error, StepError)
+    assert (error.step, error.kind, error.summary) == (2, StepErrorKind.PROTOCOL, "plan 2 came after plan 0")
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
+
+
+def test_noise_on_the_plan_socket_is_dropped(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    world.start_worker()
+    epoch = join(scheduler)
+    noise = random.Random(2)
+    for length in (0, 10, 28, 1000):
+        scheduler.send(epoch, noise.randbytes(length))
+    scheduler.send(epoch, encode(plan(epoch + 2)))
+    scheduler.send(epoch, encode(StepPlan(epoch, 1, ())))
+    assert scheduler.hear(StepResult) == StepResult(epoch, 1, ())
+
+
+def test_a_scheduler_of_another_release_ends_the_worker_for_good(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    world.start_worker()
+    epoch = join(scheduler)
+    scheduler.send(epoch, _other_release(plan(epoch)))
+    assert world.workers[0].wait(PATIENCE_SECONDS) == 78
+
+
+def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    world.start_worker(ToyOptions(min_step_seconds=0.6, max_step_seconds=0.6, heartbeat_seconds=0.05))
+    epoch = join(scheduler)
+    beat = scheduler.hear(Heartbeat)
+    assert beat == Heartbeat(epoch, 0)
+    sent_at = time.monotonic()
+    scheduler.send(epoch, encode(StepPlan(epoch, 1, ())))
+    eventually(lambda: getattr(scheduler.hear(Heartbeat), "step", 0) == 1)
+    busy = scheduler.hear(Heartbeat)
+    assert isinstance(busy, Heartbeat)
+    assert 0 < busy.busy_seconds < time.monotonic() - sent_at
+
+
+def test_a_refused_worker_takes_over_at_once() -> None:
+    """It is asked, and does not ask again itself: that would be in ten minutes."""
+    with World(options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)) as world:
+        workers = [world.start_worker()]
+        world.wait_joined()
+        for number in range(3):
+            workers.append(world.start_worker())
+            eventually(lambda: world.engine.snapshot().link.refused_workers > number, what="refused")  # noqa: B023
+        streams = [world.submit(request(i, max_tokens=400)) for i in range(8)]
+        for number in range(1, 4):
+            joined = world.engine.worker
+            assert joined is not None
+            world.wait(lambda: all(len(stream.tokens) > number * 20 for stream in streams))  # noqa: B023
+            next(worker for worker in workers if worker.pid == joined.pid).kill()
+            world.wait_joined(number + 1)
+        world.wait_ended(streams)
+        for stream in streams:
+            stream.check(world.options.vocab_size)
+        assert [worker.poll() for worker in workers].count(None) == 1
+
+
+def test_a_refused_worker_asks_again_by_itself_too() -> None:
+    """Where the scheduler that refused it has forgotten it."""
+    with World(options=ToyOptions(standby_seconds=0.2)) as world:
+        world.start_worker()
+        world.wait_joined()
+        world.start_worker()
+        eventually(lambda: world.engine.snapshot().link.refused_workers >= 3, what="asking again")
+
+
+def refused(world: World, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
+    """A worker that was refused by this scheduler and waits, and its epoch."""
+    worker = world.start_worker(ToyOptions(standby_seconds=600.0))
+    epoch = join(scheduler)
+    scheduler.send(epoch, encode(Goodbye(epoch, "another worker is joined")))
+    return worker, epoch
+
+
+def test_a_refused_worker_that_is_asked_comes_with_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    _, epoch = refused(world, scheduler)
+    scheduler.send(epoch, encode(Rejoin(epoch)))
+    assert join(scheduler) != epoch
+
+
+def test_a_refused_worker_asks_the_next_scheduler_at_once(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    _, epoch = refused(world, scheduler)
+    scheduler.close()
+    successor = FakeScheduler(world.directory)
+    try:
+        assert join(successor) != epoch
+    finally:
+        successor.close()
+
+
+def test_a_refused_worker_that_is_told_to_stop_stops(staged: tuple[World, FakeScheduler]) -> None:
+    world, scheduler = staged
+    worker, _ = refused(world, scheduler)
+    time.sleep(0.2)  # it has read its refusal by then, and waits
+    worker.terminate()
+    assert worker.wait(PATIENCE_SECONDS) == 0
+
+
+def test_the_place_is_offered_to_each_waiting_worker_when_it_is_free(station: Station) -> None:
+    first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
+    for peer, epoch in zip(waiting, (9, 11), strict=True):
+        peer.say(hello(epoch))
+        assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > (epoch > 9)) == []  # noqa: B023
+        assert isinstance(peer.hear(), Goodbye)
+    first.leave()
+    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert [peer.hear() for peer in waiting] == [Rejoin(9), Rejoin(11)]

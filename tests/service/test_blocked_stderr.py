@@ -1,0 +1,169 @@
+"""Standard error is a pipe or a socket that nobody reads any more, and it is full: the server serves on.
+
+journald gives every service a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service.processes import RUN
+from service.small_tokenizers import byte_level, save
+from support.engine_harness import ENVIRONMENT
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.client import Client
+
+# Once the log's pipe is full, the engine stands still for a while, which the event loop reports with all stacks.
+STANDING_STILL = """
+import threading, time
+from lineclear.scheduler.engine.engine import Engine
+turn = Engine._run_once
+def slow(self):
+    if os.path.exists({path!r}):
+        os.unlink({path!r})
+        time.sleep(1.0)
+    turn(self)
+Engine._run_once = slow
+import os
+"""
+
+
+def fill(descriptor: int) -> None:
+    os.set_blocking(descriptor, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(descriptor, b"x" * 512):
+            pass
+    with contextlib.suppress(BlockingIOError):
+        while os.write(descriptor, b"x"):
+            pass
+
+
+# Libraries, warnings and threads that end with an exception write a note.
+NOTES = """
+from lineclear.scheduler.grpc_api.inference_service import InferenceService
+drain = InferenceService.drain
+def noted(self, seconds):
+    try:
+        print("note " * 5000, file=sys.stderr)
+    except OSError:
+        pass
+    return drain(self, seconds)
+InferenceService.drain = noted
+"""
+
+
+@pytest.fixture(params=["pipe", "socket"])
+def stuck(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The writing end of a full pipe, or socket, that is not read."""
+    if request.param == "pipe":
+        reading, writing = os.pipe()
+    else:
+        reading, writing = (end.detach() for end in socket.socketpair())
+    fill(writing)
+    os.set_blocking(writing, True)
+    yield writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_stacks_that_nobody_reads_hold_up_nothing(tmp_path: Path, stuck: int) -> None:
+    address, flag = f"unix:{tmp_path}/s", tmp_path / "stand-still"
+    code = RUN.replace("sys.exit", NOTES + STANDING_STILL.format(path=str(flag)) + "sys.exit", 1)
+    command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
+    command += ["--standstill-seconds", "0.2", "--spawn-worker", "--log-format", "json"]
+    command += [f"--worker-command={word}" for word in (sys.executable, "-m", "service.toy_worker")]
+    environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}'}
+    server = subprocess.Popen(command, env=environment, stderr=stuck, stdin=subprocess.DEVNULL)
+    try:
+        with Client(address, max_attempts=1000) as client, grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            client.generate([5], max_tokens=1)
+            server.send_signal(signal.SIGUSR1)
+            flag.touch()
+            client.generate([5], max_tokens=1)
+            health.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=PATIENCE_SECONDS)
+            client.generate([5], max_tokens=1)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_SECONDS) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("module", ["lineclear.scheduler.main", "lineclear.worker.main"])
+@pytest.mark.parametrize("reader", ["stopped", "gone"])
+def test_the_exit_code_of_a_wrong_flag_is_its_own_though_nobody_reads_why(module: str, reader: str) -> None:
+    """A parent that made its end not block, as Node.js does, made that of its children not block either."""
+    reading, writing = os.pipe()
+    if reader == "stopped":
+        fill(writing)
+    else:
+        os.close(reading)
+    try:
+        process = subprocess.Popen([sys.executable, "-m", module, "--nonsense"], env=ENVIRONMENT, stderr=writing)
+        assert process.wait(PATIENCE_SECONDS) == 78
+    finally:
+        if reader == "stopped":
+            os.close(reading)
+        os.close(writing)
+
+
+def test_what_is_written_to_a_socket_arrives_in_order_and_whole() -> None:
+    """Lines, stacks, the last traceback: also what comes just before the end."""
+    script = """
+import faulthandler, os, sys, structlog
+from lineclear.process.logging_setup import configure
+faulthandler.enable()
+writer = configure("scheduler", form="json")
+for number in range(100):
+    structlog.get_logger().info("line", number=number)
+os.write(2, b"from a library\\n")
+faulthandler.dump_traceback()
+try:
+    raise KeyError("in the end")
+finally:
+    writer.close()
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
+        theirs.close()
+        ours.settimeout(PATIENCE_SECONDS)
+        said = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
+        assert process.wait(PATIENCE_SECONDS) == 1
+    numbers = [json.loads(line)["number"] for line in said.splitlines() if line.startswith("{")]
+    assert numbers == list(range(100))
+    assert "from a library\n" in said
+    assert "most recent call first" in said
+    assert said.rstrip().endswith("KeyError: 'in the end'")
+
+
+def test_a_crash_is_seen_in_a_socket() -> None:
+    """The last words of a process that is ended by a signal."""
+    script = """
+import faulthandler, os, signal
+from lineclear.process.logging_setup import configure
+faulthandler.enable()
+configure("scheduler", form="json")
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
+        theirs.close()
+        ours.settimeout(PATIENCE_SECONDS)
+        said = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGSEGV
+    assert "Segmentation fault" in said

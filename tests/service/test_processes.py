@@ -1,0 +1,171 @@
+"""The scheduler as a process, with a worker process beside it: its answers, and the limits of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from service.processes import BOUND_SECONDS, EOS, TOKENIZER, VOCABULARY, Process, Running, endless, error_of, until
+from support.engine_harness import ENVIRONMENT
+from support.toy import expected
+
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.messages import Sampling
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> None:
+    server = start("--max-batch-size", "4")
+    prompt = TOKENIZER.encode("The quick brown fox")
+    calls = [
+        server.stub.Generate(pb.GenerateRequest(text="The quick brown fox", sampling={"seed": n, "max_tokens": 20}))
+        for n in range(6)
+    ]
+    total = 0
+    for seed, call in enumerate(calls):
+        responses = list(call)
+        tokens = [t for r in responses for t in r.token_ids]
+        assert tokens == expected(prompt, Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+        assert "".join(r.text for r in responses) == decode(TOKENIZER, tokens, keep_special=False)
+        assert responses[-1].finished.usage.completion_tokens == len(tokens)
+        total += len(tokens)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).totals.requests_finished == 6)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    assert stats.totals.output_tokens == total
+    assert stats.totals.prompt_tokens == 6 * len(prompt)
+    assert (stats.gauges.requests_running, stats.gauges.requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
+    assert stats.step_seconds.count > 0
+    model = server.stub.GetModel(pb.GetModelRequest())
+    assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
+
+
+def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(start: Callable[..., Running]) -> None:
+    server = start(
+        "--metrics-listen", "127.0.0.1:0", "--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02
+    )
+
+    def figures() -> dict[str, float]:
+        lines = (line.split() for line in server.metrics_page().splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    list(server.stub.Generate(pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3})))
+    found = figures()
+    assert found["lineclear_requests_finished_total"] == found["lineclear_total_seconds_count"] == 1
+    assert found["lineclear_worker_joined"] == 1
+    until(lambda: figures().get('lineclear_requests_ended_total{outcome="length"}') == 1)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    until(lambda: figures()["lineclear_draining"])
+    call.cancel()
+    assert server.exit_code() == 0
+
+
+def test_the_demonstration_model_is_found(start: Callable[..., Running]) -> None:
+    server = start(demo=True, vocab_size=4096)
+    assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+    assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
+
+
+def test_a_strategy_that_waits_for_a_full_batch_says_so_at_start(start: Callable[..., Running]) -> None:
+    server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
+    said = server.wait_for("fixed_size_waits")
+    assert (said["for_requests"], said["at_most_seconds"]) == (3, None)
+    server.wait_for("listening")
+
+
+def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
+    server = start()
+    sampling = Sampling(seed=3, stop_ids=(EOS,))
+    text = decode(TOKENIZER, expected([5], sampling, 40, VOCABULARY), keep_special=False)
+    stop = text[10:13]
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": 3, "max_tokens": 40}, stop={"strings": [stop]}
+    )
+    responses = list(server.stub.Generate(request))
+    assert "".join(r.text for r in responses) == text[: text.find(stop)]
+    assert responses[-1].finished.matched_stop_string == stop
+
+
+def test_a_worker_that_dies_is_replaced_and_the_answer_is_exact(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start(fault="exit", fault_step=10, fault_once=str(tmp_path / "died"))
+    responses = list(server.stub.Generate(endless()))
+    tokens = [t for r in responses for t in r.token_ids]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    assert responses[-1].finished.timings.recoveries == 1
+    assert server.stub.GetStats(pb.GetStatsRequest()).worker.incarnation == 2
+
+
+def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
+    process = Process([*flags, "--log-format", "json"])
+    worker = None
+    try:
+        process.wait_for("listening")
+        with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert error_of(stub.Generate(endless())).reason == "STARTING"
+            environment = ENVIRONMENT
+            options = json.dumps({"vocab_size": VOCABULARY})
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "support.toy_worker", str(directory), options],
+                env=environment,
+                stderr=subprocess.DEVNULL,
+            )
+            process.wait_for("worker_joined")
+            tokens = [t for r in stub.Generate(endless()) for t in r.token_ids]
+            assert len(tokens) == 500
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+        process.end()
+
+
+# --- limits of the machine -------------------------------------------------------------------------------------------
+
+
+def test_without_descriptors_streams_go_on_and_later_connections_are_taken(start: Callable[..., Running]) -> None:
+    """Connections until no more are taken, in the middle of an answer: that is exact, probes on an open connection are
+    answered, and once the connections are gone a new caller gets in."""
+    server = start(min_step_seconds=0.004, max_step_seconds=0.004)
+    call = server.stub.Generate(endless())
+    first = next(call)
+    limit = len(os.listdir(f"/proc/{server.popen.pid}/fd")) + 20
+    resource.prlimit(server.popen.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    host, _, port = server.address.rpartition(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(100)]
+    until(lambda: len(os.listdir(f"/proc/{server.popen.pid}/fd")) >= limit)
+    assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
+    tokens = [*first.token_ids, *(t for r in call for t in r.token_ids)]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    for connection in crowd:
+        connection.close()
+    with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as late:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+        answer = inference_pb2_grpc.InferenceServiceStub(late).Generate(
+            request, wait_for_ready=True, timeout=BOUND_SECONDS
+        )
+        assert [t for r in answer for t in r.token_ids] == expected(
+            [6], Sampling(seed=1, stop_ids=(EOS,)), 2, VOCABULARY
+        )
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0

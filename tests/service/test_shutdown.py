@@ -1,0 +1,250 @@
+"""How the scheduler process leaves, or does not: signals, what stands still, a second signal, who comes late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from service.processes import BOUND_SECONDS, EOS, VOCABULARY, WITHOUT_TORCH, Running, endless, error_of, until
+from support.time_limits import SOON_SECONDS
+from support.toy import expected
+
+from lineclear.grpc_status import TRAILER, from_trailer
+from lineclear.v1 import admin_pb2, admin_pb2_grpc
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Sampling
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start("--drain-timeout-seconds", "600")
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    server.popen.send_signal(number)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.exit_code(SOON_SECONDS) == 0  # a drain would take longer
+    assert server.wait_for("worker_stopped")["exit_code"] == 0
+    assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
+
+
+def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Running]) -> None:
+    """However that one ends: the pipe is closed then. Answers in progress finish, as after SIGTERM."""
+    reading, writing = os.pipe()
+    try:
+        server = start("--leave-with-stdin", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
+        os.write(writing, b"what is written there says nothing\n")
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+        call = server.stub.Generate(request)
+        tokens = list(next(call).token_ids)
+    finally:
+        os.close(writing)
+        os.close(reading)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    assert server.exit_code() == 0
+    assert server.wait_for("leaving")["reason"] == "standard input ended"
+
+
+def drain_by_operator(server: Running, stdin: int) -> None:
+    """Send AdminService.Drain."""
+    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+
+
+def drain_by_standard_input(server: Running, stdin: int) -> None:
+    """Close standard input."""
+    os.close(stdin)
+
+
+@pytest.mark.parametrize("drain", [drain_by_operator, drain_by_standard_input])
+def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
+    start: Callable[..., Running], drain: Callable[[Running, int], None]
+) -> None:
+    """A preStop hook that calls Drain, and then the kubelet's SIGTERM. A second signal ends the process at once."""
+    reading, writing = os.pipe()
+    server = start(
+        *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--leave-with-stdin"),
+        stdin=reading,
+        min_step_seconds=0.02,
+        max_step_seconds=0.02,
+    )
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+    call, long = server.stub.Generate(request), server.stub.Generate(endless())
+    tokens = list(next(call).token_ids)
+    next(long)
+    drain(server, writing)
+    server.wait_for("leaving")
+    server.popen.send_signal(signal.SIGTERM)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    server.wait_for("already_leaving", reason="SIGTERM")
+    server.popen.send_signal(signal.SIGTERM)
+    assert error_of(long).code == "UNAVAILABLE"
+    assert server.exit_code(SOON_SECONDS) == 0
+    assert server.wait_for("leaving_at_once")["reason"] == "SIGTERM"
+    os.close(reading)
+    if drain is drain_by_operator:
+        os.close(writing)
+
+
+def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    short = [
+        server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": n, "max_tokens": 20}))
+        for n in range(8)
+    ]
+    long = server.stub.Generate(endless())
+    begun = [next(call) for call in (*short, long)]
+    assert all(response.HasField("started") for response in begun)
+    server.popen.send_signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert error_of(server.stub.Generate(endless())).reason == "DRAINING"
+    for seed, call in enumerate(short):
+        tokens = [*begun[seed].token_ids, *(t for r in call for t in r.token_ids)]
+        assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+    long.cancel()
+    assert server.exit_code() == 0
+
+
+def test_answers_that_outlast_the_drain_are_ended_with_what_it_takes_to_go_on(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "0.5", min_step_seconds=0.05, max_step_seconds=0.05)
+    calls = [server.stub.Generate(endless(n)) for n in range(2)]
+    begun = [list(next(call).token_ids) for call in calls]
+    begin = time.monotonic()
+    server.popen.send_signal(signal.SIGTERM)
+    for number, (call, tokens) in enumerate(zip(calls, begun, strict=True)):
+        error = error_of(tokens.extend(response.token_ids) for response in call)
+        assert time.monotonic() - begin >= 0.5
+        assert error.reason == "DRAINED"
+        assert int(error.metadata["next_index"]) == len(tokens)
+        assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
+    assert server.exit_code() == 0
+
+
+def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]) -> None:
+    """Callers without a pause, from before the signal until nobody answers. None ends without a reason of ours, or of a
+    connection that is closed: a bare CANCELLED would say that the caller hung up."""
+    server = start("--drain-linger-seconds", "2")
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+    outcomes: list[tuple[str, str]] = []
+
+    def call() -> tuple[str, str]:
+        try:
+            list(server.stub.Generate(request))
+            return "OK", "OK"
+        except grpc.RpcError as caught:
+            error: Any = caught
+            found = from_trailer(error.code().name, error.details(), dict(error.trailing_metadata() or ()).get(TRAILER))
+            return error.code().name, found.reason
+
+    def keep_calling() -> None:
+        while True:
+            outcomes.append(outcome := call())
+            if outcome[1] not in ("OK", "DRAINING"):
+                return
+
+    callers = [threading.Thread(target=keep_calling) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    server.popen.send_signal(signal.SIGTERM)
+    for caller in callers:
+        caller.join(BOUND_SECONDS)
+    assert not any(caller.is_alive() for caller in callers)
+    assert [reason for _, reason in outcomes].count("DRAINING") > 10
+    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
+    assert server.exit_code() == 0
+
+
+def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    check = server.health.Check
+    until(lambda: check(health_pb2.HealthCheckRequest(service="readiness")).status == 2)
+    for name in ("", "liveness", "worker"):
+        assert check(health_pb2.HealthCheckRequest(service=name)).status == 1
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("target", ["loop", "engine"])
+def test_what_stands_still_is_seen_by_probes_and_written_down(
+    start: Callable[..., Running], target: str, tmp_path: Path
+) -> None:
+    """SIGALRM makes the event loop, or the engine's next turn, stand still until somebody writes to a pipe."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    stall = {
+        "loop": f"loop.add_signal_handler(signal.SIGALRM, Path({str(gate)!r}).read_bytes)",
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._enqueue("
+        f"lambda now: Path({str(gate)!r}).read_bytes()))",
+    }[target]
+    code = WITHOUT_TORCH + (
+        "import asyncio, signal\n"
+        "from pathlib import Path\n"
+        "from lineclear.scheduler import app as module\n"
+        "from lineclear.scheduler.main import main\n"
+        "engines = []\n"
+        "class Kept(module.Engine):\n"
+        "    def __init__(self, *a, **k):\n"
+        "        super().__init__(*a, **k)\n"
+        "        engines.append(self)\n"
+        "        loop = asyncio.get_running_loop()\n"
+        f"        {stall}\n"
+        "module.Engine = Kept\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    server = start("--standstill-seconds", "1", code=code)
+    live = health_pb2.HealthCheckRequest(service="liveness")
+    server.popen.send_signal(signal.SIGALRM)
+    if target == "loop":
+        server.wait_for("event_loop_stands_still")
+        with pytest.raises(grpc.RpcError) as caught:
+            server.health.Check(live, timeout=0.3)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.write_bytes(b"")
+        server.wait_for("event_loop_goes_on")
+    else:
+        server.wait_for("engine_stands_still")
+        until(lambda: server.health.Check(live).status == 2)
+        gate.write_bytes(b"")
+        server.wait_for("engine_goes_on")
+    until(lambda: server.health.Check(live).status == 1)
+    assert any("most recent call first" in line for line in list(server.other))
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+
+
+def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    server.wait_for("leaving")
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code(SOON_SECONDS) == 0
+    assert error_of(call).code == "UNAVAILABLE"
+    pid = server.wait_for("worker_started")["pid"]
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE])
+def test_other_signals_do_not_end_it(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    server.popen.send_signal(number)
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+    if number == signal.SIGUSR1:
+        until(lambda: any("most recent call first" in line for line in list(server.other)))
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0

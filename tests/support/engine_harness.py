@@ -1,0 +1,315 @@
+"""A scheduler's engine in the test's process, and toy workers as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from support.events import flat
+from support.time_limits import PATIENCE_SECONDS
+from support.toy import expected, expected_logprobs
+from support.toy_worker import ToyOptions
+
+from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
+from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.wire.messages import Hello, Logprobs, Sampling
+
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""Of child processes, which find the tests, and the sources where this process finds them."""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> float:
+    """Wait until `condition()` holds and return the seconds that took; AssertionError after `seconds`."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, f"{what} did not come true in {seconds} s"
+        time.sleep(0.001)
+    return time.monotonic() - begin
+
+
+def short_directory() -> Path:
+    """A directory whose sockets have short paths, unlike pytest's."""
+    return Path(tempfile.mkdtemp(prefix="lc"))
+
+
+class Stream:
+    """What has happened to one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.end: Finished | Failed | None = None
+        self.problem: str | None = None
+        self.gaps: list[float] = []
+        self._last = time.monotonic()
+
+    def hear(self, event: Event) -> None:
+        """Take an event in; note it when tokens are lost, repeated or late."""
+        if self.end is not None:
+            self.problem = f"{type(event).__name__} after the end"
+        if isinstance(event, TokensReady):
+            if event.first_index != len(self.tokens):
+                self.problem = f"index {event.first_index} after {len(self.tokens)} tokens"
+            self.tokens.extend(event.tokens)
+            self.logprobs.extend(event.logprobs)
+            now = time.monotonic()
+            self.gaps.append(now - self._last)
+            self._last = now
+        elif isinstance(event, Finished | Failed):
+            self.end = event
+
+    def check(self, vocab_size: int) -> None:
+        """The answer is complete and right."""
+        assert self.problem is None, self.problem
+        assert isinstance(self.end, Finished), self.end
+        request = self.request
+        right = expected(request.prompt, request.sampling, request.max_tokens, vocab_size)
+        assert self.tokens == right, f"{request.request_id} differs"
+        reported = expected_logprobs(request.prompt, right, request.sampling, vocab_size)
+        asked = [entry for entry in reported if entry is not None]
+        assert self.logprobs == asked, f"{request.request_id} has other log probabilities"
+
+
+class World:
+    """An engine over real sockets. Use as a context manager: it ends everything it started."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path | None = None,
+        core: CoreLimits | Scheduler | None = None,
+        patience: WorkerTimeouts | None = None,
+        max_inbox: int = 4096,
+        check_every_steps: int = 1,
+        options: ToyOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_anomaly: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        self.root = short_directory()
+        self.directory = directory or self.root / "run"
+        self.options = options or ToyOptions()
+        self.streams: dict[str, Stream] = {}
+        self.joins: list[tuple[float, int]] = []
+        self.losses: list[tuple[float, int]] = []
+        self.broken: list[str] = []
+        self.fatal: list[BaseException] = []
+        self.give_ups: list[str] = []
+        self.is_killing = False
+        """Whoever the engine condemns is said to be being killed, and is not."""
+        self.supervisor: WorkerSupervisor | None = None
+        self.workers: list[subprocess.Popen[bytes]] = []
+        limits = core or CoreLimits(max_batch_size=self.options.num_slots)
+        self.core = limits if isinstance(limits, Scheduler) else Scheduler(limits)
+        self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
+        self._changed = threading.Condition()
+
+        self.link = WorkerLink(self.directory, clock=clock)
+        self.num_explained = 0
+        self.engine = Engine(
+            self.core,
+            self.link,
+            self._publish,
+            clock,
+            # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
+            patience=patience or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            max_inbox=max_inbox,
+            check_every_steps=check_every_steps,
+            on_joined=self._joined,
+            on_broken=self._broken,
+            on_explained=self._explained,
+            on_progress=self._progressed,
+            on_anomaly=on_anomaly,
+            on_fatal=self._died,
+        )
+
+    def __enter__(self) -> World:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self.link.close()
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGCONT)
+                worker.kill()
+            worker.wait()
+        shutil.rmtree(self.root)
+        assert self.engine.failure is None or self.fatal, "the engine died silently"
+
+    def start_worker(self, options: ToyOptions | None = None) -> subprocess.Popen[bytes]:
+        """Start a worker that nobody supervises."""
+        command = (options or self.options).arguments(self.directory)
+        worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL)
+        self.workers.append(worker)
+        return worker
+
+    def submit(self, request: Request) -> Stream:
+        """Hand a request to the engine."""
+        stream = self.streams[request.request_id] = Stream(request)
+        self.engine.submit(request)
+        return stream
+
+    def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "it") -> None:
+        """Wait for something that events bring about."""
+        with self._changed:
+            assert self._changed.wait_for(condition, seconds), f"{what} did not happen in {seconds} s; {self.fatal}"
+
+    def wait_joined(self, count: int = 1) -> None:
+        """Wait until `count` workers have joined so far."""
+        self.wait(lambda: len(self.joins) >= count, what=f"join {count}")
+
+    def wait_ended(self, streams: Sequence[Stream], seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until every one of `streams` has ended."""
+        self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
+
+    def _joined(self, hello: Hello) -> None:
+        if self.supervisor is not None:
+            self.supervisor.worker_joined(hello)
+
+    def _broken(self, hello: Hello, reason: str) -> bool:
+        self.broken.append(reason)
+        if self.supervisor is None or self.is_killing:
+            return self.is_killing
+        return self.supervisor.worker_broken(hello, reason)
+
+    def _explained(self) -> None:
+        self.num_explained += 1
+        if self.supervisor is not None:
+            self.supervisor.crashes_explained()
+
+    def _progressed(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.worker_progressed()
+
+    def _died(self, error: BaseException) -> None:
+        with self._changed:
+            self.fatal.append(error)
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the engine from doing anything."""
+        entered, released = threading.Event(), threading.Event()
+
+        def hold(events: Sequence[Event]) -> None:
+            self.on_publish = lambda events: None
+            entered.set()
+            released.wait()
+
+        self.on_publish = hold
+        bait = self.submit(request(10_000, max_tokens=1))
+        assert entered.wait(PATIENCE_SECONDS)
+        yield
+        released.set()
+        self.wait_ended([bait])
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        self.on_publish(events)
+        with self._changed:
+            for event in flat(events):
+                if isinstance(event, WorkerJoined):
+                    self.joins.append((time.monotonic(), event.epoch))
+                elif isinstance(event, WorkerLost):
+                    self.losses.append((time.monotonic(), event.epoch))
+                else:
+                    self.streams[event.request_id].hear(event)
+            self._changed.notify_all()
+
+
+class ToyScheduler:
+    """A scheduler process; supervises a toy worker if it is given the options of one. Ends with the `with` block."""
+
+    def __init__(self, directory: Path, num_streams: int = 0, options: ToyOptions | None = None) -> None:
+        worker = options.arguments(directory) if options else []
+        command = [sys.executable, "-m", "support.toy_scheduler", str(directory), str(num_streams), json.dumps(worker)]
+        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> ToyScheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def hear(self, key: str) -> int:
+        """The pid in the next line that has `key`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if key in (said := json.loads(line)):
+                return int(said[key])
+        raise AssertionError(f"the scheduler ended before it said {key}")
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal and reap."""
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_SECONDS)
+
+
+_PARAMETERS = (
+    Sampling(),
+    Sampling(temperature=0.7, logprobs=0),
+    Sampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=4),
+    Sampling(top_k=40, top_p=0.9, min_p=0.05, logprobs=2),
+    Sampling(logit_bias=((3, 1.5), (5, -2.0)), banned_ids=(7, 11, 13)),
+    Sampling(allowed_ids=tuple(range(0, 97, 2)), temperature=1.5, logprobs=1),
+)
+
+
+def request(
+    index: int, *, prompt_len: int = 12, max_tokens: int = 24, stop_ids: frozenset[int] = frozenset()
+) -> Request:
+    """A request unlike any other `index`'s; some share a prefix, and most have sampling parameters of their own."""
+    prompt = (*((7 * (index % 5) + 3 * i + 1) % 97 for i in range(prompt_len - 1)), index % 97)
+    sampling = replace(_PARAMETERS[index % len(_PARAMETERS)], seed=index, stop_ids=tuple(sorted(stop_ids)))
+    return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
+
+
+def supervised(
+    world: World,
+    body: Callable[[WorkerSupervisor], None],
+    limits: SupervisorLimits | None = None,
+    *,
+    standby: bool = False,
+) -> WorkerSupervisor:
+    """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `world` running."""
+
+    async def scenario() -> WorkerSupervisor:
+        supervisor = WorkerSupervisor(
+            world.options.arguments(world.directory),
+            limits=limits or SupervisorLimits(),
+            environment=ENVIRONMENT,
+            standby=standby,
+            on_exit=world.engine.worker_exited,
+            on_give_up=world.give_ups.append,
+        )
+        world.supervisor = supervisor
+        supervisor.start()
+        try:
+            await asyncio.to_thread(body, supervisor)
+        finally:
+            world.engine.release_worker()
+            assert await supervisor.stop()
+        return supervisor
+
+    return asyncio.run(scenario())

@@ -1,0 +1,92 @@
+"""Which kernels are used: the best that are there, those that were asked for, or none; never others than one thinks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.families import WIDE, tiny_model
+from support.kernel_variants import LIBRARIES, needs_kernels
+
+from lineclear.worker import kernels
+from lineclear.worker.kernels import library, library_name
+from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.settings import ConfigurationError, WorkerSettings
+
+
+def test_the_build_gave_something_to_test() -> None:
+    """Where there is a compiler, an install without kernels would be a silent loss of speed."""
+    assert LIBRARIES or not (shutil.which("c++") or shutil.which("g++"))
+
+
+@pytest.fixture(name="folder")
+def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the libraries are looked for, until the test ends. Empty."""
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+    monkeypatch.setattr(kernels, "_library", kernels._library.__wrapped__)  # not what was found before
+    return tmp_path
+
+
+def test_where_none_were_built_there_is_none(folder: Path) -> None:
+    assert kernels.candidates() == []
+    assert library() is None
+    assert library_name() == ""
+
+
+@needs_kernels
+def test_the_best_that_can_be_loaded_is_taken(folder: Path) -> None:
+    """A file that is no library, as after a build that was cut off, is passed over."""
+    for name in LIBRARIES:
+        shutil.copy(Path(kernels.__file__).parent / f"lineclear_{name}.so", folder)
+    (folder / f"lineclear_{LIBRARIES[0]}.so").write_bytes(b"not a library")
+    assert kernels.candidates() == LIBRARIES
+    assert library_name() == ([*LIBRARIES, ""][1])
+    with pytest.raises(ValueError, match=f"no kernels '{LIBRARIES[0]}' here"):
+        kernels.choose(LIBRARIES[0])
+
+
+@needs_kernels
+def test_a_library_of_another_release_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.load(LIBRARIES[0]) is not None
+    monkeypatch.setattr(kernels, "_ABI", kernels._ABI + 1)
+    assert kernels.load(LIBRARIES[0]) is None
+
+
+def test_a_processor_without_an_instruction_set_is_not_given_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(kernels, "_path", lambda name: Path(__file__))  # all of them were built
+    names = [name for name, _ in kernels._X86]
+    has: set[str] = set()
+    monkeypatch.setattr(kernels, "_x86_flags", lambda: has)
+    assert kernels.candidates() == []
+    has |= {"fma"}
+    assert kernels.candidates() == ["x86_64_fma"]
+    has |= {"avx2"}
+    assert kernels.candidates() == ["x86_64_avx2", "x86_64_fma"]
+    has |= {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    assert kernels.candidates() == names[2:]
+    has |= {"avx512_bf16"}
+    assert kernels.candidates() == names[2:], "bf16 alone is not enough"
+    has |= {"avx512_vnni"}
+    assert kernels.candidates() == names
+
+
+def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_chosen", kernels.AUTO)  # and is so again at the end
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
+    for name in ("auto", *LIBRARIES):
+        runner = make_runner(WorkerSettings(native_kernels=name, **flags))
+        best = LIBRARIES[0] if LIBRARIES else ""
+        assert library_name() == (best if name == "auto" else name)
+        assert runner.hello(1).attention_backend == ("native" if LIBRARIES else "torch_paged")
+    runner = make_runner(WorkerSettings(native_kernels="none", **flags))
+    assert library_name() == ""
+    assert not kernels.multiplies_bfloat16()
+    assert runner.hello(1).attention_backend == "torch_paged"
+    with pytest.raises(
+        ConfigurationError, match="--native-kernels: there are no kernels 'fast' here; there are auto, no"
+    ):
+        make_runner(WorkerSettings(native_kernels="fast", **flags))

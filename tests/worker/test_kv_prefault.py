@@ -1,0 +1,165 @@
+"""Memory of the KV cache: given as it is first used, in idle time ahead of that, or all before the first request."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import tiny_model
+from support.kernel_variants import needs_kernels
+from torch import Tensor
+
+from lineclear.exit_codes import ExitCode
+from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
+from lineclear.worker.app import serve
+from lineclear.worker.attention import AttentionBackend
+from lineclear.worker.kv_prefault import KvPrefaulter
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.settings import ConfigurationError, WorkerSettings
+
+MANY = 1 << 40
+
+
+class Touched:
+    """Stands in for a backend: which blocks were asked for, call by call."""
+
+    block_size = 16
+
+    def __init__(self, num_blocks: int, device: str = "cpu") -> None:
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self.calls: list[tuple[int, int]] = []
+
+    def prefault(self, first: int, end: int) -> None:
+        self.calls.append((first, end))
+
+
+def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, block_bytes: int = 1 << 20) -> KvPrefaulter:
+    """In slices of two blocks, where a block is of the size it is of here."""
+    stand_in: AttentionBackend = backend  # type: ignore[assignment]
+    return KvPrefaulter(stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free=lambda device: free)
+
+
+def resident(tensor: Tensor) -> tuple[int, int]:
+    """How many of the pages wholly in the tensor's memory the system has given, and how many there are."""
+    storage, size = tensor.untyped_storage(), mmap.PAGESIZE
+    first, last = -(-storage.data_ptr() // size), (storage.data_ptr() + storage.nbytes()) // size
+    flags = (ctypes.c_ubyte * (last - first))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first * size), ctypes.c_size_t(len(flags) * size), flags) == 0
+    return sum(flag & 1 for flag in flags), len(flags)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
+@pytest.mark.parametrize("backend", ["auto", "torch_paged"])
+@pytest.mark.parametrize("preallocate", [False, True])
+def test_the_pools_are_resident_at_start_only_where_that_is_asked_for(
+    tmp_path: Path, backend: str, preallocate: bool
+) -> None:
+    tiny_model("llama", head_dim=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    settings = WorkerSettings(
+        model=str(tmp_path),
+        directory="unused",
+        device="cpu",
+        attention_backend=backend,
+        num_blocks=4096,
+        preallocate_kv_cache=preallocate,
+    )
+    pools = make_runner(settings)._backend._keys  # type: ignore[attr-defined]
+    given, there = (sum(counts) for counts in zip(*map(resident, pools), strict=True))
+    assert there * mmap.PAGESIZE >= 2**26
+    assert given == there if preallocate else given < there / 2
+
+
+def test_memory_is_asked_for_in_slices_up_to_so_much_ahead_of_use_and_then_no_more() -> None:
+    backend = Touched(100)
+    memory = memory_of(backend, ahead_blocks=5)
+    assert [memory.prefault_ahead(0) for _ in range(5)] == [True, True, False, False, False]
+    assert backend.calls == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_what_was_begun_meanwhile_is_never_written_to_and_is_followed() -> None:
+    backend = Touched(100)
+    memory = memory_of(backend, ahead_blocks=4)
+    memory.prefault_ahead(0)
+    assert [memory.prefault_ahead(7) for _ in range(3)] == [True, False, False]
+    assert backend.calls == [(0, 2), (7, 9), (9, 11)]
+    assert not memory.prefault_ahead(3), "a new epoch begins with the first block, whose memory is there"
+    assert [memory.prefault_ahead(97) for _ in range(2)] == [True, False], "the pool has an end"
+    assert backend.calls[3:] == [(97, 99), (99, 100)]
+
+
+@pytest.mark.parametrize(("free_blocks", "given"), [(31, 0), (95, 2), (640, 20), (32_000, 64)])
+def test_memory_ahead_of_use_is_a_small_share_of_what_is_free(free_blocks: int, given: int) -> None:
+    backend = Touched(100)
+    memory = memory_of(backend, ahead_blocks=64, free=free_blocks << 20)
+    while memory.prefault_ahead(0):
+        pass
+    assert sum(end - first for first, end in backend.calls) == given
+
+
+def test_nothing_is_asked_for_where_the_system_does_not_say_what_is_free_or_the_device_has_its_memory() -> None:
+    def silent(device: torch.device) -> int:
+        raise FileNotFoundError("/proc/meminfo")
+
+    backend, elsewhere = Touched(100), Touched(100, "meta")
+    stand_in: AttentionBackend = backend  # type: ignore[assignment]
+    memory = KvPrefaulter(stand_in, 1 << 20, ahead_tokens=64, free=silent)
+    assert not memory.prefault_ahead(0)
+    assert not memory_of(elsewhere, ahead_blocks=4).prefault_ahead(0)
+    memory_of(elsewhere, free=0).prefault_all()
+    assert not backend.calls + elsewhere.calls
+    memory.prefault_all()
+    assert backend.calls[-1] == (98, 100), "all of it was asked for by name"
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = Touched(100)
+    with pytest.raises(ConfigurationError, match=r"100 blocks need 104857600 bytes, and 99614720 .*num-blocks.* 90,"):
+        memory_of(backend, free=95 << 20).prefault_all()
+    assert not backend.calls
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
+    flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
+    assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
+    assert "--preallocate-kv-cache: 4096 blocks need" in capfd.readouterr().err
+
+
+@needs_kernels
+def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: object) -> Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.take", take)
+    with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
+        ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), num_blocks=8)
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_step_begins_memory_that_was_given_in_idle_time(ahead: bool, kv_dtype: torch.dtype | None) -> None:
+    runner = ModelRunner(
+        wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
+        num_blocks=8192,
+        kv_ahead_tokens=4096 if ahead else 0,
+        kv_dtype=kv_dtype,
+    )
+    pool: Tensor = runner._backend._pool  # type: ignore[attr-defined]
+    while runner.idle_work():
+        pass
+    before, there = resident(pool)
+    assert before < there / 2, "not all of it"
+    tokens = tuple(5 + n % 50 for n in range(2000))
+    blocks = tuple(range(125))
+    runner.launch(StepPlan(1, 1, (Row(0, 0, 2000, True, blocks),), (SlotInit(0, tokens, 2000, (), Sampling()),)))
+    assert (resident(pool)[0] == before) is ahead

@@ -1,0 +1,112 @@
+"""Keys and values that are not finite, from a chunk of a prompt that samples nothing: nobody looks at them then. They
+are noticed at the token that the prompt is for, its request fails alone, and its blocks are clean for who gets them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import WIDE, tiny_model
+from support.inprocess import Failure, InProcess
+from support.kernel_variants import needs_kernels
+
+from lineclear.errors import NonFiniteLogits
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Logprobs, Sampling, StepPlan
+from lineclear.worker.cpu.fused_decoder import FusedDecoder
+from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+
+pytestmark = needs_kernels
+POISON = 7
+LIMITS = CoreLimits(max_batch_size=8, target_batch_tokens=16)
+Answer = tuple[list[int], list[Logprobs]]
+
+
+def neighbours(name: str) -> list[Request]:
+    torch.manual_seed(3)
+    prompts = [tuple(torch.randint(8, 200, (n,)).tolist()) for n in (5, 20, 33, 11)]
+    sampling = Sampling(logprobs=2, banned_ids=(POISON,))
+    return [Request(f"{name}-{i}", prompt, sampling, 24) for i, prompt in enumerate(prompts)]
+
+
+class Watched:
+    """A server of an exact model (its sums are of integers), and after each step whether the pools are finite."""
+
+    def __init__(self, decoder: list[FusedDecoder], dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+        loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
+        assert loaded.decoder is not None
+        decoder.append(loaded.decoder)
+        runner = ModelRunner(loaded, num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype)
+        backend: Any = runner._backend
+        self._pools = [*backend._keys, *backend._values, *backend._scales]
+        for pool in self._pools:
+            pool.zero_()
+        self.finite: list[bool] = []
+        launch = runner.launch
+
+        def watched(plan: StepPlan) -> Any:
+            flight = launch(plan)
+            self.finite.append(all(bool(torch.isfinite(pool.float()).all()) for pool in self._pools))
+            return flight
+
+        runner.launch = watched  # type: ignore[method-assign]
+        self.server = InProcess(runner, LIMITS)
+
+    def answers(self, requests: list[Request]) -> list[Answer]:
+        tokens = self.server.serve(requests)
+        return [(tokens[x.request_id], self.server.logprobs(x.request_id)) for x in requests]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_poisoned_in_its_first_chunk(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    decoders: list[FusedDecoder] = []
+    wanted = Watched(decoders, dtype, kv_dtype).answers(neighbours("x"))
+    tested = Watched(decoders, dtype, kv_dtype)
+    server = tested.server
+    with torch.inference_mode():
+        decoders[-1]._embedding[POISON] = float("nan")
+    for request in neighbours("beside"):
+        server.events += server.core.submit(request, 0)
+    prompt = (9, POISON, *range(20, 78))  # of four chunks, of which the last one samples
+    with pytest.raises(Failure) as caught:
+        server.serve([Request("bad", prompt, Sampling(), 8)])
+    assert isinstance(caught.value.args[0], NonFiniteLogits)
+    slot = next(init.slot for plan in server.plans for init in plan.inits if init.prompt_len == len(prompt))
+    (first,) = (row for row in server.plans[tested.finite.index(False)].chunks if row.slot == slot)
+    assert (first.start, first.sample) == (0, False), "nothing was sampled where it was computed"
+
+    for i, request in enumerate(neighbours("beside")):
+        tokens = [token for event in server.events for token in _tokens(event, request.request_id)]
+        assert (tokens, server.logprobs(request.request_id)) == wanted[i]
+    assert tested.answers(neighbours("after")) == wanted, "in the blocks that it had, among others"
+    assert tested.finite[-1], "what it left behind was cleared"
+    held = _blocks_of(server.plans, len(prompt))
+    zeroed = [block for plan in server.plans for block in plan.zero_blocks]
+    assert held <= set(zeroed)
+    assert len(held) == -(-len(prompt) // 16)
+
+    with pytest.raises(Failure) as caught:  # alone, in steps that are greedy throughout
+        server.serve([Request("again", prompt, Sampling(), 8)])
+    assert isinstance(caught.value.args[0], NonFiniteLogits)
+
+
+def _tokens(event: Any, request_id: str) -> tuple[int, ...]:
+    return event.tokens if getattr(event, "request_id", "") == request_id and hasattr(event, "first_index") else ()
+
+
+def _blocks_of(plans: list[StepPlan], prompt_len: int) -> set[int]:
+    """All that the one prompt of this length was given."""
+    slot, found = -1, set[int]()
+    for plan in plans:
+        for init in plan.inits:
+            if init.prompt_len == prompt_len:
+                slot, found = init.slot, set(init.blocks)
+            elif init.slot == slot:
+                return found
+        found |= {block for row in plan.rows if row.slot == slot for block in row.new_blocks}
+    return found

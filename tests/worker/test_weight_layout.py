@@ -1,0 +1,41 @@
+"""Which layouts of the weights a loaded model keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import WIDE, tiny_model
+from support.kernel_variants import needs_kernels
+
+from lineclear.worker import kernels
+from lineclear.worker.cpu import linear
+from lineclear.worker.model import loader
+from lineclear.worker.model.loader import build_fused, wrap_model
+
+AMX = {"amx_bf16"}
+
+
+def products(monkeypatch: pytest.MonkeyPatch, *, dtype: torch.dtype, free_weights: float) -> list[type]:
+    """The kinds of product of a model on a processor with AMX and memory for so many times its weights."""
+    flags = kernels._x86_flags()
+    loaded = wrap_model(tiny_model("llama", **WIDE).to(dtype))
+    free = int(free_weights * loaded.weight_bytes)
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "_x86_flags", lambda: flags | AMX)
+        patched.setattr(kernels, "_multiplies_bfloat16", lambda chosen: True)
+        patched.setattr(loader, "free_bytes", lambda device: free)
+        fused = build_fused(loaded)
+    assert fused is not None
+    assert fused.decoder is not None
+    return [type(layer.down) for layer in fused.decoder._layers]
+
+
+@needs_kernels
+def test_with_amx_bf16_weights_are_kept_twice_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1)) == {linear.LinearByRows}
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "free_weights"), [(torch.bfloat16, 7.9), (torch.float32, 1000.0)])
+def test_otherwise_they_are_kept_once(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, free_weights: float) -> None:
+    assert set(products(monkeypatch, dtype=dtype, free_weights=free_weights)) == {linear.TorchLinear}
