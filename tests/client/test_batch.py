@@ -154,18 +154,15 @@ def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
         prompts.go_on.set()
 
 
-def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
+async def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
     prompts = Slow()
 
-    async def scenario() -> None:
-        async with AsyncClient(server.target) as client:
-            async with contextlib.aclosing(client.generate_each(prompts, concurrency=4)) as outcomes:
-                await anext(outcomes)
-                with pytest.raises(TimeoutError):  # the event loop is free
-                    await asyncio.wait_for(anext(outcomes), 0.05)
-            assert (await client.generate("x y")).text == "x y"
-
-    asyncio.run(scenario())
+    async with AsyncClient(server.target) as client:
+        async with contextlib.aclosing(client.generate_each(prompts, concurrency=4)) as outcomes:
+            await anext(outcomes)
+            with pytest.raises(TimeoutError):  # the event loop is free
+                await asyncio.wait_for(anext(outcomes), 0.05)
+        assert (await client.generate("x y")).text == "x y"
     assert not prompts.go_on.is_set()
     prompts.go_on.set()
 

@@ -23,7 +23,7 @@ def worker(option: str, what: str) -> tuple[str, ...]:
 
 TOY = worker("-m", "service.toy_worker")
 NEVER_JOINS = worker(
-    "-c", "from lineclear.process.parent_death import die_with_parent; import signal; die_with_parent(); signal.pause()"
+    "-c", "from lineclear.process.parent_death import die_with_parent as arm; import signal; arm(); signal.pause()"
 )
 REFUSES = worker("-c", "import sys; sys.stderr.write('lineclear-worker: not like this\\n'); raise SystemExit(78)")
 

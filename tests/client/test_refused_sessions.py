@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +39,11 @@ def test_clients_that_share_a_connection_all_get_their_answers(target: str) -> N
             assert [list(found.token_ids) for found in second.generate_many(PROMPTS, **ASKED)] == RIGHT
 
 
-def test_so_do_those_of_an_event_loop(target: str) -> None:
-    async def scenario() -> None:
-        async with AsyncClient(target) as first, AsyncClient(target) as second:
-            await first.generate_many(PROMPTS, **ASKED)
-            async with second.stream([1, 2], **LONG):
-                assert [list(found.token_ids) for found in await second.generate_many(PROMPTS, **ASKED)] == RIGHT
-
-    asyncio.run(scenario())
+async def test_so_do_those_of_an_event_loop(target: str) -> None:
+    async with AsyncClient(target) as first, AsyncClient(target) as second:
+        await first.generate_many(PROMPTS, **ASKED)
+        async with second.stream([1, 2], **LONG):
+            assert [list(found.token_ids) for found in await second.generate_many(PROMPTS, **ASKED)] == RIGHT
 
 
 REFUSALS = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -52,13 +51,10 @@ def test_a_cancellation_between_the_two_calls_is_not_lost() -> None:
         next(call)
 
 
-def test_nor_is_one_with_asyncio() -> None:
-    async def scenario() -> None:
-        session: Any = Missing()
-        call = AioSessionCall(session, 1, None, lambda seconds: Other())
-        call.put(session.refusal)
-        call.cancel()  # its reader has not been woken yet
-        with pytest.raises(Cancelled):
-            await call.__anext__()
-
-    asyncio.run(scenario())
+async def test_nor_is_one_with_asyncio() -> None:
+    session: Any = Missing()
+    call = AioSessionCall(session, 1, None, lambda seconds: Other())
+    call.put(session.refusal)
+    call.cancel()  # its reader has not been woken yet
+    with pytest.raises(Cancelled):
+        await call.__anext__()

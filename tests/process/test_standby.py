@@ -195,38 +195,35 @@ signal.pause()
 """
 
 
-def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> None:
+async def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> None:
     """The supervisor reads both in one turn of its loop, in either order. A timer set then would kill the worker."""
 
-    async def scenario() -> None:
-        exits: list[int] = []
-        supervisor = WorkerSupervisor(
-            [sys.executable, "-c", WILLING],
-            limits=SupervisorLimits(start_timeout_seconds=1.0),
-            standby=True,
-            on_exit=lambda pid, code: exits.append(pid),
-        )
-        supervisor.start()
-        try:
-            first = supervisor.pid
-            assert first is not None
-            supervisor.worker_joined(hello(first))
-            await until(lambda: supervisor.standby_pid is not None)
-            standby = supervisor.standby_pid
-            assert standby is not None
-            kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
-            kill(first)
-            await until(lambda: supervisor.pid == standby)
-            supervisor.worker_joined(hello(standby))
-            await asyncio.sleep(0.01)
-            kill(standby, signal.SIGCONT)
-            await asyncio.sleep(1.5)  # longer than a start may take
-            assert exits == [first]
-            assert supervisor.pid == standby
-        finally:
-            await supervisor.stop()
-
-    asyncio.run(scenario())
+    exits: list[int] = []
+    supervisor = WorkerSupervisor(
+        [sys.executable, "-c", WILLING],
+        limits=SupervisorLimits(start_timeout_seconds=1.0),
+        standby=True,
+        on_exit=lambda pid, code: exits.append(pid),
+    )
+    supervisor.start()
+    try:
+        first = supervisor.pid
+        assert first is not None
+        supervisor.worker_joined(hello(first))
+        await until(lambda: supervisor.standby_pid is not None)
+        standby = supervisor.standby_pid
+        assert standby is not None
+        kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
+        kill(first)
+        await until(lambda: supervisor.pid == standby)
+        supervisor.worker_joined(hello(standby))
+        await asyncio.sleep(0.01)
+        kill(standby, signal.SIGCONT)
+        await asyncio.sleep(1.5)  # longer than a start may take
+        assert exits == [first]
+        assert supervisor.pid == standby
+    finally:
+        await supervisor.stop()
 
 
 def claimed(line: StandbyLine, monkeypatch: pytest.MonkeyPatch) -> Standby:

@@ -70,38 +70,32 @@ Scenario = Callable[[], Coroutine[object, object, None]]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_a_death_is_seen_at_once_and_followed_by_a_new_worker(run: Callable[..., None]) -> None:
-    async def scenario() -> None:
-        calls = Calls()
-        supervisor = make(FOR_EVER, calls)
-        supervisor.start()
-        first = supervisor.pid
-        assert first is not None
-        killed_at = time.monotonic()
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: bool(calls.exits))
-        assert calls.exits == [(calls.exits[0][0], first)]
-        assert calls.exits[0][0] - killed_at < SOON_SECONDS
-        await until(lambda: supervisor.pid not in (None, first))
-        assert await supervisor.stop()
-        assert supervisor.num_starts == 2
-
-    run(scenario())
+async def test_a_death_is_seen_at_once_and_followed_by_a_new_worker(run: Callable[..., None]) -> None:
+    calls = Calls()
+    supervisor = make(FOR_EVER, calls)
+    supervisor.start()
+    first = supervisor.pid
+    assert first is not None
+    killed_at = time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: bool(calls.exits))
+    assert calls.exits == [(calls.exits[0][0], first)]
+    assert calls.exits[0][0] - killed_at < SOON_SECONDS
+    await until(lambda: supervisor.pid not in (None, first))
+    assert await supervisor.stop()
+    assert supervisor.num_starts == 2
 
 
-def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_is_spent() -> None:
+async def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_is_spent() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(["/bin/false"], calls, max_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
-        supervisor.start()
-        await until(lambda: bool(calls.give_ups))
-        await asyncio.sleep(0.3)  # longer than any back-off: nothing more may start
-        assert supervisor.num_starts == 5
-        assert supervisor.pid is None
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(["/bin/false"], calls, max_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
+    supervisor.start()
+    await until(lambda: bool(calls.give_ups))
+    await asyncio.sleep(0.3)  # longer than any back-off: nothing more may start
+    assert supervisor.num_starts == 5
+    assert supervisor.pid is None
+    await supervisor.stop()
     assert calls.give_ups == ["more than 4 ends of the worker in 600 s without progress between them"]
     moments = [moment for moment, _ in calls.exits]
     pauses = [after - before for before, after in pairwise(moments)]
@@ -109,87 +103,75 @@ def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_
         assert backoff <= pause < backoff + SOON_SECONDS
 
 
-def test_ends_outside_the_window_are_forgiven() -> None:
+async def test_ends_outside_the_window_are_forgiven() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(["/bin/false"], calls, max_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
-        supervisor.start()
-        await until(lambda: len(calls.exits) == 4)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(["/bin/false"], calls, max_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
+    supervisor.start()
+    await until(lambda: len(calls.exits) == 4)
+    await supervisor.stop()
     assert calls.give_ups == []
 
 
-def test_progress_between_them_makes_any_number_of_ends_survivable() -> None:
+async def test_progress_between_them_makes_any_number_of_ends_survivable() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, max_crashes=1, min_backoff_seconds=0.001)
-        supervisor.start()
-        for number in range(1, 21):
-            await until(lambda number=number: supervisor.num_starts == number)
-            pid = supervisor.pid
-            assert pid is not None
-            supervisor.worker_joined(hello(pid))
-            supervisor.worker_progressed()
-            await asyncio.sleep(0)
-            os.kill(pid, signal.SIGKILL)
-        await until(lambda: supervisor.num_starts == 21)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls, max_crashes=1, min_backoff_seconds=0.001)
+    supervisor.start()
+    for number in range(1, 21):
+        await until(lambda number=number: supervisor.num_starts == number)
+        pid = supervisor.pid
+        assert pid is not None
+        supervisor.worker_joined(hello(pid))
+        supervisor.worker_progressed()
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: supervisor.num_starts == 21)
+    await supervisor.stop()
     assert calls.give_ups == []
 
 
-def test_a_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
+async def test_a_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
     """As when the volume with the model is away for a while: every start ends with 78, which alone is no reason."""
     calls, away = Calls(), tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
-    async def scenario() -> None:
-        supervisor = make(command, calls, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
-        supervisor.start()
-        assert supervisor.pid is not None
-        supervisor.worker_joined(hello(supervisor.pid))
-        await asyncio.sleep(0)
-        away.touch()
-        os.kill(supervisor.pid, signal.SIGKILL)
-        await until(lambda: len(calls.exits) == 4)
-        away.unlink()
-        last = supervisor.num_starts
-        await until(lambda: supervisor.num_starts > last or supervisor.pid is not None)
-        assert supervisor.given_up is None
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(command, calls, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
+    supervisor.start()
+    assert supervisor.pid is not None
+    supervisor.worker_joined(hello(supervisor.pid))
+    await asyncio.sleep(0)
+    away.touch()
+    os.kill(supervisor.pid, signal.SIGKILL)
+    await until(lambda: len(calls.exits) == 4)
+    away.unlink()
+    last = supervisor.num_starts
+    await until(lambda: supervisor.num_starts > last or supervisor.pid is not None)
+    assert supervisor.given_up is None
+    await supervisor.stop()
     assert calls.give_ups == []
 
 
-def test_a_configuration_that_has_served_and_never_comes_back_spends_the_budget(tmp_path: Path) -> None:
+async def test_a_configuration_that_has_served_and_never_comes_back_spends_the_budget(tmp_path: Path) -> None:
     calls, away = Calls(), tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
-    async def scenario() -> None:
-        supervisor = make(command, calls, max_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
-        supervisor.start()
-        assert supervisor.pid is not None
-        supervisor.worker_joined(hello(supervisor.pid))
-        await asyncio.sleep(0)
-        away.touch()
-        os.kill(supervisor.pid, signal.SIGKILL)
-        await until(lambda: bool(calls.give_ups))
-        assert supervisor.given_up is GiveUpReason.CRASHES
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(command, calls, max_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
+    supervisor.start()
+    assert supervisor.pid is not None
+    supervisor.worker_joined(hello(supervisor.pid))
+    await asyncio.sleep(0)
+    away.touch()
+    os.kill(supervisor.pid, signal.SIGKILL)
+    await until(lambda: bool(calls.give_ups))
+    assert supervisor.given_up is GiveUpReason.CRASHES
+    await supervisor.stop()
     assert len(calls.exits) == 4
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 @pytest.mark.parametrize("what", ["subprocess.Popen", "os.pidfd_open"])
-def test_a_want_of_processes_memory_or_descriptors_is_waited_out(
+async def test_a_want_of_processes_memory_or_descriptors_is_waited_out(
     monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
     calls, asked = Calls(), []
@@ -204,129 +186,105 @@ def test_a_want_of_processes_memory_or_descriptors_is_waited_out(
 
     monkeypatch.setattr(module, name, short)
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, min_backoff_seconds=0.001)
-        supervisor.start()
-        await until(lambda: supervisor.pid is not None)
-        assert len(asked) == 4
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls, min_backoff_seconds=0.001)
+    supervisor.start()
+    await until(lambda: supervisor.pid is not None)
+    assert len(asked) == 4
+    await supervisor.stop()
     assert calls.give_ups == []
     assert _zombies() == []
 
 
-def test_a_worker_that_joined_resets_the_back_off() -> None:
+async def test_a_worker_that_joined_resets_the_back_off() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, max_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
-        supervisor.start()
-        for number in range(1, 14):  # without a reset the last pause would be 102 s
-            await until(lambda number=number: supervisor.num_starts == number, SOON_SECONDS)
-            pid = supervisor.pid
-            assert pid is not None
-            supervisor.worker_joined(hello(pid))
-            await asyncio.sleep(0)
-            os.kill(pid, signal.SIGKILL)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls, max_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
+    supervisor.start()
+    for number in range(1, 14):  # without a reset the last pause would be 102 s
+        await until(lambda number=number: supervisor.num_starts == number, SOON_SECONDS)
+        pid = supervisor.pid
+        assert pid is not None
+        supervisor.worker_joined(hello(pid))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+    await supervisor.stop()
 
 
 @pytest.mark.parametrize(
     ("command", "reason"),
     [(["/bin/sh", "-c", "exit 78"], "cannot run as it is configured"), (["/nonexistent"], "cannot start /nonexistent")],
 )
-def test_what_cannot_work_is_not_tried_again(command: list[str], reason: str) -> None:
+async def test_what_cannot_work_is_not_tried_again(command: list[str], reason: str) -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(command, calls)
-        supervisor.start()
-        await until(lambda: bool(calls.give_ups))
-        assert supervisor.num_starts <= 1
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(command, calls)
+    supervisor.start()
+    await until(lambda: bool(calls.give_ups))
+    assert supervisor.num_starts <= 1
+    await supervisor.stop()
     assert len(calls.give_ups) == 1
     assert reason in calls.give_ups[0]
 
 
-def test_a_worker_that_never_joins_is_killed_and_started_again() -> None:
+async def test_a_worker_that_never_joins_is_killed_and_started_again() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
-        supervisor.start()
-        await until(lambda: len(calls.exits) == 2)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
+    supervisor.start()
+    await until(lambda: len(calls.exits) == 2)
+    await supervisor.stop()
 
 
-def test_a_worker_that_joined_has_all_the_time() -> None:
+async def test_a_worker_that_joined_has_all_the_time() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
-        supervisor.start()
-        assert supervisor.pid is not None
-        supervisor.worker_joined(hello(supervisor.pid))
-        await asyncio.sleep(0.3)  # three times the limit
-        assert calls.exits == []
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
+    supervisor.start()
+    assert supervisor.pid is not None
+    supervisor.worker_joined(hello(supervisor.pid))
+    await asyncio.sleep(0.3)  # three times the limit
+    assert calls.exits == []
+    await supervisor.stop()
 
 
-def test_the_engine_can_have_its_worker_killed_and_no_other() -> None:
+async def test_the_engine_can_have_its_worker_killed_and_no_other() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, calls)
-        supervisor.start()
-        pid = supervisor.pid
-        assert pid is not None
-        assert not supervisor.worker_broken(hello(pid + 1), "somebody else")
-        await asyncio.sleep(0.05)
-        assert calls.exits == []
-        threading.Thread(target=supervisor.worker_broken, args=(hello(pid), "silent")).start()
-        await until(lambda: bool(calls.exits))
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = make(FOR_EVER, calls)
+    supervisor.start()
+    pid = supervisor.pid
+    assert pid is not None
+    assert not supervisor.worker_broken(hello(pid + 1), "somebody else")
+    await asyncio.sleep(0.05)
+    assert calls.exits == []
+    threading.Thread(target=supervisor.worker_broken, args=(hello(pid), "silent")).start()
+    await until(lambda: bool(calls.exits))
+    await supervisor.stop()
 
 
-def test_stop_is_patient_and_then_is_not(tmp_path: Path) -> None:
+async def test_stop_is_patient_and_then_is_not(tmp_path: Path) -> None:
     calls = Calls()
     armed = tmp_path / "armed"
 
-    async def scenario() -> None:
-        supervisor = make([sys.executable, "-c", STUBBORN, str(armed)], calls, stop_timeout_seconds=0.3)
-        supervisor.start()
-        await until(armed.exists)
-        begin = time.monotonic()
-        assert await supervisor.stop()
-        assert 0.3 <= time.monotonic() - begin < SOON_SECONDS
-        assert len(calls.exits) == supervisor.num_starts == 1
-
-    asyncio.run(scenario())
+    supervisor = make([sys.executable, "-c", STUBBORN, str(armed)], calls, stop_timeout_seconds=0.3)
+    supervisor.start()
+    await until(armed.exists)
+    begin = time.monotonic()
+    assert await supervisor.stop()
+    assert 0.3 <= time.monotonic() - begin < SOON_SECONDS
+    assert len(calls.exits) == supervisor.num_starts == 1
 
 
-def test_stop_during_a_back_off_starts_nothing() -> None:
+async def test_stop_during_a_back_off_starts_nothing() -> None:
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = make(["/bin/false"], calls, min_backoff_seconds=0.3)
-        supervisor.start()
-        await until(lambda: bool(calls.exits))
-        assert await supervisor.stop()
-        num_starts = supervisor.num_starts  # 1, unless the machine stood still meanwhile
-        await asyncio.sleep(0.6)  # more than the back-off
-        assert supervisor.num_starts == num_starts
-
-    asyncio.run(scenario())
+    supervisor = make(["/bin/false"], calls, min_backoff_seconds=0.3)
+    supervisor.start()
+    await until(lambda: bool(calls.exits))
+    assert await supervisor.stop()
+    num_starts = supervisor.num_starts  # 1, unless the machine stood still meanwhile
+    await asyncio.sleep(0.6)  # more than the back-off
+    assert supervisor.num_starts == num_starts
 
 
 def has_ended(pid: int) -> None:
@@ -334,49 +292,40 @@ def has_ended(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
+async def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
     """The worker has ended by then, and the loop has not turned: the engine is made while the worker is starting."""
     calls = Calls()
 
-    async def scenario() -> None:
-        supervisor = WorkerSupervisor(["/bin/false"])
-        supervisor.start()
-        pid = supervisor.pid
-        assert pid is not None
-        has_ended(pid)
-        supervisor.on_exit = calls.exited
-        await until(lambda: bool(calls.exits))
-        assert [found for _, found in calls.exits] == [pid]
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = WorkerSupervisor(["/bin/false"])
+    supervisor.start()
+    pid = supervisor.pid
+    assert pid is not None
+    has_ended(pid)
+    supervisor.on_exit = calls.exited
+    await until(lambda: bool(calls.exits))
+    assert [found for _, found in calls.exits] == [pid]
+    await supervisor.stop()
 
 
-def test_a_callback_that_fails_is_not_swallowed() -> None:
+async def test_a_callback_that_fails_is_not_swallowed() -> None:
     give_ups: list[str] = []
 
     def fail(pid: int, exit_code: int) -> None:
         raise RuntimeError("no")
 
-    async def scenario() -> None:
-        supervisor = WorkerSupervisor(["/bin/true"], on_exit=fail, on_give_up=give_ups.append)
-        supervisor.start()
-        await until(lambda: bool(give_ups))
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    supervisor = WorkerSupervisor(["/bin/true"], on_exit=fail, on_give_up=give_ups.append)
+    supervisor.start()
+    await until(lambda: bool(give_ups))
+    await supervisor.stop()
     assert give_ups == ["the supervisor failed: RuntimeError: no"]
 
 
-def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
-    async def scenario() -> None:
-        supervisor = make(FOR_EVER, Calls())
-        supervisor.start()
-        assert supervisor.pid is not None
-        assert os.getpgid(supervisor.pid) != os.getpgid(0)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
+    supervisor = make(FOR_EVER, Calls())
+    supervisor.start()
+    assert supervisor.pid is not None
+    assert os.getpgid(supervisor.pid) != os.getpgid(0)
+    await supervisor.stop()
 
 
 def _zombies() -> list[str]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import uvloop
 from service.processes import Running, starting
 from service.small_tokenizers import byte_level, save
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the tests of this directory on the event loop that the server uses."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="module")

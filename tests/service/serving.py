@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import uvloop
 from service.small_tokenizers import byte_level, definition
 from support.events import told
 
@@ -72,12 +71,6 @@ SMILE = "Hello, how are you? 😀"
 """Its last character is of several tokens."""
 SMILE_IDS = TOKENIZER.encode_sealed(SMILE)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run a test on the event loop that the server has in production."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(scenario, 4 * BOUND_SECONDS))
 
 
 async def until(condition: Callable[[], object]) -> None:

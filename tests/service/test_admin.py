@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from service.processes import Running, endless, starting
 from service.processes import error_of as failure_of
-from service.serving import Serving, error_of, run, serving, text_request, until
+from service.serving import Serving, error_of, serving, text_request, until
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
@@ -36,52 +36,43 @@ async def orders_of(s: Serving) -> Any:
 # --- the answers -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_ordered_is_done(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
-            stub = await orders_of(s)
-            assert (await stub.DumpRecording(pb.DumpRecordingRequest())).path == "recordings/flight-0.jsonl"
-            await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
-            answer = await stub.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR))
-            assert answer.previous == pb.LOG_LEVEL_INFO
-            await stub.Drain(pb.DrainRequest())
-            assert s.operations.orders == ["dump", "flush", "error", "leave"]
-
-    run(scenario())
+async def test_what_is_ordered_is_done(tmp_path: Path) -> None:
+    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+        stub = await orders_of(s)
+        assert (await stub.DumpRecording(pb.DumpRecordingRequest())).path == "recordings/flight-0.jsonl"
+        await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
+        answer = await stub.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR))
+        assert answer.previous == pb.LOG_LEVEL_INFO
+        await stub.Drain(pb.DrainRequest())
+        assert s.operations.orders == ["dump", "flush", "error", "leave"]
 
 
-def test_an_order_that_cannot_be_followed_says_why(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
-            stub = await orders_of(s)
-            for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
-                error = await error_of(stub.SetLogLevel(pb.SetLogLevelRequest(level=level)))
-                assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["level"])
-            s.operations.failure = RecordingFailed("the disk is full")
-            error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
-            assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
-            assert s.operations.orders == ["dump"]
-
-    run(scenario())
+async def test_an_order_that_cannot_be_followed_says_why(tmp_path: Path) -> None:
+    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+        stub = await orders_of(s)
+        for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
+            error = await error_of(stub.SetLogLevel(pb.SetLogLevelRequest(level=level)))
+            assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["level"])
+        s.operations.failure = RecordingFailed("the disk is full")
+        error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
+        assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
+        assert s.operations.orders == ["dump"]
 
 
-def test_a_drain_says_what_remains(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", drain_timeout_seconds=77) as s:
-            stub = await orders_of(s)
-            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
-            await s.engine.next_request(3)
-            answer = await stub.Drain(pb.DrainRequest())
-            assert (answer.requests_in_progress, answer.remaining.ToSeconds()) == (3, 77)
-            calls[0].cancel()
-            await until(lambda: len(s.service.streams) == 2)
-            s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
-            s.service._drain_ends_at = s.service._clock() + 2000
-            answer = await stub.Drain(pb.DrainRequest())
-            assert answer.requests_in_progress == 2
-            assert 1000 < answer.remaining.ToMilliseconds() / 1000 <= 2000
-
-    run(scenario())
+async def test_a_drain_says_what_remains(tmp_path: Path) -> None:
+    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", drain_timeout_seconds=77) as s:
+        stub = await orders_of(s)
+        calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
+        await s.engine.next_request(3)
+        answer = await stub.Drain(pb.DrainRequest())
+        assert (answer.requests_in_progress, answer.remaining.ToSeconds()) == (3, 77)
+        calls[0].cancel()
+        await until(lambda: len(s.service.streams) == 2)
+        s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
+        s.service._drain_ends_at = s.service._clock() + 2000
+        answer = await stub.Drain(pb.DrainRequest())
+        assert answer.requests_in_progress == 2
+        assert 1000 < answer.remaining.ToMilliseconds() / 1000 <= 2000
 
 
 # --- a real process --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service.serving import TOKENIZER, error_of, run, serving, text_request
+from service.serving import TOKENIZER, error_of, serving, text_request
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
@@ -124,112 +124,94 @@ def tenant(name: str) -> dict[str, Any]:
     return {"metadata": (("x-tenant-id", name),)}
 
 
-def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=10, max_queue_size_per_tenant=2) as s:
-            mine = [s.generate(IDS, **tenant("a")) for _ in range(2)]
-            await s.engine.next_request(2)
-            error = await error_of(s.generate(IDS, **tenant("a")))
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-            assert error.metadata == {"waiting_of_tenant": "2", "limit_of_tenant": "2"}
-            others = [s.generate(IDS, **tenant("b")), s.generate(IDS)]
-            await s.engine.next_request(4)
-            s.engine.start(s.engine.submitted[0].request_id)
-            again = s.generate(IDS, **tenant("a"))
-            await s.engine.next_request(5)
-            for call in (*mine, *others, again):
-                call.cancel()
-            await s.idle()
-            assert (len(s.service._quota), s.service._quota.num_tenants) == (0, 0)
-
-    run(scenario())
+async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue_size=10, max_queue_size_per_tenant=2) as s:
+        mine = [s.generate(IDS, **tenant("a")) for _ in range(2)]
+        await s.engine.next_request(2)
+        error = await error_of(s.generate(IDS, **tenant("a")))
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert error.metadata == {"waiting_of_tenant": "2", "limit_of_tenant": "2"}
+        others = [s.generate(IDS, **tenant("b")), s.generate(IDS)]
+        await s.engine.next_request(4)
+        s.engine.start(s.engine.submitted[0].request_id)
+        again = s.generate(IDS, **tenant("a"))
+        await s.engine.next_request(5)
+        for call in (*mine, *others, again):
+            call.cancel()
+        await s.idle()
+        assert (len(s.service._quota), s.service._quota.num_tenants) == (0, 0)
 
 
-def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
-            await s.engine.next_request(3)
-            other = s.generate(IDS, **tenant("other"))
-            await s.engine.next_request(4)
-            shares = Counter(request.tenant for request in s.engine.submitted)
-            assert sorted(shares.values()) == [1, 1, 2]
-            assert shares[""] == 1
-            assert not any("acme" in share for share in shares)
-            for call in (*calls, other):
-                call.cancel()
-            await s.idle()
-
-    run(scenario())
+async def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
+        await s.engine.next_request(3)
+        other = s.generate(IDS, **tenant("other"))
+        await s.engine.next_request(4)
+        shares = Counter(request.tenant for request in s.engine.submitted)
+        assert sorted(shares.values()) == [1, 1, 2]
+        assert shares[""] == 1
+        assert not any("acme" in share for share in shares)
+        for call in (*calls, other):
+            call.cancel()
+        await s.idle()
 
 
-def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        limits = {"max_queue_tokens": 10, "max_queue_tokens_per_tenant": 5}
-        async with serving(tmp_path, **limits) as s:
-            calls = [s.generate(IDS, **tenant("a"))]
-            await s.engine.next_request(1)
-            error = await error_of(s.generate(IDS, **tenant("a")))
-            assert error.metadata == {"waiting_tokens_of_tenant": "3", "limit_tokens_of_tenant": "5"}
-            calls += [s.generate(IDS, **tenant(name)) for name in "bc"]
-            await s.engine.next_request(3)
-            error = await error_of(s.generate(IDS, **tenant("d")))
-            assert error.metadata == {"waiting_tokens": "9", "limit_tokens": "10"}
-            assert len(s.engine.submitted) == 3
-            for call in calls:
-                call.cancel()
-            await s.idle()
-
-    run(scenario())
+async def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> None:
+    limits = {"max_queue_tokens": 10, "max_queue_tokens_per_tenant": 5}
+    async with serving(tmp_path, **limits) as s:
+        calls = [s.generate(IDS, **tenant("a"))]
+        await s.engine.next_request(1)
+        error = await error_of(s.generate(IDS, **tenant("a")))
+        assert error.metadata == {"waiting_tokens_of_tenant": "3", "limit_tokens_of_tenant": "5"}
+        calls += [s.generate(IDS, **tenant(name)) for name in "bc"]
+        await s.engine.next_request(3)
+        error = await error_of(s.generate(IDS, **tenant("d")))
+        assert error.metadata == {"waiting_tokens": "9", "limit_tokens": "10"}
+        assert len(s.engine.submitted) == 3
+        for call in calls:
+            call.cancel()
+        await s.idle()
 
 
-def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
+async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
     """Not even at whether the request is right: that would cost."""
     long = text_request("x" * 2000, sampling={"top_p": 7.0})
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1, max_prompt_bytes=100) as s:
-            first = s.generate(IDS)
-            await s.engine.next_request(1)
-            assert (await error_of(s.generate(long))).reason == "QUEUE_FULL"
-            stats = await s.stub.GetStats(pb.GetStatsRequest())
-            assert stats.totals.requests_rejected == 1
-            first.cancel()
-
-    run(scenario())
+    async with serving(tmp_path, max_queue_size=1, max_prompt_bytes=100) as s:
+        first = s.generate(IDS)
+        await s.engine.next_request(1)
+        assert (await error_of(s.generate(long))).reason == "QUEUE_FULL"
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        assert stats.totals.requests_rejected == 1
+        first.cancel()
 
 
-def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(tmp_path: Path) -> None:
+async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(tmp_path: Path) -> None:
     """By Generate, in a Session and by Submit; and it is not counted as one that found no room."""
     wrong = text_request(sampling={"top_p": 7.0})
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1) as s:
-            first = s.generate(IDS)
-            await s.engine.next_request(1)
-            for call in (s.generate(wrong), s.stub.Submit(pb.SubmitRequest(request=wrong))):
-                error = await error_of(call)
-                assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["sampling.top_p"])
-            session = s.stub.Session()
-            await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=wrong)))
-            assert (await session.read()).pieces[0].failure.reason == "INVALID_REQUEST"
-            session.cancel()
-            assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
-            stats = await s.stub.GetStats(pb.GetStatsRequest())
-            assert stats.totals.requests_rejected == 1
-            first.cancel()
-
-    run(scenario())
+    async with serving(tmp_path, max_queue_size=1) as s:
+        first = s.generate(IDS)
+        await s.engine.next_request(1)
+        for call in (s.generate(wrong), s.stub.Submit(pb.SubmitRequest(request=wrong))):
+            error = await error_of(call)
+            assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["sampling.top_p"])
+        session = s.stub.Session()
+        await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=wrong)))
+        assert (await session.read()).pieces[0].failure.reason == "INVALID_REQUEST"
+        session.cancel()
+        assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        assert stats.totals.requests_rejected == 1
+        first.cancel()
 
 
-def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1) as s:
-            for _ in range(3):
-                assert (await error_of(s.generate(text_request(sampling={"top_p": 7.0})))).code == "INVALID_ARGUMENT"
-                assert (await error_of(s.generate(text_request("x" * 600)))).reason == "PROMPT_TOO_LONG"
-            s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
-            assert [r async for r in s.generate()][-1].finished.reason == pb.FINISH_REASON_LENGTH
-            assert len(s.service._quota) == 0
-
-    run(scenario())
+async def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue_size=1) as s:
+        for _ in range(3):
+            assert (await error_of(s.generate(text_request(sampling={"top_p": 7.0})))).code == "INVALID_ARGUMENT"
+            assert (await error_of(s.generate(text_request("x" * 600)))).reason == "PROMPT_TOO_LONG"
+        s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
+        assert [r async for r in s.generate()][-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert len(s.service._quota) == 0

@@ -19,7 +19,6 @@ from service.serving import (
     TOKENIZER,
     Serving,
     read_all,
-    run,
     serving,
     text_of,
     text_request,
@@ -34,169 +33,103 @@ from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_a_request_id_may_be_used_again_at_once(tmp_path: Path) -> None:
+async def test_a_request_id_may_be_used_again_at_once(tmp_path: Path) -> None:
     """The engine's last words about the first request must not reach the second."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            first, key = await s.begin(text_request(request_id="same"))
-            await first.read()
-            del s.engine.requests[key]  # the engine's Failed(Cancelled) is still under way
-            first.cancel()
-            await s.idle()
-            second = s.generate(text_request(request_id="same"))
-            other = await s.engine.next_request(2)
-            assert other != key
-            s.engine.tokens(key, [5])
-            s.engine.start(other)
-            s.engine.tokens(other, HELLO_IDS)
-            s.engine.finish_by(other, FinishReason.LENGTH)
-            responses = await read_all(second)
-            assert tokens_of(responses) == HELLO_IDS
-            assert responses[0].started.request_id == "same"
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        first, key = await s.begin(text_request(request_id="same"))
+        await first.read()
+        del s.engine.requests[key]  # the engine's Failed(Cancelled) is still under way
+        first.cancel()
+        await s.idle()
+        second = s.generate(text_request(request_id="same"))
+        other = await s.engine.next_request(2)
+        assert other != key
+        s.engine.tokens(key, [5])
+        s.engine.start(other)
+        s.engine.tokens(other, HELLO_IDS)
+        s.engine.finish_by(other, FinishReason.LENGTH)
+        responses = await read_all(second)
+        assert tokens_of(responses) == HELLO_IDS
+        assert responses[0].started.request_id == "same"
 
 
 @pytest.mark.parametrize("phase", ["queued", "started", "streaming", "stop string found"])
-def test_hanging_up_cancels(tmp_path: Path, phase: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            call = s.generate(text_request(stop={"strings": ["Hello"]} if phase == "stop string found" else None))
-            key = await s.engine.next_request()
-            if phase == "stop string found":
-                s.engine.finish = lambda key, count: s.engine.stopped.append((key, count))  # type: ignore[method-assign]
-            if phase != "queued":
-                s.engine.start(key)
-                await call.read()
-            if phase in ("streaming", "stop string found"):
-                s.engine.tokens(key, HELLO_IDS)
-                await call.read()
-            call.cancel()
-            await s.idle()
-            assert s.engine.cancelled == [key]
-
-    run(scenario())
+async def test_hanging_up_cancels(tmp_path: Path, phase: str) -> None:
+    async with serving(tmp_path) as s:
+        call = s.generate(text_request(stop={"strings": ["Hello"]} if phase == "stop string found" else None))
+        key = await s.engine.next_request()
+        if phase == "stop string found":
+            s.engine.finish = lambda key, count: s.engine.stopped.append((key, count))  # type: ignore[method-assign]
+        if phase != "queued":
+            s.engine.start(key)
+            await call.read()
+        if phase in ("streaming", "stop string found"):
+            s.engine.tokens(key, HELLO_IDS)
+            await call.read()
+        call.cancel()
+        await s.idle()
+        assert s.engine.cancelled == [key]
 
 
-def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            channel = grpc.aio.insecure_channel(s.server.address)
-            call = channel.unary_stream(
-                "/lineclear.v1.InferenceService/Generate",
-                request_serializer=pb.GenerateRequest.SerializeToString,
-                response_deserializer=pb.GenerateResponse.FromString,
-            )(text_request())
-            key = await s.engine.next_request()
-            await channel.close()
-            await s.idle()
-            assert s.engine.cancelled == [key]
-            assert call.done()
-
-    run(scenario())
+async def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        channel = grpc.aio.insecure_channel(s.server.address)
+        call = channel.unary_stream(
+            "/lineclear.v1.InferenceService/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )(text_request())
+        key = await s.engine.next_request()
+        await channel.close()
+        await s.idle()
+        assert s.engine.cancelled == [key]
+        assert call.done()
 
 
-def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> None:
+async def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> None:
     """No packet arrives and no connection closes: only an unanswered keepalive ping shows that a client is gone."""
     keepalive = {"keepalive_time_seconds": 1.0, "keepalive_timeout_seconds": 1.0}
 
-    async def scenario() -> None:
-        async with serving(tmp_path, listen="127.0.0.1:0", **keepalive) as s:
-            with BlackHole(s.server.address) as hole:
-                async with grpc.aio.insecure_channel(hole.target) as channel:
-                    stub = s.stub_of(channel)
-                    call = stub.Generate(text_request())
-                    session = Caller(s, channel)
-                    await session.order(submit(1))
-                    key, other = await s.engine.next_request(1), await s.engine.next_request(2)
-                    s.engine.start(key)
-                    await call.read()
-                    await asyncio.to_thread(hole.vanish)
-                    assert s.engine.cancelled == []
-                    await s.idle()
-                    assert sorted(s.engine.cancelled) == sorted([key, other])
-                    # A client nearby is served all the while.
-                    s.engine.answer = lambda request: [40]
-                    await read_all(s.generate())
-
-    run(scenario())
+    async with serving(tmp_path, listen="127.0.0.1:0", **keepalive) as s:
+        with BlackHole(s.server.address) as hole:
+            async with grpc.aio.insecure_channel(hole.target) as channel:
+                stub = s.stub_of(channel)
+                call = stub.Generate(text_request())
+                session = Caller(s, channel)
+                await session.order(submit(1))
+                key, other = await s.engine.next_request(1), await s.engine.next_request(2)
+                s.engine.start(key)
+                await call.read()
+                await asyncio.to_thread(hole.vanish)
+                assert s.engine.cancelled == []
+                await s.idle()
+                assert sorted(s.engine.cancelled) == sorted([key, other])
+                # A client nearby is served all the while.
+                s.engine.answer = lambda request: [40]
+                await read_all(s.generate())
 
 
-def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
+async def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
     """gRPC says first that the headers cannot be sent, and then that the call is cancelled."""
 
     class Gone:
         async def send_initial_metadata(self, metadata: object) -> None:
             raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
 
-    async def scenario() -> None:
-        greeting = asyncio.create_task(ResponseWriter(cast("Any", Gone()), BOUND_SECONDS).send_headers(()))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not greeting.done()
-        greeting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await greeting
-        with pytest.raises(cygrpc.ExecuteBatchError):  # nobody cancels it: that would be a bug
-            await ResponseWriter(cast("Any", Gone()), 0.001).send_headers(())
-
-    run(scenario())
+    greeting = asyncio.create_task(ResponseWriter(cast("Any", Gone()), BOUND_SECONDS).send_headers(()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not greeting.done()
+    greeting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await greeting
+    with pytest.raises(cygrpc.ExecuteBatchError):  # nobody cancels it: that would be a bug
+        await ResponseWriter(cast("Any", Gone()), 0.001).send_headers(())
 
 
-def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None:
+async def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None:
     """64 at once, each with its own text; those that stay get it whole, and nothing of any stays behind."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path, max_batch_size=64) as s:
-            await read_all_of_one(s)
-            before = len(asyncio.all_tasks())
-            chance = random.Random(5)
-            words = [f"{'Hello, how are you? ' * 2}{n}" for n in range(64)]
-            answers = [TOKENIZER.encode_sealed(word) for word in words]
-            leavers = set(chance.sample(range(64), 13))
-
-            async def client(number: int) -> None:
-                call = s.generate(text_request(request_id=f"r{number}"))
-                if number not in leavers:
-                    responses = await read_all(call)
-                    assert tokens_of(responses) == answers[number]
-                    assert text_of(responses) == words[number]
-                    return
-                for _ in range(chance.randrange(3)):
-                    await call.read()
-                call.cancel()
-
-            async def engine() -> None:
-                sent = {}
-                while len(sent) < 64 or s.engine.requests:
-                    await asyncio.sleep(0)
-                    for request in s.engine.submitted:
-                        key = request.request_id
-                        number = int(key[1:].partition("~")[0])
-                        if key not in sent:
-                            sent[key] = 0
-                            s.engine.start(key)
-                        if key not in s.engine.requests:
-                            continue
-                        take = chance.randrange(3)
-                        if take and chance.random() < 0.5:
-                            s.engine.tokens(key, answers[number][sent[key] : sent[key] + take])
-                            sent[key] += take
-                        if sent[key] >= len(answers[number]):
-                            s.engine.finish_by(key, FinishReason.LENGTH)
-
-            feeding = asyncio.create_task(engine())
-            await asyncio.gather(*(client(n) for n in range(64)))
-            # Those that hung up before their request was read never came to the engine.
-            feeding.cancel()
-            await s.idle()
-            await until(lambda: len(asyncio.all_tasks()) <= before)
-            assert s.service.streams.num_waiting == 0
-            cancelled = {int(key[1:].partition("~")[0]) for key in s.engine.cancelled}
-            assert cancelled <= leavers
-            stats = await s.stub.GetStats(pb.GetStatsRequest())
-            assert stats.gauges.streams_open == 0
 
     async def read_all_of_one(s: Serving) -> None:
         s.engine.answer = lambda request: HELLO_IDS
@@ -204,10 +137,58 @@ def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None:
         s.engine.answer = None
         s.engine.submitted.clear()
 
-    run(scenario())
+    async with serving(tmp_path, max_batch_size=64) as s:
+        await read_all_of_one(s)
+        before = len(asyncio.all_tasks())
+        chance = random.Random(5)
+        words = [f"{'Hello, how are you? ' * 2}{n}" for n in range(64)]
+        answers = [TOKENIZER.encode_sealed(word) for word in words]
+        leavers = set(chance.sample(range(64), 13))
+
+        async def client(number: int) -> None:
+            call = s.generate(text_request(request_id=f"r{number}"))
+            if number not in leavers:
+                responses = await read_all(call)
+                assert tokens_of(responses) == answers[number]
+                assert text_of(responses) == words[number]
+                return
+            for _ in range(chance.randrange(3)):
+                await call.read()
+            call.cancel()
+
+        async def engine() -> None:
+            sent = {}
+            while len(sent) < 64 or s.engine.requests:
+                await asyncio.sleep(0)
+                for request in s.engine.submitted:
+                    key = request.request_id
+                    number = int(key[1:].partition("~")[0])
+                    if key not in sent:
+                        sent[key] = 0
+                        s.engine.start(key)
+                    if key not in s.engine.requests:
+                        continue
+                    take = chance.randrange(3)
+                    if take and chance.random() < 0.5:
+                        s.engine.tokens(key, answers[number][sent[key] : sent[key] + take])
+                        sent[key] += take
+                    if sent[key] >= len(answers[number]):
+                        s.engine.finish_by(key, FinishReason.LENGTH)
+
+        feeding = asyncio.create_task(engine())
+        await asyncio.gather(*(client(n) for n in range(64)))
+        # Those that hung up before their request was read never came to the engine.
+        feeding.cancel()
+        await s.idle()
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+        assert s.service.streams.num_waiting == 0
+        cancelled = {int(key[1:].partition("~")[0]) for key in s.engine.cancelled}
+        assert cancelled <= leavers
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        assert stats.gauges.streams_open == 0
 
 
-def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
+async def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
     """Large texts are tokenized elsewhere: while one is, another call gets its answer."""
     import threading
 
@@ -224,39 +205,33 @@ def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
                 return [5]
             return TOKENIZER.encode(text)
 
-    async def scenario() -> None:
-        async with serving(tmp_path, tokenizer=Slow()) as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            large = s.generate(text_request("x" * 5000))
-            await until(entered.is_set)
-            assert tokens_of(await read_all(s.generate())) == HELLO_IDS
-            release.set()
-            await read_all(large)
-
-    run(scenario())
+    async with serving(tmp_path, tokenizer=Slow()) as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        large = s.generate(text_request("x" * 5000))
+        await until(entered.is_set)
+        assert tokens_of(await read_all(s.generate())) == HELLO_IDS
+        release.set()
+        await read_all(large)
 
 
-def test_requests_survive_the_worker_and_new_ones_are_taken_meanwhile(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            old, key = await s.begin()
-            s.engine.tokens(key, HELLO_IDS[:1])
-            await old.read()
-            s.engine.lose()
-            await until(lambda: not s.server.health.is_serving("readiness"))
-            new = s.generate()
-            other = await s.engine.next_request(2)
-            s.engine.join(replace(HELLO, epoch=8))
-            await until(lambda: s.server.health.is_serving("readiness"))
-            s.engine.tokens(key, HELLO_IDS[1:])
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            s.engine.start(other)
-            s.engine.finish_by(other, FinishReason.LENGTH)
-            rest = [r async for r in _responses(old)]
-            assert [t for r in rest for t in r.token_ids][-len(HELLO_IDS) + 1 :] == HELLO_IDS[1:]
-            await read_all(new)
-
-    run(scenario())
+async def test_requests_survive_the_worker_and_new_ones_are_taken_meanwhile(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        old, key = await s.begin()
+        s.engine.tokens(key, HELLO_IDS[:1])
+        await old.read()
+        s.engine.lose()
+        await until(lambda: not s.server.health.is_serving("readiness"))
+        new = s.generate()
+        other = await s.engine.next_request(2)
+        s.engine.join(replace(HELLO, epoch=8))
+        await until(lambda: s.server.health.is_serving("readiness"))
+        s.engine.tokens(key, HELLO_IDS[1:])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        s.engine.start(other)
+        s.engine.finish_by(other, FinishReason.LENGTH)
+        rest = [r async for r in _responses(old)]
+        assert [t for r in rest for t in r.token_ids][-len(HELLO_IDS) + 1 :] == HELLO_IDS[1:]
+        await read_all(new)
 
 
 async def _responses(call: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
+from service.serving import SMILE, SMILE_IDS, Serving, serving, until
 
 from lineclear.client import AsyncClient, Client
 from lineclear.client.testing import FakeTransport
@@ -33,96 +33,84 @@ async def finish(s: Serving, number: int = 1) -> None:
     s.engine.finish_by(key, FinishReason.LENGTH)
 
 
-def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-            submitted = await client.submit("x", temperature=0.0)
-            assert repr(submitted) == f"AsyncSubmitted({submitted.request_id!r})"
-            assert (await submitted.poll()).state == "waiting"
-            waiting = asyncio.ensure_future(submitted.result())
-            await finish(s)
-            result = await waiting
-            assert (result.text, list(result.token_ids)) == (SMILE, SMILE_IDS)
-            assert result.usage.completion_tokens == len(SMILE_IDS)
-            name = submitted.request_id
-            found = await threaded(s.server.address, lambda c: c.submitted(name).result())
-            assert found.text == SMILE
-            snapshot = await threaded(s.server.address, lambda c: c.submitted(name).poll())
-            assert (snapshot.state, snapshot.text, list(snapshot.token_ids)) == ("finished", SMILE, SMILE_IDS)
-            assert await threaded(s.server.address, lambda c: c.submitted(name).cancel())
-            with pytest.raises(UnknownRequest):
-                await submitted.poll()
-
-    run(scenario())
+async def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        submitted = await client.submit("x", temperature=0.0)
+        assert repr(submitted) == f"AsyncSubmitted({submitted.request_id!r})"
+        assert (await submitted.poll()).state == "waiting"
+        waiting = asyncio.ensure_future(submitted.result())
+        await finish(s)
+        result = await waiting
+        assert (result.text, list(result.token_ids)) == (SMILE, SMILE_IDS)
+        assert result.usage.completion_tokens == len(SMILE_IDS)
+        name = submitted.request_id
+        found = await threaded(s.server.address, lambda c: c.submitted(name).result())
+        assert found.text == SMILE
+        snapshot = await threaded(s.server.address, lambda c: c.submitted(name).poll())
+        assert (snapshot.state, snapshot.text, list(snapshot.token_ids)) == ("finished", SMILE, SMILE_IDS)
+        assert await threaded(s.server.address, lambda c: c.submitted(name).cancel())
+        with pytest.raises(UnknownRequest):
+            await submitted.poll()
 
 
-def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-            submitted = await client.submit("x", request_id="mine")
-            await finish(s)
-            await s.idle()
-            async with submitted.attach(3) as stream:
-                deltas = [delta async for delta in stream]
-            assert deltas[0].first_index == 3
-            assert list(stream.token_ids) == SMILE_IDS[3:]
+async def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        submitted = await client.submit("x", request_id="mine")
+        await finish(s)
+        await s.idle()
+        async with submitted.attach(3) as stream:
+            deltas = [delta async for delta in stream]
+        assert deltas[0].first_index == 3
+        assert list(stream.token_ids) == SMILE_IDS[3:]
 
-            def read(c: Client) -> list[int]:
-                with c.submitted("mine").attach(5) as listening:
-                    for _ in listening:
-                        pass
-                return list(listening.token_ids)
+        def read(c: Client) -> list[int]:
+            with c.submitted("mine").attach(5) as listening:
+                for _ in listening:
+                    pass
+            return list(listening.token_ids)
 
-            assert await threaded(s.server.address, read) == SMILE_IDS[5:]
-
-    run(scenario())
+        assert await threaded(s.server.address, read) == SMILE_IDS[5:]
 
 
-def test_errors_are_those_of_a_call(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, max_queue_size=2) as s,
-            AsyncClient(s.server.address, max_attempts=1) as client,
-        ):
-            submitted = await client.submit("x", request_id="a")
-            with pytest.raises(DuplicateRequest):
-                await client.submit("x", request_id="a")
-            await client.submit("y")
-            with pytest.raises(QueueFull):
-                await client.submit("z")
-            key = await s.engine.next_request(1)
-            s.engine.start(key)
-            s.engine.fail(key, NonFiniteLogits("nan"))
-            with pytest.raises(NonFiniteLogits):
-                await submitted.result()
-            snapshot = await submitted.poll()
-            assert snapshot.is_over
-            assert isinstance(snapshot.error, NonFiniteLogits)
-
-    run(scenario())
+async def test_errors_are_those_of_a_call(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, max_queue_size=2) as s,
+        AsyncClient(s.server.address, max_attempts=1) as client,
+    ):
+        submitted = await client.submit("x", request_id="a")
+        with pytest.raises(DuplicateRequest):
+            await client.submit("x", request_id="a")
+        await client.submit("y")
+        with pytest.raises(QueueFull):
+            await client.submit("z")
+        key = await s.engine.next_request(1)
+        s.engine.start(key)
+        s.engine.fail(key, NonFiniteLogits("nan"))
+        with pytest.raises(NonFiniteLogits):
+            await submitted.result()
+        snapshot = await submitted.poll()
+        assert snapshot.is_over
+        assert isinstance(snapshot.error, NonFiniteLogits)
 
 
-def test_a_second_attempt_of_the_same_submission_finds_the_first(tmp_path: Path) -> None:
+async def test_a_second_attempt_of_the_same_submission_finds_the_first(tmp_path: Path) -> None:
     """The first one arrived although its answer did not: it must not run twice."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-            real = client._transport.unary_async
-            sent = []
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        real = client._transport.unary_async
+        sent = []
 
-            async def twice(method: Any, request: Any, **more: Any) -> Any:
-                sent.append(request)
-                if method.path.endswith("/Submit"):
-                    await real(method, request, **more)
-                return await real(method, request, **more)
+        async def twice(method: Any, request: Any, **more: Any) -> Any:
+            sent.append(request)
+            if method.path.endswith("/Submit"):
+                await real(method, request, **more)
+            return await real(method, request, **more)
 
-            client._transport.unary_async = twice  # type: ignore[method-assign]
-            submitted = await client.submit("x")
-            assert submitted.request_id == sent[0].request.request_id
-            await until(lambda: len(s.service.streams) == 1)
-            assert len(s.engine.submitted) == 1
-
-    run(scenario())
+        client._transport.unary_async = twice  # type: ignore[method-assign]
+        submitted = await client.submit("x")
+        assert submitted.request_id == sent[0].request.request_id
+        await until(lambda: len(s.service.streams) == 1)
+        assert len(s.engine.submitted) == 1
 
 
 def test_the_stand_in_keeps_answers_too() -> None:

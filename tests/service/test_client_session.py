@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import SMILE, SMILE_IDS, Serving, run, serving, until
+from service.serving import SMILE, SMILE_IDS, Serving, serving, until
 
 from lineclear.api_limits import REQUEST_BYTES_KEY
 from lineclear.client import AsyncClient, Client, Generation, session
@@ -85,119 +85,104 @@ async def finish(s: Serving, first: asyncio.Task[Any]) -> None:
     await first
 
 
-def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect: Open) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, connect(s) as client:
-            first = await occupied(s, client)
-            assert len(s.service._sessions) == 0
-            asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
-            await s.engine.next_request(1 + COUNT)
-            assert len(s.service._sessions) == 1
-            keys = [r.request_id for r in s.engine.submitted[1:]]
-            for key in keys:
-                s.engine.start(key)
-            for token in SMILE_IDS:
-                s.engine.step({key: [token] for key in keys})
-            for key in keys:
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            for result in await asyncio.gather(*asked):
-                assert list(result.token_ids) == SMILE_IDS
-                assert result.text == SMILE
-                assert result.usage.completion_tokens == len(SMILE_IDS)
-                assert result.started.prompt_tokens
-            await finish(s, first)
-            await s.idle()
-
-    run(scenario())
-
-
-def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tmp_path: Path, connect: Open) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, connect(s) as client:
-            first = await occupied(s, client)
-            with pytest.raises(InvalidRequest) as wrong:
-                await client.generate("x", top_p=7.0)
-            assert [v.field for v in wrong.value.violations] == ["sampling.top_p"]
-            with pytest.raises(DeadlineExceeded):
-                await client.generate("x", timeout_seconds=0.2)
-            await until(lambda: len(s.engine.cancelled) == 1)
-            failing = asyncio.ensure_future(client.generate("x"))
-            key = await s.engine.next_request(3)
+async def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect: Open) -> None:
+    async with serving(tmp_path) as s, connect(s) as client:
+        first = await occupied(s, client)
+        assert len(s.service._sessions) == 0
+        asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
+        await s.engine.next_request(1 + COUNT)
+        assert len(s.service._sessions) == 1
+        keys = [r.request_id for r in s.engine.submitted[1:]]
+        for key in keys:
             s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS[:2])
-            s.engine.fail(key, NonFiniteLogits("nan"))
-            with pytest.raises(NonFiniteLogits, match="nan"):
-                await failing
-            assert len(s.service._sessions) == 1
-            assert not first.done()
-            await finish(s, first)
-
-    run(scenario())
-
-
-def test_leaving_an_answer_cancels_it_alone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-            first = await occupied(s, client)
-            async with client.stream("x") as left:
-                key = await s.engine.next_request(2)
-                s.engine.start(key)
-                await anext(left)
-            await until(lambda: s.engine.cancelled == [key])
-            other = asyncio.ensure_future(client.generate("y"))
-            last = await s.engine.next_request(3)
-            s.engine.start(last)
-            s.engine.finish_by(last, FinishReason.LENGTH)
-            await other
-            await finish(s, first)
-
-    run(scenario())
+        for token in SMILE_IDS:
+            s.engine.step({key: [token] for key in keys})
+        for key in keys:
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        for result in await asyncio.gather(*asked):
+            assert list(result.token_ids) == SMILE_IDS
+            assert result.text == SMILE
+            assert result.usage.completion_tokens == len(SMILE_IDS)
+            assert result.started.prompt_tokens
+        await finish(s, first)
+        await s.idle()
 
 
-def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            async with connect(s) as client:
-                asked = [await occupied(s, client)]
-                asked += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
-                await s.engine.next_request(4)
-            for call in asked:
-                with pytest.raises(Cancelled):
-                    await call
-            await s.idle()
-            await until(lambda: not s.service._sessions)
+async def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tmp_path: Path, connect: Open) -> None:
+    async with serving(tmp_path) as s, connect(s) as client:
+        first = await occupied(s, client)
+        with pytest.raises(InvalidRequest) as wrong:
+            await client.generate("x", top_p=7.0)
+        assert [v.field for v in wrong.value.violations] == ["sampling.top_p"]
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("x", timeout_seconds=0.2)
+        await until(lambda: len(s.engine.cancelled) == 1)
+        failing = asyncio.ensure_future(client.generate("x"))
+        key = await s.engine.next_request(3)
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS[:2])
+        s.engine.fail(key, NonFiniteLogits("nan"))
+        with pytest.raises(NonFiniteLogits, match="nan"):
+            await failing
+        assert len(s.service._sessions) == 1
+        assert not first.done()
+        await finish(s, first)
 
-    run(scenario())
+
+async def test_leaving_an_answer_cancels_it_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        first = await occupied(s, client)
+        async with client.stream("x") as left:
+            key = await s.engine.next_request(2)
+            s.engine.start(key)
+            await anext(left)
+        await until(lambda: s.engine.cancelled == [key])
+        other = asyncio.ensure_future(client.generate("y"))
+        last = await s.engine.next_request(3)
+        s.engine.start(last)
+        s.engine.finish_by(last, FinishReason.LENGTH)
+        await other
+        await finish(s, first)
 
 
-def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path, connect: Open) -> None:
+async def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> None:
+    async with serving(tmp_path) as s:
+        async with connect(s) as client:
+            asked = [await occupied(s, client)]
+            asked += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
+            await s.engine.next_request(4)
+        for call in asked:
+            with pytest.raises(Cancelled):
+                await call
+        await s.idle()
+        await until(lambda: not s.service._sessions)
+
+
+async def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path, connect: Open) -> None:
     """The server drains: what was cut off is resumed, by whatever way is open then."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, connect(s, max_attempts=1000) as client:
-            first = await occupied(s, client)
-            asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(4)]
-            await s.engine.next_request(5)
-            for request in s.engine.submitted:
-                s.engine.start(request.request_id)
-                s.engine.tokens(request.request_id, SMILE_IDS[:3])
-            await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
-            s.engine.answer = whole
-            s.service.fail_all(lambda mailbox: ShutdownInterrupted("gone", retry_after_seconds=0.0))
-            for session in list(s.service._sessions):
-                session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
-            for result in await asyncio.gather(first, *asked):
-                assert list(result.token_ids) == SMILE_IDS
-                assert result.resumes >= 1
 
     def whole(request: Request) -> list[int]:
         return SMILE_IDS
 
-    run(scenario())
+    async with serving(tmp_path) as s, connect(s, max_attempts=1000) as client:
+        first = await occupied(s, client)
+        asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(4)]
+        await s.engine.next_request(5)
+        for request in s.engine.submitted:
+            s.engine.start(request.request_id)
+            s.engine.tokens(request.request_id, SMILE_IDS[:3])
+        await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
+        s.engine.answer = whole
+        s.service.fail_all(lambda mailbox: ShutdownInterrupted("gone", retry_after_seconds=0.0))
+        for session in list(s.service._sessions):
+            session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
+        for result in await asyncio.gather(first, *asked):
+            assert list(result.token_ids) == SMILE_IDS
+            assert result.resumes >= 1
 
 
 @pytest.mark.parametrize("takes_many", [True, False])
-def test_many_at_once_reach_the_server_in_few_messages(
+async def test_many_at_once_reach_the_server_in_few_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_many: bool
 ) -> None:
     """A server of before, which takes one order in a message, gets one."""
@@ -208,42 +193,36 @@ def test_many_at_once_reach_the_server_in_few_messages(
         counts.append(len(message.submits))
         await obey(self, message)
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-            first = await occupied(s, client)
-            asked = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
-            await s.engine.next_request(1 + COUNT)
-            assert counts == ([COUNT] if takes_many else [0] * COUNT)
-            for call in (first, *asked):
-                call.cancel()
-
     monkeypatch.setattr(Session, "_handle", counted)
     if not takes_many:
         monkeypatch.setattr(inference_service, "session_headers", lambda max_message_bytes: [])
-    run(scenario())
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        first = await occupied(s, client)
+        asked = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
+        await s.engine.next_request(1 + COUNT)
+        assert counts == ([COUNT] if takes_many else [0] * COUNT)
+        for call in (first, *asked):
+            call.cancel()
 
 
 @pytest.mark.parametrize("sessions", [False, None])
-def test_no_session_where_none_is_wanted(tmp_path: Path, sessions: bool | None) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
-            metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
-            first = await occupied(s, client)
-            if sessions is None:  # callers who say different things do not share one
-                shared = asyncio.ensure_future(client.generate("x", metadata=metadata[:1]))
-                await s.engine.next_request(2)
-                alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
-                await s.engine.next_request(3)
-                assert sum(len(session) for session in s.service._sessions) == 1
-                alone.cancel()
-            else:
-                shared = asyncio.ensure_future(client.generate("x"))
-                await s.engine.next_request(2)
-                assert not s.service._sessions
-            shared.cancel()
-            first.cancel()
-
-    run(scenario())
+async def test_no_session_where_none_is_wanted(tmp_path: Path, sessions: bool | None) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
+        metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
+        first = await occupied(s, client)
+        if sessions is None:  # callers who say different things do not share one
+            shared = asyncio.ensure_future(client.generate("x", metadata=metadata[:1]))
+            await s.engine.next_request(2)
+            alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
+            await s.engine.next_request(3)
+            assert sum(len(session) for session in s.service._sessions) == 1
+            alone.cancel()
+        else:
+            shared = asyncio.ensure_future(client.generate("x"))
+            await s.engine.next_request(2)
+            assert not s.service._sessions
+        shared.cancel()
+        first.cancel()
 
 
 @pytest.mark.parametrize(
@@ -257,76 +236,69 @@ def test_whom_a_target_names(target: str, one: bool) -> None:
     assert names_one_server(target) is one
 
 
-def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
-            client = Threaded(s.server.address, max_attempts=1)
-            first = await occupied(s, client)
-            second = asyncio.ensure_future(client.generate("x"))
-            await s.engine.next_request(2)
-            await client.close()
-            for call in (first, second):
-                with pytest.raises(Cancelled):
-                    await call
-            await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
-
-    run(scenario())
+async def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
+        client = Threaded(s.server.address, max_attempts=1)
+        first = await occupied(s, client)
+        second = asyncio.ensure_future(client.generate("x"))
+        await s.engine.next_request(2)
+        await client.close()
+        for call in (first, second):
+            with pytest.raises(Cancelled):
+                await call
+        await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
 
-def test_clients_ask_on_while_connections_and_sessions_reach_their_greatest_age(tmp_path: Path, connect: Open) -> None:
+async def test_clients_ask_on_while_connections_and_sessions_reach_their_greatest_age(
+    tmp_path: Path, connect: Open
+) -> None:
     """One answer lasts longer than its connection may take new calls. Nobody notices, and new Sessions are opened."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
-            opened: set[Any] = set()
-            first = await occupied(s, client)
+    async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
+        opened: set[Any] = set()
+        first = await occupied(s, client)
 
-            async def ask_on(number: int) -> None:
-                count = 0
-                while len(opened) < 4:
-                    answer = await client.generate("more", request_id=f"r{number}-{count}")
-                    assert answer.text == SMILE
-                    opened.update(s.service._sessions)
-                    count += 1
-                    await asyncio.sleep(0.005)
+        async def ask_on(number: int) -> None:
+            count = 0
+            while len(opened) < 4:
+                answer = await client.generate("more", request_id=f"r{number}-{count}")
+                assert answer.text == SMILE
+                opened.update(s.service._sessions)
+                count += 1
+                await asyncio.sleep(0.005)
 
-            # This one keeps the first Session busy to the end.
-            long = asyncio.ensure_future(client.generate("long", request_id="long"))
-            key = await s.engine.next_request(2)
-            s.engine.start(key)
-            s.engine.answer = lambda request: SMILE_IDS
-            await asyncio.gather(*(ask_on(number) for number in range(4)))
-            s.engine.tokens(key, SMILE_IDS)
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            assert (await long).text == SMILE
-            await finish(s, first)
-
-    run(scenario())
+        # This one keeps the first Session busy to the end.
+        long = asyncio.ensure_future(client.generate("long", request_id="long"))
+        key = await s.engine.next_request(2)
+        s.engine.start(key)
+        s.engine.answer = lambda request: SMILE_IDS
+        await asyncio.gather(*(ask_on(number) for number in range(4)))
+        s.engine.tokens(key, SMILE_IDS)
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        assert (await long).text == SMILE
+        await finish(s, first)
 
 
-def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: Open) -> None:
+async def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: Open) -> None:
     """gRPC would end the session that it is a message of, and all requests in it."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s, connect(s) as client:
-            first = await occupied(s, client)
-            neighbour = asyncio.ensure_future(client.generate("x"))
-            key = await s.engine.next_request(2)
-            for size in (200_000, 3_000_000, 5_000_000):
-                with pytest.raises(LineclearError) as caught:
-                    await client.generate("x" * size)
-                assert caught.value.reason in ("PROMPT_TOO_LONG", "REQUEST_TOO_LARGE")
-            assert re.search(r"the request has 50000\d\d bytes and the limit is \d+;", str(caught.value))
-            assert caught.value.metadata["limit"] in str(caught.value)
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS)
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            assert list((await neighbour).token_ids) == SMILE_IDS
-            assert len(s.service._sessions) == 1
-            await finish(s, first)
-
-    run(scenario())
+    async with serving(tmp_path) as s, connect(s) as client:
+        first = await occupied(s, client)
+        neighbour = asyncio.ensure_future(client.generate("x"))
+        key = await s.engine.next_request(2)
+        for size in (200_000, 3_000_000, 5_000_000):
+            with pytest.raises(LineclearError) as caught:
+                await client.generate("x" * size)
+            assert caught.value.reason in ("PROMPT_TOO_LONG", "REQUEST_TOO_LARGE")
+        assert re.search(r"the request has 50000\d\d bytes and the limit is \d+;", str(caught.value))
+        assert caught.value.metadata["limit"] in str(caught.value)
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS)
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        assert list((await neighbour).token_ids) == SMILE_IDS
+        assert len(s.service._sessions) == 1
+        await finish(s, first)
 
 
 def test_a_session_that_names_its_limit_is_not_sent_more() -> None:

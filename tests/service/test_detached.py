@@ -17,7 +17,6 @@ from service.serving import (
     Serving,
     error_of,
     read_all,
-    run,
     serving,
     text_of,
     text_request,
@@ -66,194 +65,164 @@ def cancel(s: Serving, request_id: str, **options: Any) -> Any:
     return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
 
 
-def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit(s, text_request(request_id="mine"))
-            assert name == "mine"
-            key = await s.engine.next_request()
-            assert (await result(s, name)).state == pb.RESULT_STATE_WAITING
-            early = asyncio.ensure_future(attached(s, name))
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS[:4])
-            await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 4)
-            now = await result(s, name)
-            assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
-            late = asyncio.ensure_future(attached(s, name, 2))
-            for token in SMILE_IDS[4:]:
-                s.engine.tokens(key, [token])
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            assert (tokens_of(await early), text_of(await early)) == (SMILE_IDS, SMILE)
-            assert tokens_of(await late) == SMILE_IDS[2:]
-            for have in range(len(SMILE_IDS) + 1):
-                responses = await attached(s, name, have)
-                assert tokens_of(responses) == SMILE_IDS[have:]
-                assert SMILE.endswith(text_of(responses))
-            assert text_of(await attached(s, name)) == SMILE
-            last = await result(s, name)
-            assert last.state == pb.RESULT_STATE_FINISHED
-            assert (last.response.text, list(last.response.token_ids)) == (SMILE, SMILE_IDS)
-            assert last.response.finished.usage.completion_tokens == len(SMILE_IDS)
-            assert last.response.started.request_id == "mine"
-            await s.idle()
-
-    run(scenario())
+async def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit(s, text_request(request_id="mine"))
+        assert name == "mine"
+        key = await s.engine.next_request()
+        assert (await result(s, name)).state == pb.RESULT_STATE_WAITING
+        early = asyncio.ensure_future(attached(s, name))
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS[:4])
+        await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 4)
+        now = await result(s, name)
+        assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
+        late = asyncio.ensure_future(attached(s, name, 2))
+        for token in SMILE_IDS[4:]:
+            s.engine.tokens(key, [token])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        assert (tokens_of(await early), text_of(await early)) == (SMILE_IDS, SMILE)
+        assert tokens_of(await late) == SMILE_IDS[2:]
+        for have in range(len(SMILE_IDS) + 1):
+            responses = await attached(s, name, have)
+            assert tokens_of(responses) == SMILE_IDS[have:]
+            assert SMILE.endswith(text_of(responses))
+        assert text_of(await attached(s, name)) == SMILE
+        last = await result(s, name)
+        assert last.state == pb.RESULT_STATE_FINISHED
+        assert (last.response.text, list(last.response.token_ids)) == (SMILE, SMILE_IDS)
+        assert last.response.finished.usage.completion_tokens == len(SMILE_IDS)
+        assert last.response.started.request_id == "mine"
+        await s.idle()
 
 
-def test_text_that_was_held_back_comes_with_the_end(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
-            assert (await result(s, name)).response.text == SMILE
-            assert text_of(await attached(s, name)) == SMILE
-            assert text_of(await attached(s, name, len(SMILE_IDS))) == "😀"
-
-    run(scenario())
+async def test_text_that_was_held_back_comes_with_the_end(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
+        assert (await result(s, name)).response.text == SMILE
+        assert text_of(await attached(s, name)) == SMILE
+        assert text_of(await attached(s, name, len(SMILE_IDS))) == "😀"
 
 
-def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=10_000) as s:
-            name = await submit_to_the_end(s, answer=[5] * 2500)
-            responses = await attached(s, name)
-            assert tokens_of(responses) == [5] * 2500
-            assert [len(r.token_ids) for r in responses] == [1024, 1024, 452]
-
-    run(scenario())
+async def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=10_000) as s:
+        name = await submit_to_the_end(s, answer=[5] * 2500)
+        responses = await attached(s, name)
+        assert tokens_of(responses) == [5] * 2500
+        assert [len(r.token_ids) for r in responses] == [1024, 1024, 452]
 
 
-def test_logprobs_and_times_stay_with_their_tokens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            options = pb.OutputOptions(logprobs=True, token_timings=True)
-            name = await submit(s, text_request(output=options))
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            await s.idle()
-            (message,) = await attached(s, name, 1)
-            assert [entry.logprob for entry in message.logprobs] == [-2.0, -3.0]
-            assert len(message.token_times_us) == 2
-            assert not (await result(s, name)).response.logprobs
-
-    run(scenario())
+async def test_logprobs_and_times_stay_with_their_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        options = pb.OutputOptions(logprobs=True, token_timings=True)
+        name = await submit(s, text_request(output=options))
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await s.idle()
+        (message,) = await attached(s, name, 1)
+        assert [entry.logprob for entry in message.logprobs] == [-2.0, -3.0]
+        assert len(message.token_times_us) == 2
+        assert not (await result(s, name)).response.logprobs
 
 
-def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit(s)
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS[:2])
-            s.engine.fail(key, NonFiniteLogits("nan"))
-            await s.idle()
-            found = await result(s, name)
-            assert (found.state, found.failure.reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
-            assert list(found.response.token_ids) == SMILE_IDS[:2]
-            call = attach(s, name)
-            assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
-            assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
-
-    run(scenario())
+async def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit(s)
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS[:2])
+        s.engine.fail(key, NonFiniteLogits("nan"))
+        await s.idle()
+        found = await result(s, name)
+        assert (found.state, found.failure.reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
+        assert list(found.response.token_ids) == SMILE_IDS[:2]
+        call = attach(s, name)
+        assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
+        assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
 
 
-def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit(s)
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            call = attach(s, name)
-            await call.read()
-            call.cancel()
-            generating = s.generate(text_request(request_id="live"))
-            await s.engine.next_request(2)
-            assert s.engine.cancelled == []
-            assert (await cancel(s, name)).found
-            assert (await cancel(s, "live")).found
-            assert not (await cancel(s, "nobody")).found
-            assert (await error_of(generating)).reason == "CANCELLED"
-            await s.idle()
-            assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
-            assert (await result(s, name)).failure.reason == "CANCELLED"
-            assert (await cancel(s, name)).found  # forgotten
-            for call in (result(s, name), attach(s, name)):
-                assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
-
-    run(scenario())
+async def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit(s)
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        call = attach(s, name)
+        await call.read()
+        call.cancel()
+        generating = s.generate(text_request(request_id="live"))
+        await s.engine.next_request(2)
+        assert s.engine.cancelled == []
+        assert (await cancel(s, name)).found
+        assert (await cancel(s, "live")).found
+        assert not (await cancel(s, "nobody")).found
+        assert (await error_of(generating)).reason == "CANCELLED"
+        await s.idle()
+        assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
+        assert (await result(s, name)).failure.reason == "CANCELLED"
+        assert (await cancel(s, name)).found  # forgotten
+        for call in (result(s, name), attach(s, name)):
+            assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
 
 
-def test_from_an_index_that_is_not_there_nobody_can_listen(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit_to_the_end(s)
-            error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
-            assert [v.field for v in error.violations] == ["from_index"]
-
-    run(scenario())
+async def test_from_an_index_that_is_not_there_nobody_can_listen(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit_to_the_end(s)
+        error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
+        assert [v.field for v in error.violations] == ["from_index"]
 
 
-def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_detached=3, max_detached_tokens=60) as s:
-            s.engine.answer = lambda request: [5] * 10
-            small = {"sampling": {"max_tokens": 15}}  # of which the answer needs ten
-            names = [await submit(s, text_request(**small)) for _ in range(4)]
-            assert (await error_of(result(s, names[0]))).code == "NOT_FOUND"
-            for name in names[1:]:
-                assert (await result(s, name)).state == pb.RESULT_STATE_FINISHED
-            # 30 tokens are kept; 45 more need the room of two of the three.
-            s.engine.answer = None
-            await submit(s, text_request(sampling={"max_tokens": 45}))
-            assert len(s.service._detached) == 2
-            assert s.service._detached.num_tokens == 55
-            # What is in progress is never pushed out.
-            error = await error_of(submit(s, text_request(sampling={"max_tokens": 20})))
-            assert (error.reason, error.metadata["limit_tokens"]) == ("QUEUE_FULL", "60")
-            assert error.retry_after_seconds is not None
-            await until(lambda: len(s.service.streams) == 1)  # the one refused is gone from the engine too
-
-    run(scenario())
+async def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_detached=3, max_detached_tokens=60) as s:
+        s.engine.answer = lambda request: [5] * 10
+        small = {"sampling": {"max_tokens": 15}}  # of which the answer needs ten
+        names = [await submit(s, text_request(**small)) for _ in range(4)]
+        assert (await error_of(result(s, names[0]))).code == "NOT_FOUND"
+        for name in names[1:]:
+            assert (await result(s, name)).state == pb.RESULT_STATE_FINISHED
+        # 30 tokens are kept; 45 more need the room of two of the three.
+        s.engine.answer = None
+        await submit(s, text_request(sampling={"max_tokens": 45}))
+        assert len(s.service._detached) == 2
+        assert s.service._detached.num_tokens == 55
+        # What is in progress is never pushed out.
+        error = await error_of(submit(s, text_request(sampling={"max_tokens": 20})))
+        assert (error.reason, error.metadata["limit_tokens"]) == ("QUEUE_FULL", "60")
+        assert error.retry_after_seconds is not None
+        await until(lambda: len(s.service.streams) == 1)  # the one refused is gone from the engine too
 
 
-def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+async def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     """Not before its time, and not while it is made, however long the machine stands still."""
     lifetime_seconds = 0.2
 
-    async def scenario() -> None:
-        async with serving(tmp_path, detached_ttl_seconds=lifetime_seconds) as s:
-            loop = asyncio.get_running_loop()
-            name = await submit(s)
-            key = await s.engine.next_request()
-            kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
-            ended_at = loop.time()
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS)
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            await until(lambda: len(s.service._detached) == 0)
-            assert loop.time() - ended_at > 0.9 * lifetime_seconds  # uvloop counts whole milliseconds
-            assert s.service._detached.num_tokens == 0
-            gc.collect()
-            assert kept() is None
-
-    run(scenario())
+    async with serving(tmp_path, detached_ttl_seconds=lifetime_seconds) as s:
+        loop = asyncio.get_running_loop()
+        name = await submit(s)
+        key = await s.engine.next_request()
+        kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
+        ended_at = loop.time()
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS)
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await until(lambda: len(s.service._detached) == 0)
+        assert loop.time() - ended_at > 0.9 * lifetime_seconds  # uvloop counts whole milliseconds
+        assert s.service._detached.num_tokens == 0
+        gc.collect()
+        assert kept() is None
 
 
-def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit_to_the_end(s)
-            kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
-            await cancel(s, name)
-            gc.collect()
-            assert kept() is None
-
-    run(scenario())
+async def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit_to_the_end(s)
+        kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
+        await cancel(s, name)
+        gc.collect()
+        assert kept() is None
 
 
-def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lineclear.scheduler.security import identity
 
     def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
@@ -261,72 +230,57 @@ def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(identity, "caller", caller)
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit(s, metadata=(("who", "alice"),))
-            bob = {"metadata": (("who", "bob"),)}
-            for call in (result(s, name, **bob), attach(s, name, **bob)):
-                assert (await error_of(call)).code == "NOT_FOUND"
-            assert not (await cancel(s, name, **bob)).found
-            assert s.engine.cancelled == []
-            assert (await cancel(s, name, metadata=(("who", "alice"),))).found
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        name = await submit(s, metadata=(("who", "alice"),))
+        bob = {"metadata": (("who", "bob"),)}
+        for call in (result(s, name, **bob), attach(s, name, **bob)):
+            assert (await error_of(call)).code == "NOT_FOUND"
+        assert not (await cancel(s, name, **bob)).found
+        assert s.engine.cancelled == []
+        assert (await cancel(s, name, metadata=(("who", "alice"),))).found
 
 
-def test_a_name_is_taken_while_its_answer_is_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            await submit_to_the_end(s, text_request(request_id="a"))
-            assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
-
-    run(scenario())
+async def test_a_name_is_taken_while_its_answer_is_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        await submit_to_the_end(s, text_request(request_id="a"))
+        assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
 
 
-def test_a_name_that_is_taken_is_said_before_anything_else_is_checked(tmp_path: Path) -> None:
+async def test_a_name_that_is_taken_is_said_before_anything_else_is_checked(tmp_path: Path) -> None:
     """A retry of a request that was taken hears that it was, whatever else is wrong now: no room, a wrong field."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1) as s:
-            await submit_to_the_end(s, text_request(request_id="a"))
-            waiting = s.generate(text_request(request_id="b"))
-            await s.engine.next_request(2)
-            full, wrong = text_request(request_id="a"), text_request(request_id="a", sampling={"temperature": -1})
-            for again in (full, wrong):
-                assert (await error_of(submit(s, again))).reason == "DUPLICATE_REQUEST"
-            assert (await error_of(submit(s, text_request(request_id="c")))).reason == "QUEUE_FULL"
-            assert len(s.engine.submitted) == 2
-            waiting.cancel()
-
-    run(scenario())
+    async with serving(tmp_path, max_queue_size=1) as s:
+        await submit_to_the_end(s, text_request(request_id="a"))
+        waiting = s.generate(text_request(request_id="b"))
+        await s.engine.next_request(2)
+        full, wrong = text_request(request_id="a"), text_request(request_id="a", sampling={"temperature": -1})
+        for again in (full, wrong):
+            assert (await error_of(submit(s, again))).reason == "DUPLICATE_REQUEST"
+        assert (await error_of(submit(s, text_request(request_id="c")))).reason == "QUEUE_FULL"
+        assert len(s.engine.submitted) == 2
+        waiting.cancel()
 
 
-def test_of_two_submits_of_one_name_at_once_one_is_taken(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            same = pb.SubmitRequest(request=text_request(request_id="a"))
-            calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
-            ends = await asyncio.gather(*calls, return_exceptions=True)
-            refused = [end.reason for end in ends if isinstance(end, LineclearError)]
-            assert refused == ["DUPLICATE_REQUEST"] * 3
-            assert len(s.engine.submitted) == len(s.service._detached) == 1
-
-    run(scenario())
+async def test_of_two_submits_of_one_name_at_once_one_is_taken(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        same = pb.SubmitRequest(request=text_request(request_id="a"))
+        calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [end.reason for end in ends if isinstance(end, LineclearError)]
+        assert refused == ["DUPLICATE_REQUEST"] * 3
+        assert len(s.engine.submitted) == len(s.service._detached) == 1
 
 
-def test_a_drain_ends_it_with_what_another_server_needs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            name = await submit(s)
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            s.engine.tokens(key, SMILE_IDS[:2])
-            call = attach(s, name)
-            assert (await call.read()).response.HasField("started")
-            await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 2)
-            await s.service.drain(timeout_seconds=0)
-            error = await error_of(call)
-            assert (error.reason, error.metadata["next_index"]) == ("DRAINED", "2")
-            assert (await result(s, name)).failure.reason == "DRAINED"
-
-    run(scenario())
+async def test_a_drain_ends_it_with_what_another_server_needs(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        name = await submit(s)
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        s.engine.tokens(key, SMILE_IDS[:2])
+        call = attach(s, name)
+        assert (await call.read()).response.HasField("started")
+        await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 2)
+        await s.service.drain(timeout_seconds=0)
+        error = await error_of(call)
+        assert (error.reason, error.metadata["next_index"]) == ("DRAINED", "2")
+        assert (await result(s, name)).failure.reason == "DRAINED"

@@ -86,7 +86,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     assert server.exit_code() == 70
     died = server.wait_for("engine_died")
     assert died["error"] == "AssertionError"
-    assert any("block_pool.py" in place for place in died["places"])
+    assert any("block_pool.py" in place for place in died["places"]), died["places"]
     assert "engine died" in server.wait_for("recording_written")["reason"]
     assert list(recordings.iterdir())
 

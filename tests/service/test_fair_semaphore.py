@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def settle() -> None:
@@ -46,100 +40,82 @@ class Work:
             await settle()
 
 
-def test_a_flood_of_one_waits_behind_the_first_of_another() -> None:
-    async def scenario() -> None:
-        work = Work(FairSemaphore(1, 100, "things wait"))
-        flood = [work.ask("flood") for _ in range(20)]
-        await settle()
-        others = [work.ask("other") for _ in range(3)]
-        await settle()
-        await work.finish()
-        assert work.order[:8].count("other") == 3
-        assert len(work.order) == 23
-        await asyncio.gather(*flood, *others)
-        assert (work.gate.num_inside, work.gate.num_waiting) == (0, 0)
-
-    run(scenario())
+async def test_a_flood_of_one_waits_behind_the_first_of_another() -> None:
+    work = Work(FairSemaphore(1, 100, "things wait"))
+    flood = [work.ask("flood") for _ in range(20)]
+    await settle()
+    others = [work.ask("other") for _ in range(3)]
+    await settle()
+    await work.finish()
+    assert work.order[:8].count("other") == 3
+    assert len(work.order) == 23
+    await asyncio.gather(*flood, *others)
+    assert (work.gate.num_inside, work.gate.num_waiting) == (0, 0)
 
 
-def test_work_counts_by_its_cost() -> None:
+async def test_work_counts_by_its_cost() -> None:
     """One piece of ten is as much as ten pieces of one."""
 
-    async def scenario() -> None:
-        work = Work(FairSemaphore(1, 100, "things wait"))
-        tasks = [work.ask("large", 10.0) for _ in range(5)] + [work.ask("small", 1.0) for _ in range(40)]
-        await settle()
-        await work.finish()
-        at = [index for index, flow in enumerate(work.order) if flow == "large"]
-        assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.order
-        await asyncio.gather(*tasks)
-
-    run(scenario())
+    work = Work(FairSemaphore(1, 100, "things wait"))
+    tasks = [work.ask("large", 10.0) for _ in range(5)] + [work.ask("small", 1.0) for _ in range(40)]
+    await settle()
+    await work.finish()
+    at = [index for index, flow in enumerate(work.order) if flow == "large"]
+    assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.order
+    await asyncio.gather(*tasks)
 
 
-def test_one_flow_leaves_a_place_to_others() -> None:
-    async def scenario() -> None:
-        work = Work(FairSemaphore(3, 100, "things wait"))
-        tasks = [work.ask("flood") for _ in range(5)]
-        await settle()
-        assert work.order == ["flood", "flood"]
-        tasks.append(work.ask("other"))
-        await settle()
-        assert work.order == ["flood", "flood", "other"]
-        await work.finish()
-        await asyncio.gather(*tasks)
-
-    run(scenario())
+async def test_one_flow_leaves_a_place_to_others() -> None:
+    work = Work(FairSemaphore(3, 100, "things wait"))
+    tasks = [work.ask("flood") for _ in range(5)]
+    await settle()
+    assert work.order == ["flood", "flood"]
+    tasks.append(work.ask("other"))
+    await settle()
+    assert work.order == ["flood", "flood", "other"]
+    await work.finish()
+    await asyncio.gather(*tasks)
 
 
-def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
-    async def scenario() -> None:
-        work = Work(FairSemaphore(1, 4, "things wait"))
-        flood = [work.ask("flood") for _ in range(5)]
-        await settle()
-        with pytest.raises(QueueFull, match="5 things wait") as caught:
-            await work.ask("flood")
-        assert caught.value.metadata == {"limit": "5"}
-        other = work.ask("other")
-        await settle()
-        assert flood[-1].done()  # its newest made room
+async def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
+    work = Work(FairSemaphore(1, 4, "things wait"))
+    flood = [work.ask("flood") for _ in range(5)]
+    await settle()
+    with pytest.raises(QueueFull, match="5 things wait") as caught:
+        await work.ask("flood")
+    assert caught.value.metadata == {"limit": "5"}
+    other = work.ask("other")
+    await settle()
+    assert flood[-1].done()  # its newest made room
+    with pytest.raises(QueueFull):
+        await flood[-1]
+    await work.finish()
+    assert sorted(work.order) == ["flood"] * 4 + ["other"]
+    await asyncio.gather(*flood[:-1], other)
+
+
+async def test_giving_up_leaves_nothing() -> None:
+    gate = FairSemaphore(1, 4, "things wait")
+    await gate.acquire("a", 1.0)
+    waiting = [asyncio.ensure_future(gate.acquire(flow, 1.0)) for flow in "abc"]
+    await settle()
+    waiting[0].cancel()
+    await settle()
+    assert gate.num_waiting == 2
+    gate.release("a")  # lets b in
+    waiting[1].cancel()  # in the same moment
+    await settle()
+    assert waiting[2].done()
+    assert gate.num_inside == 1
+    gate.release("c")
+    assert (gate.num_inside, gate.num_waiting) == (0, 0)
+    assert not any((gate._finish, gate._queue, gate._waiting))
+
+
+async def test_without_room_to_wait_a_place_is_still_a_place() -> None:
+    gate = FairSemaphore(1, 0, "things wait")
+    async with gate.slot("a", 1.0):
         with pytest.raises(QueueFull):
-            await flood[-1]
-        await work.finish()
-        assert sorted(work.order) == ["flood"] * 4 + ["other"]
-        await asyncio.gather(*flood[:-1], other)
-
-    run(scenario())
-
-
-def test_giving_up_leaves_nothing() -> None:
-    async def scenario() -> None:
-        gate = FairSemaphore(1, 4, "things wait")
-        await gate.acquire("a", 1.0)
-        waiting = [asyncio.ensure_future(gate.acquire(flow, 1.0)) for flow in "abc"]
-        await settle()
-        waiting[0].cancel()
-        await settle()
-        assert gate.num_waiting == 2
-        gate.release("a")  # lets b in
-        waiting[1].cancel()  # in the same moment
-        await settle()
-        assert waiting[2].done()
+            await gate.acquire("b", 1.0)
+    async with gate.slot("b", 1.0):
         assert gate.num_inside == 1
-        gate.release("c")
-        assert (gate.num_inside, gate.num_waiting) == (0, 0)
-        assert not any((gate._finish, gate._queue, gate._waiting))
-
-    run(scenario())
-
-
-def test_without_room_to_wait_a_place_is_still_a_place() -> None:
-    async def scenario() -> None:
-        gate = FairSemaphore(1, 0, "things wait")
-        async with gate.slot("a", 1.0):
-            with pytest.raises(QueueFull):
-                await gate.acquire("b", 1.0)
-        async with gate.slot("b", 1.0):
-            assert gate.num_inside == 1
-
-    run(scenario())

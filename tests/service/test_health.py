@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from service.serving import run
 
 from lineclear.scheduler.grpc_api.health_service import HealthService
 
@@ -28,32 +27,26 @@ class SlowContext:
 
 
 @pytest.mark.parametrize("closed", [("",), ("", "other")], ids=["its name", "all names"])
-def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str, ...]) -> None:
+async def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str, ...]) -> None:
     """The caller has the first message before the server knows that it is sent: it may act on it at once."""
 
-    async def scenario() -> None:
-        health, context = HealthService(("", "other")), SlowContext()
-        health.set(("",), True)
-        watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
-        await context.begun.wait()
-        health.close(closed)
-        context.through.set()
-        await watch
-        assert context.written == [SERVING, NOT_SERVING]
-
-    run(scenario())
+    health, context = HealthService(("", "other")), SlowContext()
+    health.set(("",), True)
+    watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
+    await context.begun.wait()
+    health.close(closed)
+    context.through.set()
+    await watch
+    assert context.written == [SERVING, NOT_SERVING]
 
 
-def test_a_change_that_is_taken_back_while_a_message_is_on_its_way_is_not_told() -> None:
-    async def scenario() -> None:
-        health, context = HealthService(("",)), SlowContext()
-        watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
-        await context.begun.wait()
-        health.set(("",), True)
-        health.set(("",), False)
-        context.through.set()
-        health.close()
-        await watch
-        assert context.written == [NOT_SERVING]
-
-    run(scenario())
+async def test_a_change_that_is_taken_back_while_a_message_is_on_its_way_is_not_told() -> None:
+    health, context = HealthService(("",)), SlowContext()
+    watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
+    await context.begun.wait()
+    health.set(("",), True)
+    health.set(("",), False)
+    context.through.set()
+    health.close()
+    await watch
+    assert context.written == [NOT_SERVING]

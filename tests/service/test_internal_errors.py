@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, run, serving, text_request, tokens_of
+from service.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, serving, text_request, tokens_of
 from service.session_driver import Caller, submit
 from structlog.testing import capture_logs
 
@@ -22,7 +22,7 @@ MARKER = "open-sesame"
 
 
 @pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
-def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None:
+async def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
             return getattr(TOKENIZER, name)
@@ -30,23 +30,20 @@ def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None
         def encode(self, text: str) -> list[int]:
             raise RuntimeError(f"cannot encode {text}")
 
-    async def scenario() -> None:
-        async with serving(tmp_path, tokenizer=Broken()) as s:
-            with capture_logs() as logs:
-                tokenize = pb.TokenizeRequest(text=MARKER)
-                call = s.generate(text_request(MARKER)) if rpc == "Generate" else s.stub.Tokenize(tokenize)
-                error = await error_of(call)
-                await s.idle()
-            assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
-            assert MARKER not in str(error)
-            assert "RuntimeError" not in str(error)
-            incident = next(entry for entry in logs if entry["event"] == "incident")
-            assert incident["incident_id"] == error.metadata["incident_id"]
-            assert incident["exception"] == "RuntimeError"
-            assert any(Path(__file__).name in frame for frame in incident["frames"])
-            assert MARKER not in str(logs)
-
-    run(scenario())
+    async with serving(tmp_path, tokenizer=Broken()) as s:
+        with capture_logs() as logs:
+            tokenize = pb.TokenizeRequest(text=MARKER)
+            call = s.generate(text_request(MARKER)) if rpc == "Generate" else s.stub.Tokenize(tokenize)
+            error = await error_of(call)
+            await s.idle()
+        assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+        assert MARKER not in str(error)
+        assert "RuntimeError" not in str(error)
+        incident = next(entry for entry in logs if entry["event"] == "incident")
+        assert incident["incident_id"] == error.metadata["incident_id"]
+        assert incident["exception"] == "RuntimeError"
+        assert any(Path(__file__).name in frame for frame in incident["frames"])
+        assert MARKER not in str(logs)
 
 
 BAD_TOKEN = 99
@@ -64,51 +61,38 @@ def break_at_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerText, "push", broken)
 
 
-def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
+async def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            fatal: list[BaseException] = []
-            s.service.on_fatal = fatal.append
-            calls = []
-            for number in (1, 2, 3):
-                call = s.generate()
-                calls.append((call, await s.engine.next_request(number)))
-                s.engine.start(calls[-1][1])
-            with capture_logs() as logs:
-                s.engine.step({calls[0][1]: [5], calls[1][1]: [BAD_TOKEN], calls[2][1]: [7]})
-                error = await error_of(calls[1][0])
-            assert error.reason == "INTERNAL"
-            assert MARKER not in str(logs) + str(error)
-            incident = next(entry for entry in logs if entry["event"] == "incident")
-            assert incident["incident_id"] == error.metadata["incident_id"]
-            for call, key in (calls[0], calls[2]):
-                s.engine.step({key: [8]})
-                s.engine.finish_by(key, FinishReason.LENGTH)
-                assert len(tokens_of(await read_all(call))) == 2
-            assert set(s.engine.cancelled) == {calls[1][1]}
-            assert fatal == []
 
     break_at_a_token(monkeypatch)
-    run(scenario())
+    async with serving(tmp_path) as s:
+        fatal: list[BaseException] = []
+        s.service.on_fatal = fatal.append
+        calls = []
+        for number in (1, 2, 3):
+            call = s.generate()
+            calls.append((call, await s.engine.next_request(number)))
+            s.engine.start(calls[-1][1])
+        with capture_logs() as logs:
+            s.engine.step({calls[0][1]: [5], calls[1][1]: [BAD_TOKEN], calls[2][1]: [7]})
+            error = await error_of(calls[1][0])
+        assert error.reason == "INTERNAL"
+        assert MARKER not in str(logs) + str(error)
+        incident = next(entry for entry in logs if entry["event"] == "incident")
+        assert incident["incident_id"] == error.metadata["incident_id"]
+        for call, key in (calls[0], calls[2]):
+            s.engine.step({key: [8]})
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            assert len(tokens_of(await read_all(call))) == 2
+        assert set(s.engine.cancelled) == {calls[1][1]}
+        assert fatal == []
 
 
 @pytest.mark.parametrize("where", ["text", "message"])
-def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
+async def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            s.engine.answer = lambda request: [5, BAD_TOKEN if request.sampling.seed == 2 else 6]
-            for handle in (1, 2, 3):
-                request = text_request(sampling={"seed": handle, "max_tokens": 2})
-                await caller.order(submit(handle, request))
-            while len(caller.finished) + len(caller.failed) < 3:
-                assert await caller.read()
-            assert sorted(caller.finished) == [1, 3]
-            assert caller.failed[2].reason == "INTERNAL"
 
     if where == "text":
         break_at_a_token(monkeypatch)
@@ -121,10 +105,19 @@ def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
             return response(delivery, *rest)
 
         monkeypatch.setattr(responses, "response", broken)
-    run(scenario())
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        s.engine.answer = lambda request: [5, BAD_TOKEN if request.sampling.seed == 2 else 6]
+        for handle in (1, 2, 3):
+            request = text_request(sampling={"seed": handle, "max_tokens": 2})
+            await caller.order(submit(handle, request))
+        while len(caller.finished) + len(caller.failed) < 3:
+            assert await caller.read()
+        assert sorted(caller.finished) == [1, 3]
+        assert caller.failed[2].reason == "INTERNAL"
 
 
-def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
+async def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
     """gRPC sends no status for a handler that ends with CancelledError: its caller would wait for ever."""
 
     class Cancelling:
@@ -134,52 +127,43 @@ def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
         def encode(self, text: str) -> list[int]:
             raise asyncio.CancelledError
 
-    async def scenario() -> None:
-        async with serving(tmp_path, tokenizer=Cancelling()) as s:
-            async with asyncio.timeout(BOUND_SECONDS):
-                assert (await error_of(s.generate())).reason == "INTERNAL"
-
-    run(scenario())
+    async with serving(tmp_path, tokenizer=Cancelling()) as s:
+        async with asyncio.timeout(BOUND_SECONDS):
+            assert (await error_of(s.generate())).reason == "INTERNAL"
 
 
-def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:
+async def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:
     """Found by the campaign of damaged requests: gRPC does not always say that it was the caller who cancelled."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            request = text_request().SerializeToString()
-            with capture_logs() as logs:
-                for number in range(1, 201):
-                    call = s.channel.stream_stream(GENERATE)()
-                    await call.write(request)
-                    await call.done_writing()
-                    s.engine.start(await s.engine.next_request(number))
-                    if number % 2:
-                        await call.read()
-                    call.cancel()
-                await s.idle()
-            assert [entry for entry in logs if entry["event"] == "incident"] == []
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        request = text_request().SerializeToString()
+        with capture_logs() as logs:
+            for number in range(1, 201):
+                call = s.channel.stream_stream(GENERATE)()
+                await call.write(request)
+                await call.done_writing()
+                s.engine.start(await s.engine.next_request(number))
+                if number % 2:
+                    await call.read()
+                call.cancel()
+            await s.idle()
+        assert [entry for entry in logs if entry["event"] == "incident"] == []
 
 
-def test_no_prompt_and_no_answer_is_logged(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
-            with capture_logs() as logs:
-                await read_all(s.generate(text_request(MARKER)))
-                await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
-                await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
-                chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
-                await error_of(s.generate(pb.GenerateRequest(chat=chat)))
-                await s.idle()
-            ended = [entry for entry in logs if entry["event"] == "request_ended"]
-            assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
-            assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
-            assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
-            said = str(logs)
-            assert MARKER not in said
-            assert str(TOKENIZER.encode_sealed(MARKER)) not in said
-
-    run(scenario())
+async def test_no_prompt_and_no_answer_is_logged(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
+        with capture_logs() as logs:
+            await read_all(s.generate(text_request(MARKER)))
+            await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
+            await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
+            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
+            await error_of(s.generate(pb.GenerateRequest(chat=chat)))
+            await s.idle()
+        ended = [entry for entry in logs if entry["event"] == "request_ended"]
+        assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
+        assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
+        assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
+        said = str(logs)
+        assert MARKER not in said
+        assert str(TOKENIZER.encode_sealed(MARKER)) not in said

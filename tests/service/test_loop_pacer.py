@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from service.serving import run, serving
+from service.serving import serving
 
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
 from lineclear.v1 import inference_pb2 as pb
@@ -28,7 +28,7 @@ class Clock:
         self.now += seconds
 
 
-def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = LoopPacer(clock)
 
@@ -37,10 +37,7 @@ def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypatch: p
         with pace.measured():
             clock.now += seconds
 
-    async def scenario() -> None:
-        await asyncio.gather(large(0.004), large(0.001), large(0.002))
-
-    asyncio.run(scenario())
+    await asyncio.gather(large(0.004), large(0.001), large(0.002))
     assert clock.slept == [0.0, 0.004, 0.001]
 
 
@@ -70,21 +67,18 @@ def test_work_that_fails_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.slept == [0.25]
 
 
-def test_large_inputs_of_tokenize_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_inputs_of_tokenize_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[None] = []
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            real = s.service._pacer.wait
+    async with serving(tmp_path) as s:
+        real = s.service._pacer.wait
 
-            async def wait() -> None:
-                waits.append(None)
-                await real()
+        async def wait() -> None:
+            waits.append(None)
+            await real()
 
-            monkeypatch.setattr(s.service._pacer, "wait", wait)
-            await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
-            assert not waits
-            await s.stub.Tokenize(pb.TokenizeRequest(text="a" * 5000))
-            assert len(waits) == 1
-
-    run(scenario())
+        monkeypatch.setattr(s.service._pacer, "wait", wait)
+        await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
+        assert not waits
+        await s.stub.Tokenize(pb.TokenizeRequest(text="a" * 5000))
+        assert len(waits) == 1

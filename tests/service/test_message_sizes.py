@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from service.serving import HELLO_IDS, error_of, read_all, run, serving, text_of, text_request, tokens_of, until
+from service.serving import HELLO_IDS, error_of, read_all, serving, text_of, text_request, tokens_of, until
 from service.session_driver import Caller, submit
 
 from lineclear.api_limits import MAX_PIECE_BYTES
@@ -27,139 +27,118 @@ UNREAD = len(TOKENS)
 TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
 
-def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
-            call, key = await s.begin(text_request(output={"logprobs": True, "top_logprobs": 20}))
-            # At once, as after a pause of the reader.
-            s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            responses = await read_all(call)
-            assert max(response.ByteSize() for response in responses) <= LARGEST
-            assert tokens_of(responses) == TOKENS
-            assert text_of(responses) == TEXT
-            assert [len(r.logprobs) for r in responses] == [len(r.token_ids) for r in responses]
-
-    run(scenario())
+async def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+        call, key = await s.begin(text_request(output={"logprobs": True, "top_logprobs": 20}))
+        # At once, as after a pause of the reader.
+        s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        responses = await read_all(call)
+        assert max(response.ByteSize() for response in responses) <= LARGEST
+        assert tokens_of(responses) == TOKENS
+        assert text_of(responses) == TEXT
+        assert [len(r.logprobs) for r in responses] == [len(r.token_ids) for r in responses]
 
 
 @pytest.mark.parametrize("output", [{"logprobs": True, "top_logprobs": 20}, {}], ids=["logprobs", "plain"])
-def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
-            caller, count = Caller(s), 3
-            await caller.order(*(submit(n, text_request(output=output)) for n in range(count)))
-            await until(lambda: len(s.engine.submitted) == count)
-            keys = [r.request_id for r in s.engine.submitted]
-            for key in keys:
-                s.engine.start(key)
-            await caller.until(lambda: len(caller.started) == count)
-            for key in keys:
-                s.engine.tokens(key, TOKENS, [TOP] * UNREAD if output else ())
-            # More of some, so that those that were cut are not the last to be written.
-            for key in keys[:2]:
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == 2)
-            for key in keys[2:]:
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == count)
-            assert max(message.ByteSize() for message in caller.messages) <= LARGEST
-            assert all(caller.tokens[n] == TOKENS for n in range(count))
-            assert all(caller.text[n] == TEXT for n in range(count))
-            await s.idle()
-
-    run(scenario())
+async def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
+    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+        caller, count = Caller(s), 3
+        await caller.order(*(submit(n, text_request(output=output)) for n in range(count)))
+        await until(lambda: len(s.engine.submitted) == count)
+        keys = [r.request_id for r in s.engine.submitted]
+        for key in keys:
+            s.engine.start(key)
+        await caller.until(lambda: len(caller.started) == count)
+        for key in keys:
+            s.engine.tokens(key, TOKENS, [TOP] * UNREAD if output else ())
+        # More of some, so that those that were cut are not the last to be written.
+        for key in keys[:2]:
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.finished) == 2)
+        for key in keys[2:]:
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.finished) == count)
+        assert max(message.ByteSize() for message in caller.messages) <= LARGEST
+        assert all(caller.tokens[n] == TOKENS for n in range(count))
+        assert all(caller.text[n] == TEXT for n in range(count))
+        await s.idle()
 
 
-def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
-            caller = Caller(s)
-            await caller.order(submit(1), submit(2))
-            await until(lambda: len(s.engine.submitted) == 2)
-            keys = [r.request_id for r in s.engine.submitted]
-            for key in keys:
-                s.engine.start(key)
-                s.engine.tokens(key, [40] * UNREAD, [TOP] * UNREAD)
-                s.engine.fail(key, DeadlineExceeded("late"))
-            await caller.until(lambda: len(caller.failed) == 2)
-            assert {handle: len(caller.tokens[handle]) for handle in (1, 2)} == {1: UNREAD, 2: UNREAD}
-            assert max(message.ByteSize() for message in caller.messages) <= LARGEST
-
-    run(scenario())
+async def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+        caller = Caller(s)
+        await caller.order(submit(1), submit(2))
+        await until(lambda: len(s.engine.submitted) == 2)
+        keys = [r.request_id for r in s.engine.submitted]
+        for key in keys:
+            s.engine.start(key)
+            s.engine.tokens(key, [40] * UNREAD, [TOP] * UNREAD)
+            s.engine.fail(key, DeadlineExceeded("late"))
+        await caller.until(lambda: len(caller.failed) == 2)
+        assert {handle: len(caller.tokens[handle]) for handle in (1, 2)} == {1: UNREAD, 2: UNREAD}
+        assert max(message.ByteSize() for message in caller.messages) <= LARGEST
 
 
-def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
+async def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
     """Tokens of 5,000 characters: as many as fit by their number make 5 MB."""
     checked = SimpleNamespace(received=(), wants_text=True)
     ticket: Any = SimpleNamespace(checked=checked, caller=ANONYMOUS, tenant="", output=SimpleNamespace(request_id="x"))
 
-    async def scenario() -> None:
-        answer = DetachedAnswer(ticket)
-        answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
-        answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
-        messages = [message async for message in answer.read(0)]
-        assert max(message.ByteSize() for message in messages) <= LARGEST
-        assert [token for message in messages for token in message.token_ids] == list(range(2000))
-        assert sum(len(message.text) for message in messages) == 2000 * 5000
-
-    run(scenario())
+    answer = DetachedAnswer(ticket)
+    answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
+    answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
+    messages = [message async for message in answer.read(0)]
+    assert max(message.ByteSize() for message in messages) <= LARGEST
+    assert [token for message in messages for token in message.token_ids] == list(range(2000))
+    assert sum(len(message.text) for message in messages) == 2000 * 5000
 
 
 @pytest.mark.parametrize("max_prompt_bytes", [5 * 2**18, 8192])
-def test_a_text_as_long_as_max_prompt_bytes_allows_is_taken(tmp_path: Path, max_prompt_bytes: int) -> None:
+async def test_a_text_as_long_as_max_prompt_bytes_allows_is_taken(tmp_path: Path, max_prompt_bytes: int) -> None:
     """Where nothing is said about messages."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_prompt_bytes=max_prompt_bytes) as s:
-            caller = Caller(s)
-            longest = text_request(("quick " * max_prompt_bytes)[:max_prompt_bytes])
-            errors = [await error_of(s.generate(longest))]
-            await caller.order(submit(1, longest))
-            await caller.until(lambda: caller.failed)
-            assert [error.reason for error in (*errors, caller.failed[1])] == ["PROMPT_TOO_LONG"] * 2
-            error = await error_of(s.generate(text_request("x" * (max_prompt_bytes + 1))))
-            assert "max_prompt_bytes" in str(error) or str(max_prompt_bytes) in str(error)
-            assert error.code == "INVALID_ARGUMENT"
-
-    run(scenario())
+    async with serving(tmp_path, max_prompt_bytes=max_prompt_bytes) as s:
+        caller = Caller(s)
+        longest = text_request(("quick " * max_prompt_bytes)[:max_prompt_bytes])
+        errors = [await error_of(s.generate(longest))]
+        await caller.order(submit(1, longest))
+        await caller.until(lambda: caller.failed)
+        assert [error.reason for error in (*errors, caller.failed[1])] == ["PROMPT_TOO_LONG"] * 2
+        error = await error_of(s.generate(text_request("x" * (max_prompt_bytes + 1))))
+        assert "max_prompt_bytes" in str(error) or str(max_prompt_bytes) in str(error)
+        assert error.code == "INVALID_ARGUMENT"
 
 
 @pytest.mark.parametrize("size", [1.1, 1.9])
-def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float) -> None:
-    async def scenario() -> None:
-        limit = 64 * 1024
-        async with serving(tmp_path, max_message_bytes=limit) as s:
-            large = text_request("x" * round(limit * size))
-            caller = Caller(s)
-            assert dict(await caller.call.initial_metadata())["lineclear-max-request-bytes"] == str(limit)
-            await caller.order(submit(1), submit(2, large), submit(3))
-            await caller.until(lambda: caller.failed)
-            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "REQUEST_TOO_LARGE"}
-            await until(lambda: len(s.engine.submitted) == 2)
-            for key in [r.request_id for r in s.engine.submitted]:
-                s.engine.start(key)
-                s.engine.tokens(key, HELLO_IDS)
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == 2)
-            for call in (s.generate(large), s.stub.Submit(pb.SubmitRequest(request=large))):
-                error = await error_of(call)
-                assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "REQUEST_TOO_LARGE")
-                assert error.metadata == {"request_bytes": str(large.ByteSize()), "limit": str(limit)}
-
-    run(scenario())
+async def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float) -> None:
+    limit = 64 * 1024
+    async with serving(tmp_path, max_message_bytes=limit) as s:
+        large = text_request("x" * round(limit * size))
+        caller = Caller(s)
+        assert dict(await caller.call.initial_metadata())["lineclear-max-request-bytes"] == str(limit)
+        await caller.order(submit(1), submit(2, large), submit(3))
+        await caller.until(lambda: caller.failed)
+        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "REQUEST_TOO_LARGE"}
+        await until(lambda: len(s.engine.submitted) == 2)
+        for key in [r.request_id for r in s.engine.submitted]:
+            s.engine.start(key)
+            s.engine.tokens(key, HELLO_IDS)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.finished) == 2)
+        for call in (s.generate(large), s.stub.Submit(pb.SubmitRequest(request=large))):
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "REQUEST_TOO_LARGE")
+            assert error.metadata == {"request_bytes": str(large.ByteSize()), "limit": str(limit)}
 
 
-def test_a_unary_answer_over_the_limit_is_refused_with_its_figures(
+async def test_a_unary_answer_over_the_limit_is_refused_with_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(error_interceptor, "MAX_MESSAGE_BYTES", 1000)
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(s.stub.Tokenize(pb.TokenizeRequest(text="a b " * 1000)))
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "RESPONSE_TOO_LARGE")
-            assert error.metadata["limit"] == "1000"
-            assert (await s.stub.Tokenize(pb.TokenizeRequest(text="a"))).token_ids
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        error = await error_of(s.stub.Tokenize(pb.TokenizeRequest(text="a b " * 1000)))
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "RESPONSE_TOO_LARGE")
+        assert error.metadata["limit"] == "1000"
+        assert (await s.stub.Tokenize(pb.TokenizeRequest(text="a"))).token_ids

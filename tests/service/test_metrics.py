@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from service.processes import Running
-from service.serving import BOUND_SECONDS, error_of, run, serving, text_request
+from service.serving import BOUND_SECONDS, error_of, serving, text_request
 from service.session_driver import Caller, submit
 from service.test_security import bearer
 from service.test_token_file import ALICE, token_file
@@ -269,50 +269,47 @@ def test_an_address_in_use_is_refused() -> None:
 # -- what is refused
 
 
-def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: Path) -> None:
+async def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: Path) -> None:
     """Of all methods, and of orders of a Session. A request that was let in counts among those that ended."""
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}")
-        async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
 
-            async def call(method: Callable[..., Any], message: Any, **options: Any) -> None:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    answer = method(message, metadata=bearer(ALICE), timeout=BOUND_SECONDS, **options)
-                    await (answer.read() if hasattr(answer, "read") else answer)
+        async def call(method: Callable[..., Any], message: Any, **options: Any) -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                answer = method(message, metadata=bearer(ALICE), timeout=BOUND_SECONDS, **options)
+                await (answer.read() if hasattr(answer, "read") else answer)
 
-            wrong = text_request(sampling={"top_p": 7.0})
-            await call(s.stub.Generate, wrong)
-            await call(s.stub.Submit, pb.SubmitRequest(request=wrong))
-            await call(s.stub.Tokenize, pb.TokenizeRequest())
-            await call(s.stub.Detokenize, pb.DetokenizeRequest(token_ids=[10**6]))
-            await call(s.stub.Attach, pb.AttachRequest(request_id="nobody"))
-            await call(s.stub.GetResult, pb.GetResultRequest(request_id="nobody"))
-            await call(s.channel.unary_unary("/lineclear.v1.InferenceService/GetModel"), b"\xff")
-            await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
-            await error_of(s.stub.Generate(wrong))  # without a token
-            caller = Caller(s, metadata=bearer(ALICE))
-            await caller.order(submit(1), submit(2, wrong), submit(3))  # no room for the last one
-            await caller.until(lambda: len(caller.failed) == 2)
-            await caller.order(submit(1))  # ends the Session
-            await error_of(caller.call)
-            await s.idle()
-            # Let in, and found to be too long once it was tokenized.
-            await call(s.stub.Generate, text_request("a b " * 200))
-            await s.idle()
-            rejected, ended = s.service._stats.rejected, s.service._stats.ended
-            assert dict(rejected) == {
-                "invalid_request": 5,  # Generate, Submit, Tokenize, an order, the Session
-                "token_out_of_vocabulary": 1,
-                "unknown_request": 2,
-                "malformed": 1,
-                "unsupported": 1,
-                "unauthenticated": 1,
-                "queue_full": 1,
-            }
-            assert dict(ended) == {"cancelled": 1, "prompt_too_long": 1}
-
-    run(scenario())
+        wrong = text_request(sampling={"top_p": 7.0})
+        await call(s.stub.Generate, wrong)
+        await call(s.stub.Submit, pb.SubmitRequest(request=wrong))
+        await call(s.stub.Tokenize, pb.TokenizeRequest())
+        await call(s.stub.Detokenize, pb.DetokenizeRequest(token_ids=[10**6]))
+        await call(s.stub.Attach, pb.AttachRequest(request_id="nobody"))
+        await call(s.stub.GetResult, pb.GetResultRequest(request_id="nobody"))
+        await call(s.channel.unary_unary("/lineclear.v1.InferenceService/GetModel"), b"\xff")
+        await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
+        await error_of(s.stub.Generate(wrong))  # without a token
+        caller = Caller(s, metadata=bearer(ALICE))
+        await caller.order(submit(1), submit(2, wrong), submit(3))  # no room for the last one
+        await caller.until(lambda: len(caller.failed) == 2)
+        await caller.order(submit(1))  # ends the Session
+        await error_of(caller.call)
+        await s.idle()
+        # Let in, and found to be too long once it was tokenized.
+        await call(s.stub.Generate, text_request("a b " * 200))
+        await s.idle()
+        rejected, ended = s.service._stats.rejected, s.service._stats.ended
+        assert dict(rejected) == {
+            "invalid_request": 5,  # Generate, Submit, Tokenize, an order, the Session
+            "token_out_of_vocabulary": 1,
+            "unknown_request": 2,
+            "malformed": 1,
+            "unsupported": 1,
+            "unauthenticated": 1,
+            "queue_full": 1,
+        }
+        assert dict(ended) == {"cancelled": 1, "prompt_too_long": 1}
     figures = ServerStats(0.0)
     figures.add_rejected("invalid_request")
     assert read(pb.GetStatsResponse(), figures)["lineclear_requests_rejected_total reason=invalid_request"] == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, run, serving, text_request, tokens_of, until
+from service.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, serving, text_request, tokens_of, until
 
 from lineclear.errors import ModelChanged
 from lineclear.model_files.fingerprint import prompt_digest
@@ -17,19 +17,16 @@ OURS = HELLO.model_fingerprint
 OTHER = replace(HELLO, epoch=8, model_id="other", model_fingerprint="fedcba9876543210")
 
 
-def test_the_fingerprint_is_told_with_the_model_and_with_every_answer(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OURS
-            first = (await read_all(s.generate()))[0]
-            assert first.started.model_fingerprint == OURS
-            assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
-            s.engine.join(OTHER)
-            assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
-            assert (await read_all(s.generate()))[0].started.model_fingerprint == OTHER.model_fingerprint
-
-    run(scenario())
+async def test_the_fingerprint_is_told_with_the_model_and_with_every_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OURS
+        first = (await read_all(s.generate()))[0]
+        assert first.started.model_fingerprint == OURS
+        assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
+        s.engine.join(OTHER)
+        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
+        assert (await read_all(s.generate()))[0].started.model_fingerprint == OTHER.model_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -41,32 +38,26 @@ def test_the_fingerprint_is_told_with_the_model_and_with_every_answer(tmp_path: 
         {"resume": {"token_ids": HELLO_IDS[:4], "model_fingerprint": OTHER.model_fingerprint}},
     ],
 )
-def test_a_request_for_another_model_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
-            assert isinstance(error, ModelChanged)
-            assert (error.code, error.reason) == ("ABORTED", "MODEL_CHANGED")
-            assert error.metadata["model_fingerprint"] == OURS
-            assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
-            assert s.engine.submitted == []
-            await s.idle()
-
-    run(scenario())
+async def test_a_request_for_another_model_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
+        assert isinstance(error, ModelChanged)
+        assert (error.code, error.reason) == ("ABORTED", "MODEL_CHANGED")
+        assert error.metadata["model_fingerprint"] == OURS
+        assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
+        assert s.engine.submitted == []
+        await s.idle()
 
 
-def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, served_name="ours") as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            assert (await s.stub.GetModel(pb.GetModelRequest())).model_id == "ours"
-            await read_all(s.generate(text_request(model="ours")))
-            error = await error_of(s.generate(text_request(model="test-model")))
-            assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
-            assert "ours" in str(error)
-            await s.idle()
-
-    run(scenario())
+async def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_path: Path) -> None:
+    async with serving(tmp_path, served_name="ours") as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        assert (await s.stub.GetModel(pb.GetModelRequest())).model_id == "ours"
+        await read_all(s.generate(text_request(model="ours")))
+        error = await error_of(s.generate(text_request(model="test-model")))
+        assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
+        assert "ours" in str(error)
+        await s.idle()
 
 
 @pytest.mark.parametrize(
@@ -82,83 +73,73 @@ def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_path: Pa
         ({"resume": {"model_fingerprint": OURS, "chat_time_us": 2**63 - 1}}, "resume.chat_time_us"),
     ],
 )
-def test_what_is_no_fingerprint_is_refused(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
-            assert error.code == "INVALID_ARGUMENT"
-            assert [violation.field for violation in error.violations] == [field]
-            await s.idle()
-
-    run(scenario())
+async def test_what_is_no_fingerprint_is_refused(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
+        assert error.code == "INVALID_ARGUMENT"
+        assert [violation.field for violation in error.violations] == [field]
+        await s.idle()
 
 
-def test_the_engine_learns_which_model_was_asked_for_and_what_the_request_was_checked_with(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            await read_all(s.generate())
-            await read_all(s.generate(text_request(model_fingerprint=OURS)))
-            plain, named = s.engine.submitted
-            assert (plain.model_fingerprint, named.model_fingerprint) == ("", OURS)
-            assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
+async def test_the_engine_learns_which_model_was_asked_for_and_what_the_request_was_checked_with(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        await read_all(s.generate())
+        await read_all(s.generate(text_request(model_fingerprint=OURS)))
+        plain, named = s.engine.submitted
+        assert (plain.model_fingerprint, named.model_fingerprint) == ("", OURS)
+        assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
 
-    run(scenario())
 
-
-def test_a_conversation_goes_on_with_the_tokens_it_began_with(tmp_path: Path) -> None:
+async def test_a_conversation_goes_on_with_the_tokens_it_began_with(tmp_path: Path) -> None:
     """The template tells the time to the microsecond: rendered again, the prompt would be another one."""
     template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + TEMPLATE
     chat = {"messages": [{"role": "user", "content": "hi"}]}
 
-    async def scenario() -> None:
-        async with serving(tmp_path, template=template) as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            request = pb.GenerateRequest(chat=chat, sampling={"seed": 1, "max_tokens": len(HELLO_IDS)})
-            started = (await read_all(s.generate(request)))[0].started
-            assert started.chat_time_us
-            request.resume.CopyFrom(
-                pb.Resume(
-                    token_ids=HELLO_IDS[:2],
-                    model_fingerprint=started.model_fingerprint,
-                    prompt_digest=started.prompt_digest,
-                    chat_time_us=started.chat_time_us,
-                )
+    async with serving(tmp_path, template=template) as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        request = pb.GenerateRequest(chat=chat, sampling={"seed": 1, "max_tokens": len(HELLO_IDS)})
+        started = (await read_all(s.generate(request)))[0].started
+        assert started.chat_time_us
+        request.resume.CopyFrom(
+            pb.Resume(
+                token_ids=HELLO_IDS[:2],
+                model_fingerprint=started.model_fingerprint,
+                prompt_digest=started.prompt_digest,
+                chat_time_us=started.chat_time_us,
             )
-            rest = [response async for response in s.generate(request)]
-            assert tokens_of(rest) == HELLO_IDS[2:]
-            assert rest[0].started.chat_time_us == started.chat_time_us
-            whole, resumed = s.engine.submitted
-            assert whole.prompt == resumed.prompt
-            # Without the time the template gives another prompt, which is noticed.
-            request.resume.chat_time_us = 0
-            error = await error_of(s.generate(request))
-            assert error.reason == "MODEL_CHANGED"
-            assert "other tokens of the prompt" in str(error)
-            await s.idle()
+        )
+        rest = [response async for response in s.generate(request)]
+        assert tokens_of(rest) == HELLO_IDS[2:]
+        assert rest[0].started.chat_time_us == started.chat_time_us
+        whole, resumed = s.engine.submitted
+        assert whole.prompt == resumed.prompt
+        # Without the time the template gives another prompt, which is noticed.
+        request.resume.chat_time_us = 0
+        error = await error_of(s.generate(request))
+        assert error.reason == "MODEL_CHANGED"
+        assert "other tokens of the prompt" in str(error)
+        await s.idle()
 
-    run(scenario())
 
-
-def test_a_session_opened_before_the_change_is_held_to_the_figures_of_the_new_model(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            session = s.stub.Session()
-            await session.wait_for_connection()
-            s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
-            for handle, fields in enumerate(
-                [{"model_fingerprint": OURS}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
-            ):
-                order = pb.SessionSubmit(handle=handle, request=text_request("hi", **fields))
-                await session.write(pb.SessionRequest(submit=order))
-            await until(lambda: s.engine.submitted)
-            failures: dict[int, str] = {}
-            while len(failures) < 3:
-                message = await session.read()
-                failures |= {piece.handle: piece.failure.reason for piece in message.pieces}
-            assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
-            (request,) = s.engine.submitted
-            assert request.eos_ids == {9}
-            session.cancel()
-
-    run(scenario())
+async def test_a_session_opened_before_the_change_is_held_to_the_figures_of_the_new_model(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        session = s.stub.Session()
+        await session.wait_for_connection()
+        s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
+        for handle, fields in enumerate(
+            [{"model_fingerprint": OURS}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
+        ):
+            order = pb.SessionSubmit(handle=handle, request=text_request("hi", **fields))
+            await session.write(pb.SessionRequest(submit=order))
+        await until(lambda: s.engine.submitted)
+        failures: dict[int, str] = {}
+        while len(failures) < 3:
+            message = await session.read()
+            failures |= {piece.handle: piece.failure.reason for piece in message.pieces}
+        assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
+        (request,) = s.engine.submitted
+        assert request.eos_ids == {9}
+        session.cancel()

@@ -12,7 +12,6 @@ from service.serving import (
     TOKENIZER,
     error_of,
     read_all,
-    run,
     serving,
     text_request,
 )
@@ -22,180 +21,147 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
 
-def test_prompts_of_every_kind(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            long = "quick brown fox " * 6
-            await read_all(s.generate(text_request("a <|im_end|>")))
-            await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))))
-            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")])
-            await read_all(s.generate(pb.GenerateRequest(chat=chat)))
-            await read_all(s.generate(text_request(long)))
-            prompts = [request.prompt for request in s.engine.submitted]
-            assert list(prompts[0]) == TOKENIZER.encode("a <|im_end|>")
-            assert prompts[1] == (5, 0, 511)
-            sealed = TOKENIZER.seal("<|im_start|>") + "user\nhi<|im_end|>" + TOKENIZER.seal("<|im_end|>") + "\n"
-            assert list(prompts[2]) == TOKENIZER.encode_sealed(sealed)
-            assert list(prompts[3]) == TOKENIZER.encode(long)
-
-    run(scenario())
+async def test_prompts_of_every_kind(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        long = "quick brown fox " * 6
+        await read_all(s.generate(text_request("a <|im_end|>")))
+        await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))))
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")])
+        await read_all(s.generate(pb.GenerateRequest(chat=chat)))
+        await read_all(s.generate(text_request(long)))
+        prompts = [request.prompt for request in s.engine.submitted]
+        assert list(prompts[0]) == TOKENIZER.encode("a <|im_end|>")
+        assert prompts[1] == (5, 0, 511)
+        sealed = TOKENIZER.seal("<|im_start|>") + "user\nhi<|im_end|>" + TOKENIZER.seal("<|im_end|>") + "\n"
+        assert list(prompts[2]) == TOKENIZER.encode_sealed(sealed)
+        assert list(prompts[3]) == TOKENIZER.encode(long)
 
 
-def test_sampling_reaches_the_engine_unchanged(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            params = sampling_pb2.SamplingParams(
-                temperature=0.5,
-                top_k=512,
-                top_p=1.0,
-                min_p=0.25,
-                repetition_penalty=1.5,
-                presence_penalty=-2.0,
-                frequency_penalty=2.0,
-                logit_bias=[sampling_pb2.LogitBias(token_id=511, bias=-100.0)],
-                allowed_token_ids=[1, 2, 3],
-                banned_token_ids=[3],
-                seed=9,
-                min_tokens=2,
-                max_tokens=3,
-            )
-            await read_all(s.generate(text_request(sampling=params, priority=255)))
-            request = s.engine.submitted[0]
-            sampling = request.sampling
-            assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 512, 1.0, 0.25)
-            assert sampling.repetition_penalty == 1.5
-            assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
-            assert sampling.logit_bias == ((511, -100.0),)
-            assert (sampling.allowed_ids, sampling.banned_ids) == ((1, 2, 3), (3,))
-            assert (sampling.seed, sampling.min_tokens, request.max_tokens, request.priority) == (9, 2, 3, 255)
-
-    run(scenario())
+async def test_sampling_reaches_the_engine_unchanged(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        params = sampling_pb2.SamplingParams(
+            temperature=0.5,
+            top_k=512,
+            top_p=1.0,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            logit_bias=[sampling_pb2.LogitBias(token_id=511, bias=-100.0)],
+            allowed_token_ids=[1, 2, 3],
+            banned_token_ids=[3],
+            seed=9,
+            min_tokens=2,
+            max_tokens=3,
+        )
+        await read_all(s.generate(text_request(sampling=params, priority=255)))
+        request = s.engine.submitted[0]
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 512, 1.0, 0.25)
+        assert sampling.repetition_penalty == 1.5
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+        assert sampling.logit_bias == ((511, -100.0),)
+        assert (sampling.allowed_ids, sampling.banned_ids) == ((1, 2, 3), (3,))
+        assert (sampling.seed, sampling.min_tokens, request.max_tokens, request.priority) == (9, 2, 3, 255)
 
 
-def test_defaults_come_from_the_request_then_the_model_then_the_schema(tmp_path: Path) -> None:
+async def test_defaults_come_from_the_request_then_the_model_then_the_schema(tmp_path: Path) -> None:
     config = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 3.0, "repetition_penalty": True}
 
-    async def scenario() -> None:
-        async with serving(tmp_path, model_defaults=config) as s:
-            s.engine.answer = lambda request: []
-            await read_all(s.generate(text_request(sampling={"temperature": 0.0})))
-            await read_all(s.generate(text_request(sampling={"top_k": 0, "seed": 0})))
-            asked, other = (request.sampling for request in s.engine.submitted)
-            assert (asked.temperature, asked.top_p, asked.top_k) == (0.0, 0.25, 7)
-            assert (other.temperature, other.top_k, other.seed) == (0.5, 0, 0)
-            assert (other.min_p, other.repetition_penalty) == (0.0, 1.0)  # out of bounds, no number: as if not there
-            assert asked.stop_ids == (EOS,)
-            assert s.engine.submitted[0].max_tokens == 128 - len(TOKENIZER.encode("quick"))
-
-    run(scenario())
+    async with serving(tmp_path, model_defaults=config) as s:
+        s.engine.answer = lambda request: []
+        await read_all(s.generate(text_request(sampling={"temperature": 0.0})))
+        await read_all(s.generate(text_request(sampling={"top_k": 0, "seed": 0})))
+        asked, other = (request.sampling for request in s.engine.submitted)
+        assert (asked.temperature, asked.top_p, asked.top_k) == (0.0, 0.25, 7)
+        assert (other.temperature, other.top_k, other.seed) == (0.5, 0, 0)
+        assert (other.min_p, other.repetition_penalty) == (0.0, 1.0)  # out of bounds, no number: as if not there
+        assert asked.stop_ids == (EOS,)
+        assert s.engine.submitted[0].max_tokens == 128 - len(TOKENIZER.encode("quick"))
 
 
-def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, model_defaults={"temperature": 0.5}, generation_config=False) as s:
-            s.engine.answer = lambda request: []
-            await read_all(s.generate())
-            assert s.engine.submitted[0].sampling.temperature == 1.0
-
-    run(scenario())
+async def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
+    async with serving(tmp_path, model_defaults={"temperature": 0.5}, generation_config=False) as s:
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
+        assert s.engine.submitted[0].sampling.temperature == 1.0
 
 
-def test_seeds_are_random_and_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            told = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
-            assert told == [request.sampling.seed for request in s.engine.submitted]
-            assert told[0] != told[1]
-
-    run(scenario())
+async def test_seeds_are_random_and_told(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        told = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
+        assert told == [request.sampling.seed for request in s.engine.submitted]
+        assert told[0] != told[1]
 
 
-def test_the_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, default_deadline_seconds=50.0) as s:
-            s.engine.answer = lambda request: []
-            begin = monotonic()
-            await read_all(s.generate(timeout=1000.0))
-            await read_all(s.generate())
-            end = monotonic()
-            given, default = (request.deadline for request in s.engine.submitted)
-            assert given is not None
-            assert default is not None
-            assert begin + 990 < given <= end + 1011  # gRPC sends timeouts rounded up by as much as a hundredth
-            assert begin + 50 <= default <= end + 50
-
-    run(scenario())
+async def test_the_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
+    async with serving(tmp_path, default_deadline_seconds=50.0) as s:
+        s.engine.answer = lambda request: []
+        begin = monotonic()
+        await read_all(s.generate(timeout=1000.0))
+        await read_all(s.generate())
+        end = monotonic()
+        given, default = (request.deadline for request in s.engine.submitted)
+        assert given is not None
+        assert default is not None
+        assert begin + 990 < given <= end + 1011  # gRPC sends timeouts rounded up by as much as a hundredth
+        assert begin + 50 <= default <= end + 50
 
 
 @pytest.mark.parametrize("days", [30, 300])
-def test_a_deadline_years_ahead_is_brought_forward(tmp_path: Path, days: int) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
-            s.engine.answer = lambda request: []
-            begin = monotonic()
-            await read_all(s.generate(timeout=days * 86_400.0))
-            (request,) = s.engine.submitted
-            assert request.deadline is not None
-            assert begin + 990 < request.deadline <= monotonic() + 1000
-
-    run(scenario())
+async def test_a_deadline_years_ahead_is_brought_forward(tmp_path: Path, days: int) -> None:
+    async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
+        s.engine.answer = lambda request: []
+        begin = monotonic()
+        await read_all(s.generate(timeout=days * 86_400.0))
+        (request,) = s.engine.submitted
+        assert request.deadline is not None
+        assert begin + 990 < request.deadline <= monotonic() + 1000
 
 
 MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1), (0, -(2**31))]
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)
-def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, seconds: int, nanos: int) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            timeout = Duration(seconds=seconds, nanos=nanos)
-            error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
-            assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
-            caller = Caller(s)
-            order = pb.SessionSubmit(handle=1, request=text_request(), timeout=timeout)
-            await caller.order(pb.SessionRequest(submit=order))
-            while not caller.failed:
-                assert await caller.read()
-            assert caller.failed[1].violations[0].field == "timeout"
-            assert s.engine.submitted == []
-
-    run(scenario())
+async def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, seconds: int, nanos: int) -> None:
+    async with serving(tmp_path) as s:
+        timeout = Duration(seconds=seconds, nanos=nanos)
+        error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
+        assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
+        caller = Caller(s)
+        order = pb.SessionSubmit(handle=1, request=text_request(), timeout=timeout)
+        await caller.order(pb.SessionRequest(submit=order))
+        while not caller.failed:
+            assert await caller.read()
+        assert caller.failed[1].violations[0].field == "timeout"
+        assert s.engine.submitted == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -315_576_000_000])
-def test_a_timeout_that_has_passed_ends_the_request_with_its_deadline(tmp_path: Path, seconds: int) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
-            (request,) = s.engine.submitted
-            assert request.deadline is not None
-            assert request.deadline <= monotonic()  # the core fails it in its next turn
-
-    run(scenario())
+async def test_a_timeout_that_has_passed_ends_the_request_with_its_deadline(tmp_path: Path, seconds: int) -> None:
+    async with serving(tmp_path) as s:
+        await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
+        (request,) = s.engine.submitted
+        assert request.deadline is not None
+        assert request.deadline <= monotonic()  # the core fails it in its next turn
 
 
-def test_the_longest_duration_there_is_counts_as_the_longest_deadline(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
-            longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
-            await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
-            (request,) = s.engine.submitted
-            assert request.deadline is not None
-            assert request.deadline <= monotonic() + 1000
-
-    run(scenario())
+async def test_the_longest_duration_there_is_counts_as_the_longest_deadline(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
+        longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
+        await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
+        (request,) = s.engine.submitted
+        assert request.deadline is not None
+        assert request.deadline <= monotonic() + 1000
 
 
-def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})
-            await read_all(s.generate(request))
-            assert s.engine.submitted[0].eos_ids == frozenset()
-            assert s.engine.submitted[0].sampling.stop_ids == (9,)
-
-    run(scenario())
+async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})
+        await read_all(s.generate(request))
+        assert s.engine.submitted[0].eos_ids == frozenset()
+        assert s.engine.submitted[0].sampling.stop_ids == (9,)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, run, serving, text_of, text_request, tokens_of
+from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
 
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
@@ -66,65 +66,56 @@ def released(case: Case, received: list[int]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_from_every_index_the_rest_is_the_same(tmp_path: Path, case: Case) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: case.answer
-            whole = await read_all(s.generate(asked(case)))
-            tokens, text = tokens_of(whole), text_of(whole)
-            assert tokens == case.answer[: len(tokens)]
-            for have in range(len(tokens) + 1):
-                received = tokens[:have]
-                rest = await the_rest(s.generate(asked(case, received)))
-                assert received + tokens_of(rest) == tokens
-                assert released(case, received) + text_of(rest) == text
-                assert all(r.first_index >= have for r in rest)
-                assert [r.first_index for r in rest if r.token_ids][:1] == ([have] if have < len(tokens) else [])
-                assert rest[0].started.prompt_tokens == whole[0].started.prompt_tokens
-                assert rest[0].started.seed == 5
-                for name in ("reason", "matched_stop_string", "matched_token_id"):
-                    assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
-                assert rest[-1].finished.usage.completion_tokens == len(tokens)
-            await s.idle()
-
-    run(scenario())
+async def test_from_every_index_the_rest_is_the_same(tmp_path: Path, case: Case) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: case.answer
+        whole = await read_all(s.generate(asked(case)))
+        tokens, text = tokens_of(whole), text_of(whole)
+        assert tokens == case.answer[: len(tokens)]
+        for have in range(len(tokens) + 1):
+            received = tokens[:have]
+            rest = await the_rest(s.generate(asked(case, received)))
+            assert received + tokens_of(rest) == tokens
+            assert released(case, received) + text_of(rest) == text
+            assert all(r.first_index >= have for r in rest)
+            assert [r.first_index for r in rest if r.token_ids][:1] == ([have] if have < len(tokens) else [])
+            assert rest[0].started.prompt_tokens == whole[0].started.prompt_tokens
+            assert rest[0].started.seed == 5
+            for name in ("reason", "matched_stop_string", "matched_token_id"):
+                assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
+            assert rest[-1].finished.usage.completion_tokens == len(tokens)
+        await s.idle()
 
 
 async def the_rest(call: Any) -> list[pb.GenerateResponse]:
     return [response async for response in call]
 
 
-def test_an_answer_that_lacks_only_its_end_costs_no_step(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            for case, reason in (
-                (CASES[0], pb.FINISH_REASON_LENGTH),
-                (CASES[1], pb.FINISH_REASON_STOP_EOS),
-                (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
-            ):
-                (only,) = await the_rest(s.generate(asked(case, case.answer)))
-                assert only.finished.reason == reason
-                assert not only.token_ids
-            assert s.engine.submitted == []
-
-    run(scenario())
+async def test_an_answer_that_lacks_only_its_end_costs_no_step(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        for case, reason in (
+            (CASES[0], pb.FINISH_REASON_LENGTH),
+            (CASES[1], pb.FINISH_REASON_STOP_EOS),
+            (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
+        ):
+            (only,) = await the_rest(s.generate(asked(case, case.answer)))
+            assert only.finished.reason == reason
+            assert not only.token_ids
+        assert s.engine.submitted == []
 
 
-def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        seen: list[Request] = []
+async def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
+    seen: list[Request] = []
 
-        def answer(request: Request) -> list[int]:
-            seen.append(request)
-            return IDS
+    def answer(request: Request) -> list[int]:
+        seen.append(request)
+        return IDS
 
-        async with serving(tmp_path) as s:
-            s.engine.answer = answer
-            await the_rest(s.generate(asked(CASES[0], IDS[:3])))
-            (request,) = seen
-            assert (request.output, request.sampling.seed, request.max_tokens) == (tuple(IDS[:3]), 5, len(IDS))
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        s.engine.answer = answer
+        await the_rest(s.generate(asked(CASES[0], IDS[:3])))
+        (request,) = seen
+        assert (request.output, request.sampling.seed, request.max_tokens) == (tuple(IDS[:3]), 5, len(IDS))
 
 
 @pytest.mark.parametrize(
@@ -145,23 +136,19 @@ def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
     ],
     ids=["no seed", "beyond the vocabulary", "after the end", "too many", "beyond the context", "after a stop string"],
 )
-def test_what_cannot_have_been_received_is_refused(tmp_path: Path, request_: pb.GenerateRequest, field: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(s.generate(request_))
-            assert error.code == "INVALID_ARGUMENT"
-            assert {v.field for v in error.violations} == {field}
-            assert s.engine.submitted == []
-            await s.idle()
+async def test_what_cannot_have_been_received_is_refused(
+    tmp_path: Path, request_: pb.GenerateRequest, field: str
+) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(request_))
+        assert error.code == "INVALID_ARGUMENT"
+        assert {v.field for v in error.violations} == {field}
+        assert s.engine.submitted == []
+        await s.idle()
 
-    run(scenario())
 
-
-def test_greedy_needs_no_seed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: IDS
-            request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
-            assert tokens_of(await the_rest(s.generate(request))) == IDS[2:]
-
-    run(scenario())
+async def test_greedy_needs_no_seed(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: IDS
+        request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
+        assert tokens_of(await the_rest(s.generate(request))) == IDS[2:]

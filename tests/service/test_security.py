@@ -23,7 +23,7 @@ import trustme
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.processes import Running
-from service.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, run, serving, text_request
+from service.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, serving, text_request
 from service.session_driver import Caller, submit
 from service.test_token_file import ALICE, AUTHORITY, BOB, pem_files, token_file
 from structlog.testing import capture_logs
@@ -110,44 +110,38 @@ def test_by_default_only_this_machine_can_reach_us() -> None:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
+async def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
     """Methods come from the descriptors, so one that is added tomorrow is asked too; unknown ones look the same."""
     assert {"/lineclear.v1.InferenceService/Generate", "/lineclear.v1.AdminService/Drain"} <= {*METHODS}
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}")
-        async with serving(tmp_path, token_file=str(file)) as s:
-            unknown = ("/lineclear.v1.InferenceService/None", "/any.Thing/AtAll")
-            for method in (*METHODS, *REFLECTION, *CHANNELZ, *unknown):
-                assert await ask(s.channel, method) == "UNAUTHENTICATED", method
-                assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
-                assert await ask(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
-            for method in HEALTH:
-                assert await ask(s.channel, method) != "UNAUTHENTICATED", method
-            assert s.engine.submitted == []
-            assert s.server.health.is_serving("readiness")
-
-    run(scenario())
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        unknown = ("/lineclear.v1.InferenceService/None", "/any.Thing/AtAll")
+        for method in (*METHODS, *REFLECTION, *CHANNELZ, *unknown):
+            assert await ask(s.channel, method) == "UNAUTHENTICATED", method
+            assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
+            assert await ask(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
+        for method in HEALTH:
+            assert await ask(s.channel, method) != "UNAUTHENTICATED", method
+        assert s.engine.submitted == []
+        assert s.server.health.is_serving("readiness")
 
 
-def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> None:
+async def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> None:
     """The rest of the message never comes, and the refusal does not wait for it."""
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}")
-        async with serving(tmp_path, token_file=str(file), request_timeout_seconds=4 * BOUND_SECONDS) as s:
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file), request_timeout_seconds=4 * BOUND_SECONDS) as s:
 
-            def speak() -> bytes:
-                with Connection(tmp_path / "s") as connection:
-                    stream = connection.call("/lineclear.v1.InferenceService/Generate", message(b"", declared=1000))
-                    while stream not in connection.ended:
-                        assert connection.receive()
-                    return connection.ended[stream]
+        def speak() -> bytes:
+            with Connection(tmp_path / "s") as connection:
+                stream = connection.call("/lineclear.v1.InferenceService/Generate", message(b"", declared=1000))
+                while stream not in connection.ended:
+                    assert connection.receive()
+                return connection.ended[stream]
 
-            assert b"asks for a token" in await asyncio.to_thread(speak)
-            assert s.engine.submitted == []
-
-    run(scenario())
+        assert b"asks for a token" in await asyncio.to_thread(speak)
+        assert s.engine.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -163,63 +157,54 @@ def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> None:
         (("x-authorization", f"Bearer {ALICE}"),),
     ],
 )
-def test_what_is_no_token(tmp_path: Path, metadata: Any) -> None:
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}")
-        async with serving(tmp_path, token_file=str(file)) as s:
-            error = await error_of(s.generate(metadata=metadata))
-            assert (error.code, error.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
-            assert error.retry_after_seconds is None
-            assert ALICE not in str(error)
-            assert s.engine.submitted == []
-
-    run(scenario())
+async def test_what_is_no_token(tmp_path: Path, metadata: Any) -> None:
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        error = await error_of(s.generate(metadata=metadata))
+        assert (error.code, error.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+        assert error.retry_after_seconds is None
+        assert ALICE not in str(error)
+        assert s.engine.submitted == []
 
 
-def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}")
-        async with serving(tmp_path, token_file=str(file)) as s:
-            s.engine.answer = lambda request: [5]
-            stats = "/lineclear.v1.InferenceService/GetStats"
-            assert await ask(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
-            open_call = s.generate(metadata=bearer(ALICE))
-            await open_call.read()
-            token_file(tmp_path, f"alice {ALICE}", f"alice {BOB}")
-            await ask_until(s.channel, stats, BOB, refused=False)
-            assert await ask(s.channel, stats, *bearer(ALICE)) != "UNAUTHENTICATED"
-            token_file(tmp_path, f"alice {BOB}")
-            await ask_until(s.channel, stats, ALICE, refused=True)
-            assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
-
-    run(scenario())
+async def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        s.engine.answer = lambda request: [5]
+        stats = "/lineclear.v1.InferenceService/GetStats"
+        assert await ask(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
+        open_call = s.generate(metadata=bearer(ALICE))
+        await open_call.read()
+        token_file(tmp_path, f"alice {ALICE}", f"alice {BOB}")
+        await ask_until(s.channel, stats, BOB, refused=False)
+        assert await ask(s.channel, stats, *bearer(ALICE)) != "UNAUTHENTICATED"
+        token_file(tmp_path, f"alice {BOB}")
+        await ask_until(s.channel, stats, ALICE, refused=True)
+        assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
 
 
-def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_path: Path) -> None:
+async def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_path: Path) -> None:
     """What was let in before is completed, then the Session ends. Other callers' Sessions go on."""
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-        async with serving(tmp_path, token_file=str(file)) as s:
-            alice, bob = (Caller(s, metadata=bearer(token)) for token in (ALICE, BOB))
-            await alice.order(submit(1))
-            key = await s.engine.next_request()
-            token_file(tmp_path, f"bob {BOB}")
-            await ask_until(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
-            await alice.order(submit(2))
-            await alice.until(lambda: alice.failed)
-            assert {handle: failure.reason for handle, failure in alice.failed.items()} == {2: "UNAUTHENTICATED"}
-            s.engine.start(key)
-            s.engine.tokens(key, HELLO_IDS)
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            await alice.until(lambda: alice.finished)
-            assert alice.tokens[1] == HELLO_IDS
-            assert (await error_of(alice.call)).reason == "UNAUTHENTICATED"
-            await bob.order(submit(1))
-            s.engine.start(await s.engine.next_request(2))
-            await bob.until(lambda: bob.started)
-
-    run(scenario())
+    file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        alice, bob = (Caller(s, metadata=bearer(token)) for token in (ALICE, BOB))
+        await alice.order(submit(1))
+        key = await s.engine.next_request()
+        token_file(tmp_path, f"bob {BOB}")
+        await ask_until(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
+        await alice.order(submit(2))
+        await alice.until(lambda: alice.failed)
+        assert {handle: failure.reason for handle, failure in alice.failed.items()} == {2: "UNAUTHENTICATED"}
+        s.engine.start(key)
+        s.engine.tokens(key, HELLO_IDS)
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await alice.until(lambda: alice.finished)
+        assert alice.tokens[1] == HELLO_IDS
+        assert (await error_of(alice.call)).reason == "UNAUTHENTICATED"
+        await bob.order(submit(1))
+        s.engine.start(await s.engine.next_request(2))
+        await bob.until(lambda: bob.started)
 
 
 def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_path: Path) -> None:
@@ -235,22 +220,19 @@ def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 
-def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-        async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
-            s.engine.answer = lambda request: [5]
-            async with secure(s, credentials()) as channel:
-                await read_all(s.stub_of(channel).Generate(text_request()))
-            async with secure(s, credentials(authority=trustme.CA())) as stranger:
-                assert await ask(stranger, HEALTH[0]) == "UNAVAILABLE"
-            async with grpc.aio.insecure_channel(s.server.address) as plain:
-                assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
-
-    run(scenario())
+async def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) -> None:
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
+        s.engine.answer = lambda request: [5]
+        async with secure(s, credentials()) as channel:
+            await read_all(s.stub_of(channel).Generate(text_request()))
+        async with secure(s, credentials(authority=trustme.CA())) as stranger:
+            assert await ask(stranger, HEALTH[0]) == "UNAVAILABLE"
+        async with grpc.aio.insecure_channel(s.server.address) as plain:
+            assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
 
 
-def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
+async def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
     """Seen with the same client at a server of Python's own, which takes them where it is told to."""
     leaf = AUTHORITY.issue_cert("localhost")
 
@@ -279,73 +261,64 @@ def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
         with listener.accept()[0] as raw:
             context.wrap_socket(raw, server_side=True).close()
 
-    async def scenario() -> None:
-        with socket.create_server(("localhost", 0)) as listener:
-            old = asyncio.to_thread(takes_old_ones, listener)
-            asked = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
-            assert (await asyncio.gather(asked, old))[0]
-        async with serving(tmp_path, plaintext=False, **tcp(**pem_files(tmp_path, leaf))) as s:
-            address = ("localhost", int(s.server.address.rpartition(":")[2]))
-            versions = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
-            found = [await asyncio.to_thread(connects, address, version) for version in versions]
-            assert found == [False, False, True, True]
-
-    run(scenario())
+    with socket.create_server(("localhost", 0)) as listener:
+        old = asyncio.to_thread(takes_old_ones, listener)
+        asked = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
+        assert (await asyncio.gather(asked, old))[0]
+    async with serving(tmp_path, plaintext=False, **tcp(**pem_files(tmp_path, leaf))) as s:
+        address = ("localhost", int(s.server.address.rpartition(":")[2]))
+        versions = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
+        found = [await asyncio.to_thread(connects, address, version) for version in versions]
+        assert found == [False, False, True, True]
 
 
-def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is_not(tmp_path: Path) -> None:
+async def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is_not(tmp_path: Path) -> None:
     """The new one is of another authority, so whoever trusts that alone proves that it is served."""
     other = trustme.CA()
 
-    async def scenario() -> None:
-        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-        key = Path(files["tls_key_file"])
-        async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
-            s.engine.answer = lambda request: []
-            async with secure(s, credentials()) as before:
-                assert await ask(before, HEALTH[0]) != "UNAVAILABLE"
-                await asyncio.to_thread(key.write_text, "half a key")
-                with capture_logs() as lines:
-                    async with asyncio.timeout(BOUND_SECONDS):
-                        while not any(line["event"] == "files_not_reloaded" for line in lines):
-                            async with secure(s, credentials()) as channel:
-                                assert await ask(channel, HEALTH[0]) != "UNAVAILABLE"
-                pem_files(tmp_path, other.issue_cert("localhost"))
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    key = Path(files["tls_key_file"])
+    async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
+        s.engine.answer = lambda request: []
+        async with secure(s, credentials()) as before:
+            assert await ask(before, HEALTH[0]) != "UNAVAILABLE"
+            await asyncio.to_thread(key.write_text, "half a key")
+            with capture_logs() as lines:
                 async with asyncio.timeout(BOUND_SECONDS):
-                    while True:
-                        async with secure(s, credentials(authority=other)) as channel:
-                            if await ask(channel, HEALTH[0]) != "UNAVAILABLE":
-                                break
-                        await asyncio.sleep(0.1)
-                # Who was connected stays so.
-                await read_all(s.stub_of(before).Generate(text_request()))
+                    while not any(line["event"] == "files_not_reloaded" for line in lines):
+                        async with secure(s, credentials()) as channel:
+                            assert await ask(channel, HEALTH[0]) != "UNAVAILABLE"
+            pem_files(tmp_path, other.issue_cert("localhost"))
+            async with asyncio.timeout(BOUND_SECONDS):
+                while True:
+                    async with secure(s, credentials(authority=other)) as channel:
+                        if await ask(channel, HEALTH[0]) != "UNAVAILABLE":
+                            break
+                    await asyncio.sleep(0.1)
+            # Who was connected stays so.
+            await read_all(s.stub_of(before).Generate(text_request()))
 
-    run(scenario())
 
-
-def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
+async def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
     clients = trustme.CA()
     (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
 
-    async def scenario() -> None:
-        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-        settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
-        async with serving(tmp_path, plaintext=False, **settings) as s:
-            s.engine.answer = lambda request: [5]
-            for stranger in (None, AUTHORITY.issue_cert("alice@example.org")):
-                async with secure(s, credentials(stranger)) as channel:
-                    assert await ask(channel, HEALTH[0]) == "UNAVAILABLE"
-            for name in ("alice", "bob"):
-                async with secure(s, credentials(clients.issue_cert(f"{name}@example.org"))) as channel:
-                    await read_all(s.stub_of(channel).Generate(text_request()))
-            salts = [request.cache_salt for request in s.engine.submitted]
-            wanted = [cache_salt(Identity(f"{name}@example.org", "certificate")) for name in ("alice", "bob")]
-            assert salts == wanted
-
-    run(scenario())
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
+    async with serving(tmp_path, plaintext=False, **settings) as s:
+        s.engine.answer = lambda request: [5]
+        for stranger in (None, AUTHORITY.issue_cert("alice@example.org")):
+            async with secure(s, credentials(stranger)) as channel:
+                assert await ask(channel, HEALTH[0]) == "UNAVAILABLE"
+        for name in ("alice", "bob"):
+            async with secure(s, credentials(clients.issue_cert(f"{name}@example.org"))) as channel:
+                await read_all(s.stub_of(channel).Generate(text_request()))
+        salts = [request.cache_salt for request in s.engine.submitted]
+        wanted = [cache_salt(Identity(f"{name}@example.org", "certificate")) for name in ("alice", "bob")]
+        assert salts == wanted
 
 
-def test_a_certificate_that_expires_submits_nothing_more_over_an_open_session(
+async def test_a_certificate_that_expires_submits_nothing_more_over_an_open_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was let in before is completed, then the Session ends, as for a revoked token."""
@@ -353,58 +326,52 @@ def test_a_certificate_that_expires_submits_nothing_more_over_an_open_session(
     (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
     tomorrow = datetime.datetime.now(datetime.UTC) + day
 
-    async def scenario() -> None:
-        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-        settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
-        leaf = clients.issue_cert("alice@example.org", not_after=tomorrow)
-        async with (
-            serving(tmp_path, plaintext=False, **settings) as s,
-            secure(s, credentials(leaf)) as channel,
-        ):
-            caller = Caller(s, channel)
-            await caller.order(submit(1))
-            key = await s.engine.next_request()
-            monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() - 60)
-            await caller.order(submit(2))
-            await s.engine.next_request(2)
-            monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() + 1)
-            await caller.order(submit(3))
-            await caller.until(lambda: caller.failed)
-            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "UNAUTHENTICATED"}
-            for request in list(s.engine.requests):
-                s.engine.start(request)
-                s.engine.tokens(request, HELLO_IDS)
-                s.engine.finish_by(request, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == 2)
-            assert key
-            assert (await error_of(caller.call)).reason == "UNAUTHENTICATED"
-
-    run(scenario())
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
+    leaf = clients.issue_cert("alice@example.org", not_after=tomorrow)
+    async with (
+        serving(tmp_path, plaintext=False, **settings) as s,
+        secure(s, credentials(leaf)) as channel,
+    ):
+        caller = Caller(s, channel)
+        await caller.order(submit(1))
+        key = await s.engine.next_request()
+        monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() - 60)
+        await caller.order(submit(2))
+        await s.engine.next_request(2)
+        monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() + 1)
+        await caller.order(submit(3))
+        await caller.until(lambda: caller.failed)
+        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "UNAUTHENTICATED"}
+        for request in list(s.engine.requests):
+            s.engine.start(request)
+            s.engine.tokens(request, HELLO_IDS)
+            s.engine.finish_by(request, FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.finished) == 2)
+        assert key
+        assert (await error_of(caller.call)).reason == "UNAUTHENTICATED"
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
-def test_who_calls_reaches_the_handler_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_calls_reaches_the_handler_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Identity] = []
     real = identity.caller
     monkeypatch.setattr(identity, "caller", lambda context: seen.append(real(context)) or real(context))
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-        async with serving(tmp_path, token_file=str(file)) as s:
-            s.engine.answer = lambda request: [5]
-            calls = [s.generate(metadata=bearer(token)) for token in (ALICE, BOB) * 8]
-            await asyncio.gather(*map(read_all, calls))
-            assert Counter(i.tenant for i in seen) == {"alice": 16, "bob": 16}, "by reading and handler"
-            assert {i.proof for i in seen} == {"token"}
-        seen.clear()
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: [5]
-            await read_all(s.generate())
-            assert seen == [ANONYMOUS] * 2
-
-    run(scenario())
+    file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        s.engine.answer = lambda request: [5]
+        calls = [s.generate(metadata=bearer(token)) for token in (ALICE, BOB) * 8]
+        await asyncio.gather(*map(read_all, calls))
+        assert Counter(i.tenant for i in seen) == {"alice": 16, "bob": 16}, "by reading and handler"
+        assert {i.proof for i in seen} == {"token"}
+    seen.clear()
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [5]
+        await read_all(s.generate())
+        assert seen == [ANONYMOUS] * 2
 
 
 def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
@@ -419,105 +386,90 @@ def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
     assert cache_salt(Identity("ab", "token"), "c") != cache_salt(Identity("a", "token"), "bc")
 
 
-def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path) -> None:
-    async def scenario(share: bool) -> None:
-        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-        async with serving(tmp_path, token_file=str(file), share_prefixes=share) as s:
-            s.engine.answer = lambda request: [5]
-            for token, word in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
-                await read_all(s.generate(text_request(cache_salt=word), metadata=bearer(token)))
-            salts = [request.cache_salt for request in s.engine.submitted]
-            assert len(set(salts)) == (2 if share else 4)
-
-    run(scenario(share=False))
-    run(scenario(share=True))
+@pytest.mark.parametrize("share", [False, True])
+async def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path, share: bool) -> None:
+    file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+    async with serving(tmp_path, token_file=str(file), share_prefixes=share) as s:
+        s.engine.answer = lambda request: [5]
+        for token, word in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
+            await read_all(s.generate(text_request(cache_salt=word), metadata=bearer(token)))
+        salts = [request.cache_salt for request in s.engine.submitted]
+        assert len(set(salts)) == (2 if share else 4)
 
 
 # --- listeners -------------------------------------------------------------------------------------------------------
 
 
-def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
+async def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
     """With an admin address, each method is answered on one of the two, or on both where that is said."""
 
-    async def scenario() -> None:
-        files = {"token_file": str(token_file(tmp_path, f"alice {ALICE}"))}
-        (tmp_path / "admin").mkdir()
-        files["admin_token_file"] = str(token_file(tmp_path / "admin", f"operator {BOB}"))
-        async with (
-            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", **files) as s,
-            grpc.aio.insecure_channel(s.server.admin_address) as admin,
-        ):
-            for method in METHODS:
-                there = (
-                    await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
-                    await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
-                )
-                operators = method in ADMIN or method in ADMIN_ONLY
-                assert there == (not operators, operators or method in EVERYWHERE), method
-                # Neither's token opens the other's door.
-                assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
-                assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
-            for method in REFLECTION:
-                assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
-                assert await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
-            for method in CHANNELZ:
-                assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
-                assert await ask(admin, method, *bearer(BOB)) == "UNIMPLEMENTED"
-            answer = await health_pb2_grpc.HealthStub(admin).Check(health_pb2.HealthCheckRequest())
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-    run(scenario())
+    files = {"token_file": str(token_file(tmp_path, f"alice {ALICE}"))}
+    (tmp_path / "admin").mkdir()
+    files["admin_token_file"] = str(token_file(tmp_path / "admin", f"operator {BOB}"))
+    async with (
+        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", **files) as s,
+        grpc.aio.insecure_channel(s.server.admin_address) as admin,
+    ):
+        for method in METHODS:
+            there = (
+                await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
+                await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
+            )
+            operators = method in ADMIN or method in ADMIN_ONLY
+            assert there == (not operators, operators or method in EVERYWHERE), method
+            # Neither's token opens the other's door.
+            assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
+            assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
+        for method in REFLECTION:
+            assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+            assert await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
+        for method in CHANNELZ:
+            assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+            assert await ask(admin, method, *bearer(BOB)) == "UNIMPLEMENTED"
+        answer = await health_pb2_grpc.HealthStub(admin).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_nobody_gives_orders_where_requests_are_taken(tmp_path: Path) -> None:
+async def test_nobody_gives_orders_where_requests_are_taken(tmp_path: Path) -> None:
     """Not even where there is no other address."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            for method in ADMIN:
-                assert await ask(s.channel, method) == "UNIMPLEMENTED"
-            assert s.operations.orders == []
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        for method in ADMIN:
+            assert await ask(s.channel, method) == "UNIMPLEMENTED"
+        assert s.operations.orders == []
 
 
-def test_channelz_is_the_operators_and_only_where_they_want_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as s,
-            grpc.aio.insecure_channel(s.server.admin_address) as admin,
-        ):
-            answer = await channelz_pb2_grpc.ChannelzStub(admin).GetServers(channelz_pb2.GetServersRequest())
-            sockets = [socket.name for server in answer.server for socket in server.listen_socket]
-            assert any(s.server.admin_address.removeprefix("unix:") in name for name in sockets), sockets
-            for method in CHANNELZ:
-                assert await ask(s.channel, method) == "UNIMPLEMENTED"
-            # Bytes that are no message are our sentence, not the text of an exception.
-            call = admin.unary_unary(CHANNELZ[0])
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(b"\xff")
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario())
+async def test_channelz_is_the_operators_and_only_where_they_want_it(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as s,
+        grpc.aio.insecure_channel(s.server.admin_address) as admin,
+    ):
+        answer = await channelz_pb2_grpc.ChannelzStub(admin).GetServers(channelz_pb2.GetServersRequest())
+        sockets = [socket.name for server in answer.server for socket in server.listen_socket]
+        assert any(s.server.admin_address.removeprefix("unix:") in name for name in sockets), sockets
+        for method in CHANNELZ:
+            assert await ask(s.channel, method) == "UNIMPLEMENTED"
+        # Bytes that are no message are our sentence, not the text of an exception.
+        call = admin.unary_unary(CHANNELZ[0])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"\xff")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-        settings = tcp(**files, token_file=str(token_file(tmp_path, f"alice {ALICE}")), health_listen="127.0.0.1:0")
-        async with (
-            serving(tmp_path, plaintext=False, **settings) as s,
-            grpc.aio.insecure_channel(s.server.health_address) as probe,
-        ):
-            answer = await health_pb2_grpc.HealthStub(probe).Check(health_pb2.HealthCheckRequest())
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            async with secure(s, credentials()) as channel:
-                for method in (*METHODS, *REFLECTION, *CHANNELZ):
-                    # Called where it is answered first: what one listener knows is not known to the other.
-                    await ask(channel, method, *bearer(ALICE))
-                    assert await ask(probe, method) == "UNIMPLEMENTED", method
-
-    run(scenario())
+async def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None:
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    settings = tcp(**files, token_file=str(token_file(tmp_path, f"alice {ALICE}")), health_listen="127.0.0.1:0")
+    async with (
+        serving(tmp_path, plaintext=False, **settings) as s,
+        grpc.aio.insecure_channel(s.server.health_address) as probe,
+    ):
+        answer = await health_pb2_grpc.HealthStub(probe).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        async with secure(s, credentials()) as channel:
+            for method in (*METHODS, *REFLECTION, *CHANNELZ):
+                # Called where it is answered first: what one listener knows is not known to the other.
+                await ask(channel, method, *bearer(ALICE))
+                assert await ask(probe, method) == "UNIMPLEMENTED", method
 
 
 # --- core files ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from service.serving import (
     Serving,
     error_of,
     read_all,
-    run,
     serving,
     text_request,
     tokens_of,
@@ -49,36 +48,30 @@ async def check(s: Serving, name: str) -> int:
 # --- health ----------------------------------------------------------------------------------------------------------
 
 
-def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
+async def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
     assert set(READY) == {"readiness", SERVICE}
 
-    async def scenario() -> None:
-        async with serving(tmp_path, joined=False) as s:
-            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
-            assert [await check(s, name) for name in LIVE] == [SERVING] * 2
-            s.engine.join()
-            await until(lambda: s.server.health.is_serving("readiness"))
-            assert [await check(s, name) for name in READY] == [SERVING] * 2
-            s.engine.lose()
-            await until(lambda: not s.server.health.is_serving("readiness"))
-            assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
-            assert [await check(s, name) for name in LIVE] == [SERVING] * 2
-
-    run(scenario())
+    async with serving(tmp_path, joined=False) as s:
+        assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
+        assert [await check(s, name) for name in LIVE] == [SERVING] * 2
+        s.engine.join()
+        await until(lambda: s.server.health.is_serving("readiness"))
+        assert [await check(s, name) for name in READY] == [SERVING] * 2
+        s.engine.lose()
+        await until(lambda: not s.server.health.is_serving("readiness"))
+        assert [await check(s, name) for name in READY] == [NOT_SERVING] * 2
+        assert [await check(s, name) for name in LIVE] == [SERVING] * 2
 
 
-def test_a_probe_that_names_no_service_asks_whether_the_process_lives(tmp_path: Path) -> None:
+async def test_a_probe_that_names_no_service_asks_whether_the_process_lives(tmp_path: Path) -> None:
     """The default of a kubelet's gRPC probe and of grpc_health_probe: a missing worker must not fail it."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, joined=False) as s:
-            answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
-            assert answer.status == SERVING
-            s.server.set_live(False)
-            answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
-            assert answer.status == NOT_SERVING
-
-    run(scenario())
+    async with serving(tmp_path, joined=False) as s:
+        answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == SERVING
+        s.server.set_live(False)
+        answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == NOT_SERVING
 
 
 def list_response() -> Any:
@@ -98,209 +91,171 @@ def list_response() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("grpc.health.v1.HealthListResponse"))
 
 
-def test_all_names_are_listed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, joined=False, health_listen="127.0.0.1:0") as s:
-            for target in (s.server.address, s.server.health_address):
-                async with grpc.aio.insecure_channel(target) as channel:
-                    call = channel.unary_unary(
-                        "/grpc.health.v1.Health/List", response_deserializer=list_response().FromString
-                    )
-                    statuses = {name: value.status for name, value in (await call(b"")).statuses.items()}
-                assert statuses == {
-                    **dict.fromkeys(LIVE, SERVING),
-                    **dict.fromkeys(READY, NOT_SERVING),
-                    WORKER: SERVING,
-                }
-
-    run(scenario())
+async def test_all_names_are_listed(tmp_path: Path) -> None:
+    async with serving(tmp_path, joined=False, health_listen="127.0.0.1:0") as s:
+        for target in (s.server.address, s.server.health_address):
+            async with grpc.aio.insecure_channel(target) as channel:
+                call = channel.unary_unary(
+                    "/grpc.health.v1.Health/List", response_deserializer=list_response().FromString
+                )
+                statuses = {name: value.status for name, value in (await call(b"")).statuses.items()}
+            assert statuses == {
+                **dict.fromkeys(LIVE, SERVING),
+                **dict.fromkeys(READY, NOT_SERVING),
+                WORKER: SERVING,
+            }
 
 
-def test_an_unknown_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(health_of(s.channel).Check(health_pb2.HealthCheckRequest(service="nobody")))
-            assert error.code == "NOT_FOUND"
-            watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
-            assert (await watch.read()).status == UNKNOWN
-
-    run(scenario())
+async def test_an_unknown_name(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(health_of(s.channel).Check(health_pb2.HealthCheckRequest(service="nobody")))
+        assert error.code == "NOT_FOUND"
+        watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
+        assert (await watch.read()).status == UNKNOWN
 
 
-def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
+async def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
     """The library's servicer forgets the others when one watcher leaves."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, joined=False) as s:
-            watchers = [health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE)) for _ in range(3)]
-            for watch in watchers:
-                assert (await watch.read()).status == NOT_SERVING
-            watchers[0].cancel()
-            s.engine.join()
-            for watch in watchers[1:]:
-                assert (await watch.read()).status == SERVING
-            s.server.health.close()
-            s.server.set_ready(True)  # a worker that joins now brings nothing back
-            for watch in watchers[1:]:
-                assert (await watch.read()).status == NOT_SERVING
-                assert await watch.read() is grpc.aio.EOF
-                assert await watch.code() is grpc.StatusCode.OK
-
-    run(scenario())
+    async with serving(tmp_path, joined=False) as s:
+        watchers = [health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE)) for _ in range(3)]
+        for watch in watchers:
+            assert (await watch.read()).status == NOT_SERVING
+        watchers[0].cancel()
+        s.engine.join()
+        for watch in watchers[1:]:
+            assert (await watch.read()).status == SERVING
+        s.server.health.close()
+        s.server.set_ready(True)  # a worker that joins now brings nothing back
+        for watch in watchers[1:]:
+            assert (await watch.read()).status == NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF
+            assert await watch.code() is grpc.StatusCode.OK
 
 
-def test_watchers_of_one_connection_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchers_of_one_connection_leave_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And those of one address for another, where all the places of the first are taken."""
     monkeypatch.setattr(health_service, "MAX_WATCHERS_PER_CONNECTION", 2)
     monkeypatch.setattr(health_service, "MAX_WATCHERS", 3)
 
-    async def scenario() -> None:
-        async with serving(tmp_path, listen="127.0.0.1:0", health_listen="127.0.0.1:0") as s:
-            own = [("grpc.use_local_subchannel_pool", 1)]
-            channels = [grpc.aio.insecure_channel(s.server.address, options=own) for _ in range(2)]
-            probe = grpc.aio.insecure_channel(s.server.health_address)
+    async with serving(tmp_path, listen="127.0.0.1:0", health_listen="127.0.0.1:0") as s:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(s.server.address, options=own) for _ in range(2)]
+        probe = grpc.aio.insecure_channel(s.server.health_address)
 
-            async def watch(channel: Any) -> Any:
-                call = health_of(channel).Watch(health_pb2.HealthCheckRequest())
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    assert (await call.read()).status == SERVING
-                    return call
-                return (await call.code()).name
+        async def watch(channel: Any) -> Any:
+            call = health_of(channel).Watch(health_pb2.HealthCheckRequest())
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert (await call.read()).status == SERVING
+                return call
+            return (await call.code()).name
 
-            calls = [await watch(channels[0]) for _ in range(2)]
-            assert await watch(channels[0]) == "RESOURCE_EXHAUSTED", "of one connection"
-            calls.append(await watch(channels[1]))
-            assert await watch(channels[1]) == "RESOURCE_EXHAUSTED", "of the address"
-            calls.append(await watch(probe))
-            assert not any(isinstance(call, str) for call in calls)
-            calls[0].cancel()
-            async with asyncio.timeout(BOUND_SECONDS):
-                while isinstance(await watch(channels[1]), str):
-                    pass
-            for channel in (*channels, probe):
-                await channel.close()
-
-    run(scenario())
+        calls = [await watch(channels[0]) for _ in range(2)]
+        assert await watch(channels[0]) == "RESOURCE_EXHAUSTED", "of one connection"
+        calls.append(await watch(channels[1]))
+        assert await watch(channels[1]) == "RESOURCE_EXHAUSTED", "of the address"
+        calls.append(await watch(probe))
+        assert not any(isinstance(call, str) for call in calls)
+        calls[0].cancel()
+        async with asyncio.timeout(BOUND_SECONDS):
+            while isinstance(await watch(channels[1]), str):
+                pass
+        for channel in (*channels, probe):
+            await channel.close()
 
 
-def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, health_listen="0.0.0.0:0") as s,
-            grpc.aio.insecure_channel(s.server.health_address.replace("0.0.0.0", "127.0.0.1")) as probes,
-        ):
-            answer = await health_of(probes).Check(health_pb2.HealthCheckRequest())
-            assert answer.status == SERVING
-            stats = probes.unary_unary(f"/{SERVICE}/GetStats", request_serializer=bytes, response_deserializer=bytes)
-            assert (await error_of(stats(b""))).code == "UNIMPLEMENTED"
-
-    run(scenario())
+async def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, health_listen="0.0.0.0:0") as s,
+        grpc.aio.insecure_channel(s.server.health_address.replace("0.0.0.0", "127.0.0.1")) as probes,
+    ):
+        answer = await health_of(probes).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == SERVING
+        stats = probes.unary_unary(f"/{SERVICE}/GetStats", request_serializer=bytes, response_deserializer=bytes)
+        assert (await error_of(stats(b""))).code == "UNIMPLEMENTED"
 
 
 # --- reflection ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
+async def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
+    async with serving(tmp_path) as s:
+        call = s.channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        services = {entry.name for entry in (await call.read()).list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= services
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        await call.done_writing()
+        raw = s.channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=bytes,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+        await raw.write(b"\x1a\x02\xff\xfe")
+        assert (await error_of(raw)).reason == "MALFORMED"
+
+
+async def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
+    async with serving(tmp_path, reflection=False) as s:
+        for version in ("v1", "v1alpha"):
             call = s.channel.stream_stream(
                 f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-            )()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            services = {entry.name for entry in (await call.read()).list_services_response.service}
-            assert {SERVICE, "grpc.health.v1.Health"} <= services
-            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
-            assert (await call.read()).file_descriptor_response.file_descriptor_proto
-            await call.done_writing()
-            raw = s.channel.stream_stream(
-                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
                 request_serializer=bytes,
-                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+                response_deserializer=bytes,
             )()
-            await raw.write(b"\x1a\x02\xff\xfe")
-            assert (await error_of(raw)).reason == "MALFORMED"
-
-    run(scenario())
-
-
-def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, reflection=False) as s:
-            for version in ("v1", "v1alpha"):
-                call = s.channel.stream_stream(
-                    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-                    request_serializer=bytes,
-                    response_deserializer=bytes,
-                )()
-                assert (await error_of(call)).code == "UNIMPLEMENTED"
-
-    run(scenario())
+            assert (await error_of(call)).code == "UNIMPLEMENTED"
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, listen="127.0.0.1:0") as s:
-            assert not s.server.address.endswith(":0")
-            with pytest.raises(ConfigurationError, match="in use"):
-                async with serving(tmp_path, listen=s.server.address):
-                    pass
-
-    run(scenario())
+async def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
+    async with serving(tmp_path, listen="127.0.0.1:0") as s:
+        assert not s.server.address.endswith(":0")
+        with pytest.raises(ConfigurationError, match="in use"):
+            async with serving(tmp_path, listen=s.server.address):
+                pass
 
 
-def test_a_socket_in_use_is_not_taken_away_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            with pytest.raises(ConfigurationError, match="another server"):
-                async with serving(tmp_path):
-                    pass
-            s.engine.answer = lambda request: []
-            await read_all(s.generate())
-        (tmp_path / "s").unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(tmp_path / "s"))
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: []
-            await read_all(s.generate())
-
-    run(scenario())
+async def test_a_socket_in_use_is_not_taken_away_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        with pytest.raises(ConfigurationError, match="another server"):
+            async with serving(tmp_path):
+                pass
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
+    (tmp_path / "s").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s"))
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
 
 
 @pytest.mark.parametrize("occupant", ["file", "directory"])
-def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
+async def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
     if occupant == "file":
         (tmp_path / "s").write_text("precious")
     else:
         (tmp_path / "s").mkdir()
 
-    async def scenario() -> None:
-        with pytest.raises(ConfigurationError, match="something else"):
-            async with serving(tmp_path):
-                pass
-
-    run(scenario())
+    with pytest.raises(ConfigurationError, match="something else"):
+        async with serving(tmp_path):
+            pass
     assert (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_every_service_that_reflection_lists_is_described_with_all_it_needs(tmp_path: Path, version: str) -> None:
+async def test_every_service_that_reflection_lists_is_described_with_all_it_needs(tmp_path: Path, version: str) -> None:
     """What k6 and buf do: list, ask for the file of each service, and then for each file that one depends on."""
-
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as admins,
-            grpc.aio.insecure_channel(admins.server.admin_address) as admin,
-        ):
-            await describe_all(admin, version, {*NAMES, CHANNELZ, "grpc.health.v1.Health"})
-        (tmp_path / "data").mkdir()
-        async with serving(tmp_path / "data") as s:
-            await describe_all(s.channel, version, {SERVICE, "grpc.health.v1.Health"})
 
     async def describe_all(channel: Any, version: str, expected: set[str]) -> None:
         call = channel.stream_stream(
@@ -332,79 +287,74 @@ def test_every_service_that_reflection_lists_is_described_with_all_it_needs(tmp_
             assert pool.FindServiceByName(service).methods
         await call.done_writing()
 
-    run(scenario())
+    async with (
+        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as admins,
+        grpc.aio.insecure_channel(admins.server.admin_address) as admin,
+    ):
+        await describe_all(admin, version, {*NAMES, CHANNELZ, "grpc.health.v1.Health"})
+    (tmp_path / "data").mkdir()
+    async with serving(tmp_path / "data") as s:
+        await describe_all(s.channel, version, {SERVICE, "grpc.health.v1.Health"})
 
 
-def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_message_bytes=8192) as s:
-            error = await error_of(s.generate(text_request("x" * 10_000)))
-            assert error.code == "RESOURCE_EXHAUSTED"
-            assert s.engine.submitted == []
-
-    run(scenario())
+async def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_message_bytes=8192) as s:
+        error = await error_of(s.generate(text_request("x" * 10_000)))
+        assert error.code == "RESOURCE_EXHAUSTED"
+        assert s.engine.submitted == []
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
 
-def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_path: Path) -> None:
+async def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_path: Path) -> None:
     """Two that finish in time, one that does not, one that is queued; a watcher holds nothing up."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-            assert (await watch.read()).status == SERVING
-            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(4)]
-            await s.engine.next_request(4)
-            keys = {r.request_id.partition("~")[0]: r.request_id for r in s.engine.submitted}
-            ids = TOKENIZER.encode_sealed("Hello, how")
-            for name in ("r0", "r1", "r2"):
-                s.engine.start(keys[name])
-                s.engine.tokens(keys[name], ids[:2])
-            left = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
-            s.server.health.close()
-            await until(lambda: s.engine.is_draining)
-            assert (await error_of(s.generate())).reason == "DRAINING"
-            assert (await watch.read()).status == NOT_SERVING
-            for name in ("r0", "r1"):
-                s.engine.tokens(keys[name], ids[2:])
-                s.engine.finish_by(keys[name], FinishReason.LENGTH)
-            for call in calls[:2]:
-                assert tokens_of(await read_all(call)) == ids
-            assert not left.done()
-            for call, sent in ((calls[2], "2"), (calls[3], "0")):
-                error = await error_of(call)
-                assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINED")
-                assert error.metadata["next_index"] == sent
-                assert 0 <= int(error.metadata["seed"]) < 2**64
-            await left
-            await s.idle()
-            assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
-            async with asyncio.timeout(BOUND_SECONDS):  # less than the grace: nothing is left to wait for
-                await s.server.stop(2 * BOUND_SECONDS)
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == SERVING
+        calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(4)]
+        await s.engine.next_request(4)
+        keys = {r.request_id.partition("~")[0]: r.request_id for r in s.engine.submitted}
+        ids = TOKENIZER.encode_sealed("Hello, how")
+        for name in ("r0", "r1", "r2"):
+            s.engine.start(keys[name])
+            s.engine.tokens(keys[name], ids[:2])
+        left = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
+        s.server.health.close()
+        await until(lambda: s.engine.is_draining)
+        assert (await error_of(s.generate())).reason == "DRAINING"
+        assert (await watch.read()).status == NOT_SERVING
+        for name in ("r0", "r1"):
+            s.engine.tokens(keys[name], ids[2:])
+            s.engine.finish_by(keys[name], FinishReason.LENGTH)
+        for call in calls[:2]:
+            assert tokens_of(await read_all(call)) == ids
+        assert not left.done()
+        for call, sent in ((calls[2], "2"), (calls[3], "0")):
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINED")
+            assert error.metadata["next_index"] == sent
+            assert 0 <= int(error.metadata["seed"]) < 2**64
+        await left
+        await s.idle()
+        assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
+        async with asyncio.timeout(BOUND_SECONDS):  # less than the grace: nothing is left to wait for
+            await s.server.stop(2 * BOUND_SECONDS)
 
 
-def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            async with asyncio.timeout(BOUND_SECONDS):
-                await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
-                await s.server.stop(2 * BOUND_SECONDS)
-
-    run(scenario())
+async def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        async with asyncio.timeout(BOUND_SECONDS):
+            await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
+            await s.server.stop(2 * BOUND_SECONDS)
 
 
-def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            call, key = await s.begin()
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            await s.service.drain(timeout_seconds=5.0)
-            await s.server.stop(2.0)
-            assert (await read_all(call))[-1].finished.reason == pb.FINISH_REASON_LENGTH
-            assert await call.code() is grpc.StatusCode.OK
-
-    run(scenario())
+async def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call, key = await s.begin()
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await s.service.drain(timeout_seconds=5.0)
+        await s.server.stop(2.0)
+        assert (await read_all(call))[-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert await call.code() is grpc.StatusCode.OK

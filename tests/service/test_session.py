@@ -13,7 +13,6 @@ from service.serving import (
     HELLO_IDS,
     error_of,
     read_all,
-    run,
     serving,
     text_of,
     text_request,
@@ -28,36 +27,33 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
 
-def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            await caller.order(*(submit(n) for n in range(5)))
-            await s.engine.next_request(5)
-            keys = [r.request_id for r in s.engine.submitted]
-            for key in keys:
-                s.engine.start(key)
-            await caller.until(lambda: len(caller.started) == 5)
-            before = len(caller.messages)
-            # What the engine says in one go is one step.
-            s.engine.step({key: [HELLO_IDS[0]] for key in keys})
-            await caller.read()
-            assert len(caller.messages) == before + 1
-            assert sorted(caller.messages[-1].handles) == [0, 1, 2, 3, 4]
-            assert not caller.messages[-1].pieces
-            for token in HELLO_IDS[1:]:
-                s.engine.step({key: [token] for key in keys})
-            for key in keys:
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.call.done_writing()
-            await caller.to_the_end()
-            assert {n: caller.tokens[n] for n in range(5)} == dict.fromkeys(range(5), HELLO_IDS)
-            assert set(caller.text.values()) == {"Hello, how are you?"}
-            assert {f.usage.completion_tokens for f in caller.finished.values()} == {len(HELLO_IDS)}
-            assert await caller.call.code() is grpc.StatusCode.OK
-            await s.idle()
-
-    run(scenario())
+async def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        await caller.order(*(submit(n) for n in range(5)))
+        await s.engine.next_request(5)
+        keys = [r.request_id for r in s.engine.submitted]
+        for key in keys:
+            s.engine.start(key)
+        await caller.until(lambda: len(caller.started) == 5)
+        before = len(caller.messages)
+        # What the engine says in one go is one step.
+        s.engine.step({key: [HELLO_IDS[0]] for key in keys})
+        await caller.read()
+        assert len(caller.messages) == before + 1
+        assert sorted(caller.messages[-1].handles) == [0, 1, 2, 3, 4]
+        assert not caller.messages[-1].pieces
+        for token in HELLO_IDS[1:]:
+            s.engine.step({key: [token] for key in keys})
+        for key in keys:
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.call.done_writing()
+        await caller.to_the_end()
+        assert {n: caller.tokens[n] for n in range(5)} == dict.fromkeys(range(5), HELLO_IDS)
+        assert set(caller.text.values()) == {"Hello, how are you?"}
+        assert {f.usage.completion_tokens for f in caller.finished.values()} == {len(HELLO_IDS)}
+        assert await caller.call.code() is grpc.StatusCode.OK
+        await s.idle()
 
 
 @pytest.mark.parametrize(
@@ -72,215 +68,186 @@ def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> No
     ],
     ids=["plain", "no text", "times", "stop", "stop without text", "greedy"],
 )
-def test_an_answer_is_that_of_generate(tmp_path: Path, request_: pb.GenerateRequest) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: HELLO_IDS
-            alone = await read_all(s.generate(request_))
-            s.engine.answer = None
-            caller = Caller(s)
-            await caller.order(submit(7, request_))
-            key = await s.engine.next_request(2)
-            s.engine.start(key)
-            for count, token in enumerate(HELLO_IDS, 1):
-                if key in s.engine.requests:  # or a stop string ended it
-                    s.engine.tokens(key, [token])
-                    await caller.until(partial(has_tokens, caller, count))
-            s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.call.done_writing()
-            await caller.to_the_end()
-            assert caller.tokens[7] == tokens_of(alone)
-            assert caller.text[7] == text_of(alone)
-            assert caller.finished[7].reason == alone[-1].finished.reason
-            assert caller.finished[7].matched_stop_string == alone[-1].finished.matched_stop_string
-            assert caller.finished[7].usage == alone[-1].finished.usage
+async def test_an_answer_is_that_of_generate(tmp_path: Path, request_: pb.GenerateRequest) -> None:
 
     def has_tokens(caller: Caller, count: int) -> bool:
         return len(caller.tokens[7]) >= count
 
-    run(scenario())
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: HELLO_IDS
+        alone = await read_all(s.generate(request_))
+        s.engine.answer = None
+        caller = Caller(s)
+        await caller.order(submit(7, request_))
+        key = await s.engine.next_request(2)
+        s.engine.start(key)
+        for count, token in enumerate(HELLO_IDS, 1):
+            if key in s.engine.requests:  # or a stop string ended it
+                s.engine.tokens(key, [token])
+                await caller.until(partial(has_tokens, caller, count))
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.call.done_writing()
+        await caller.to_the_end()
+        assert caller.tokens[7] == tokens_of(alone)
+        assert caller.text[7] == text_of(alone)
+        assert caller.finished[7].reason == alone[-1].finished.reason
+        assert caller.finished[7].matched_stop_string == alone[-1].finished.matched_stop_string
+        assert caller.finished[7].usage == alone[-1].finished.usage
 
 
-def test_logprobs_come_as_pieces(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            await caller.order(submit(1, text_request(output=pb.OutputOptions(logprobs=True))))
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            s.engine.tokens(key, HELLO_IDS[:1], [Logprobs(-0.5)])
-            await caller.until(lambda: caller.tokens[1])
-            found = [p.response.logprobs[0].logprob for m in caller.messages for p in m.pieces if p.response.logprobs]
-            assert found == [-0.5]
-
-    run(scenario())
+async def test_logprobs_come_as_pieces(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        await caller.order(submit(1, text_request(output=pb.OutputOptions(logprobs=True))))
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        s.engine.tokens(key, HELLO_IDS[:1], [Logprobs(-0.5)])
+        await caller.until(lambda: caller.tokens[1])
+        found = [p.response.logprobs[0].logprob for m in caller.messages for p in m.pieces if p.response.logprobs]
+        assert found == [-0.5]
 
 
-def test_the_error_of_one_request_is_its_own(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            wrong = text_request(sampling={"top_p": 7.0})
-            await caller.order(submit(1), submit(2, wrong), submit(3, text_request("x" * 600)))
-            await s.engine.next_request(1)
-            alone = await error_of(s.generate(wrong))
-            await caller.until(lambda: {2, 3} <= caller.failed.keys())
-            failure = caller.failed[2]
-            assert (failure.code, failure.reason, failure.message) == (3, alone.reason, str(alone))
-            assert [v.field for v in failure.violations] == ["sampling.top_p"]
-            assert caller.failed[3].reason == "PROMPT_TOO_LONG"
-            key = s.engine.submitted[0].request_id
-            s.engine.start(key)
-            s.engine.fail(key, DeviceOutOfMemory("too large"))
-            await caller.until(lambda: 1 in caller.failed)
-            assert (caller.failed[1].code, caller.failed[1].reason) == (8, "DEVICE_OUT_OF_MEMORY")
-            caller.failed.clear()
-            caller.started.clear()
-            await caller.order(submit(1))  # the handle is free again, and the session goes on
-            s.engine.start(await s.engine.next_request(2))
-            await caller.until(lambda: 1 in caller.started)
-
-    run(scenario())
+async def test_the_error_of_one_request_is_its_own(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        wrong = text_request(sampling={"top_p": 7.0})
+        await caller.order(submit(1), submit(2, wrong), submit(3, text_request("x" * 600)))
+        await s.engine.next_request(1)
+        alone = await error_of(s.generate(wrong))
+        await caller.until(lambda: {2, 3} <= caller.failed.keys())
+        failure = caller.failed[2]
+        assert (failure.code, failure.reason, failure.message) == (3, alone.reason, str(alone))
+        assert [v.field for v in failure.violations] == ["sampling.top_p"]
+        assert caller.failed[3].reason == "PROMPT_TOO_LONG"
+        key = s.engine.submitted[0].request_id
+        s.engine.start(key)
+        s.engine.fail(key, DeviceOutOfMemory("too large"))
+        await caller.until(lambda: 1 in caller.failed)
+        assert (caller.failed[1].code, caller.failed[1].reason) == (8, "DEVICE_OUT_OF_MEMORY")
+        caller.failed.clear()
+        caller.started.clear()
+        await caller.order(submit(1))  # the handle is free again, and the session goes on
+        s.engine.start(await s.engine.next_request(2))
+        await caller.until(lambda: 1 in caller.started)
 
 
-def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=2) as s:
-            caller = Caller(s)
-            await caller.order(*(submit(n) for n in range(3)))
-            await caller.until(lambda: caller.failed)
-            assert caller.failed.keys() == {2}
-            assert caller.failed[2].reason == "QUEUE_FULL"
-            assert caller.failed[2].HasField("retry_after")
-
-    run(scenario())
+async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue_size=2) as s:
+        caller = Caller(s)
+        await caller.order(*(submit(n) for n in range(3)))
+        await caller.until(lambda: caller.failed)
+        assert caller.failed.keys() == {2}
+        assert caller.failed[2].reason == "QUEUE_FULL"
+        assert caller.failed[2].HasField("retry_after")
 
 
-def test_a_session_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_session_requests=3) as s:
-            caller = Caller(s)
-            await caller.order(*(submit(n) for n in range(4)))
-            await caller.until(lambda: caller.failed)
-            assert caller.failed.keys() == {3}
-            assert caller.failed[3].metadata == {"limit": "3"}
-
-    run(scenario())
+async def test_a_session_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_session_requests=3) as s:
+        caller = Caller(s)
+        await caller.order(*(submit(n) for n in range(4)))
+        await caller.until(lambda: caller.failed)
+        assert caller.failed.keys() == {3}
+        assert caller.failed[3].metadata == {"limit": "3"}
 
 
-def test_cancelling_one_request_leaves_the_others(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            await caller.order(submit(1, text_request(request_id="a")), submit(2, text_request(request_id="b")))
-            await s.engine.next_request(2)
-            keys = {r.request_id[0]: r.request_id for r in s.engine.submitted}
-            await caller.order(cancel(1), cancel(99))
-            await caller.until(lambda: caller.failed)
-            assert (caller.failed[1].code, caller.failed[1].reason) == (1, "CANCELLED")
-            assert s.engine.cancelled == [keys["a"]]
-            s.engine.start(keys["b"])
-            await caller.until(lambda: 2 in caller.started)
-
-    run(scenario())
+async def test_cancelling_one_request_leaves_the_others(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        await caller.order(submit(1, text_request(request_id="a")), submit(2, text_request(request_id="b")))
+        await s.engine.next_request(2)
+        keys = {r.request_id[0]: r.request_id for r in s.engine.submitted}
+        await caller.order(cancel(1), cancel(99))
+        await caller.until(lambda: caller.failed)
+        assert (caller.failed[1].code, caller.failed[1].reason) == (1, "CANCELLED")
+        assert s.engine.cancelled == [keys["a"]]
+        s.engine.start(keys["b"])
+        await caller.until(lambda: 2 in caller.started)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_a_caller_who_leaves_takes_the_requests_along(tmp_path: Path, how: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            channel = grpc.aio.insecure_channel(s.server.address)
-            call = channel.stream_stream(
-                "/lineclear.v1.InferenceService/Session", pb.SessionRequest.SerializeToString, None
-            )()
-            for handle in range(3):
-                await call.write(submit(handle))
-            await s.engine.next_request(3)
-            s.engine.start(s.engine.submitted[0].request_id)
-            await call.read()
-            if how == "cancel":
-                call.cancel()
-            await channel.close()
-            await s.idle()
-            assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
-
-    run(scenario())
+async def test_a_caller_who_leaves_takes_the_requests_along(tmp_path: Path, how: str) -> None:
+    async with serving(tmp_path) as s:
+        channel = grpc.aio.insecure_channel(s.server.address)
+        call = channel.stream_stream(
+            "/lineclear.v1.InferenceService/Session", pb.SessionRequest.SerializeToString, None
+        )()
+        for handle in range(3):
+            await call.write(submit(handle))
+        await s.engine.next_request(3)
+        s.engine.start(s.engine.submitted[0].request_id)
+        await call.read()
+        if how == "cancel":
+            call.cancel()
+        await channel.close()
+        await s.idle()
+        assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
 
 
-def test_each_request_has_a_deadline_within_that_of_the_call(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, default_deadline_seconds=500.0) as s:
-            caller, unbounded = Caller(s, timeout=100.0), Caller(s)
-            before = s.service._clock()
-            await caller.order(submit(0, text_request(request_id="short"), 20.0))
-            await caller.order(submit(1, text_request(request_id="long"), 300.0))
-            await unbounded.order(submit(0, text_request(request_id="default")))
-            await until(lambda: len(s.engine.submitted) == 3)
-            spent = s.service._clock() - before
-            seconds = {r.request_id.partition("~")[0]: (r.deadline or 0.0) - before for r in s.engine.submitted}
-            assert 20 <= seconds["short"] <= 20 + spent
-            # gRPC rounds the time that a call has.
-            assert 90 < seconds["long"] < 110, "the call's own deadline bounds it"
-            assert 500 <= seconds["default"] <= 500 + spent
-
-    run(scenario())
+async def test_each_request_has_a_deadline_within_that_of_the_call(tmp_path: Path) -> None:
+    async with serving(tmp_path, default_deadline_seconds=500.0) as s:
+        caller, unbounded = Caller(s, timeout=100.0), Caller(s)
+        before = s.service._clock()
+        await caller.order(submit(0, text_request(request_id="short"), 20.0))
+        await caller.order(submit(1, text_request(request_id="long"), 300.0))
+        await unbounded.order(submit(0, text_request(request_id="default")))
+        await until(lambda: len(s.engine.submitted) == 3)
+        spent = s.service._clock() - before
+        seconds = {r.request_id.partition("~")[0]: (r.deadline or 0.0) - before for r in s.engine.submitted}
+        assert 20 <= seconds["short"] <= 20 + spent
+        # gRPC rounds the time that a call has.
+        assert 90 < seconds["long"] < 110, "the call's own deadline bounds it"
+        assert 500 <= seconds["default"] <= 500 + spent
 
 
-def test_a_drain_lets_answers_end_and_then_the_session(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller, idler = Caller(s), Caller(s)
-            await caller.order(submit(1), submit(2))
-            await idler.order(cancel(1))
-            await s.engine.next_request(2)
-            await until(lambda: len(s.service._sessions) == 2)
-            keys = [r.request_id for r in s.engine.submitted]
-            s.engine.start(keys[0])
-            left = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
-            await until(lambda: s.engine.is_draining)
-            assert (await error_of(idler.call)).reason == "DRAINING"
-            await caller.order(submit(3))
-            await caller.until(lambda: caller.failed)
-            assert caller.failed[3].reason == "DRAINING"
-            s.engine.tokens(keys[0], HELLO_IDS)
-            s.engine.finish_by(keys[0], FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.failed) == 2)
-            ended, cut = (1, 2) if 1 in caller.finished else (2, 1)
-            assert caller.tokens[ended] == HELLO_IDS
-            assert (caller.failed[cut].code, caller.failed[cut].reason) == (14, "DRAINED")
-            assert (await error_of(caller.call)).reason == "DRAINING"
-            await left
-
-    run(scenario())
+async def test_a_drain_lets_answers_end_and_then_the_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller, idler = Caller(s), Caller(s)
+        await caller.order(submit(1), submit(2))
+        await idler.order(cancel(1))
+        await s.engine.next_request(2)
+        await until(lambda: len(s.service._sessions) == 2)
+        keys = [r.request_id for r in s.engine.submitted]
+        s.engine.start(keys[0])
+        left = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+        await until(lambda: s.engine.is_draining)
+        assert (await error_of(idler.call)).reason == "DRAINING"
+        await caller.order(submit(3))
+        await caller.until(lambda: caller.failed)
+        assert caller.failed[3].reason == "DRAINING"
+        s.engine.tokens(keys[0], HELLO_IDS)
+        s.engine.finish_by(keys[0], FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.failed) == 2)
+        ended, cut = (1, 2) if 1 in caller.finished else (2, 1)
+        assert caller.tokens[ended] == HELLO_IDS
+        assert (caller.failed[cut].code, caller.failed[cut].reason) == (14, "DRAINED")
+        assert (await error_of(caller.call)).reason == "DRAINING"
+        await left
 
 
-def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=200_000) as s:
-            # Or what hides in the transport would grow without end.
-            channel = grpc.aio.insecure_channel(s.server.address, options=[("grpc.http2.bdp_probe", 0)])
-            slow, fast = Caller(s, channel), Caller(s)
-            request = text_request(output=pb.OutputOptions(omit_text=True))
-            await slow.order(submit(1, request))
-            slow_key = await s.engine.next_request(1)
-            await fast.order(submit(1, request))
-            fast_key = await s.engine.next_request(2)
-            for key in (slow_key, fast_key):
-                s.engine.start(key)
-            await fast.until(lambda: fast.started)
+async def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=200_000) as s:
+        # Or what hides in the transport would grow without end.
+        channel = grpc.aio.insecure_channel(s.server.address, options=[("grpc.http2.bdp_probe", 0)])
+        slow, fast = Caller(s, channel), Caller(s)
+        request = text_request(output=pb.OutputOptions(omit_text=True))
+        await slow.order(submit(1, request))
+        slow_key = await s.engine.next_request(1)
+        await fast.order(submit(1, request))
+        fast_key = await s.engine.next_request(2)
+        for key in (slow_key, fast_key):
+            s.engine.start(key)
+        await fast.until(lambda: fast.started)
 
-            def fast_has(count: int) -> bool:
-                return len(fast.tokens[1]) == count
+        def fast_has(count: int) -> bool:
+            return len(fast.tokens[1]) == count
 
-            # More than hides in the transport: from some point on the writer waits, and tokens gather.
-            for count in range(100, 50_001, 100):
-                s.engine.step({slow_key: [5] * 100, fast_key: [6] * 100})
-                await fast.until(partial(fast_has, count))
-            for key in (slow_key, fast_key):
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await slow.until(lambda: slow.finished)
-            assert slow.tokens[1] == [5] * 50_000
-            assert len(slow.messages) < len(fast.messages)
-            await channel.close()
-
-    run(scenario())
+        # More than hides in the transport: from some point on the writer waits, and tokens gather.
+        for count in range(100, 50_001, 100):
+            s.engine.step({slow_key: [5] * 100, fast_key: [6] * 100})
+            await fast.until(partial(fast_has, count))
+        for key in (slow_key, fast_key):
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await slow.until(lambda: slow.finished)
+        assert slow.tokens[1] == [5] * 50_000
+        assert len(slow.messages) < len(fast.messages)
+        await channel.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from service.serving import (
     error_of,
-    run,
     serving,
     text_request,
     until,
@@ -25,119 +24,101 @@ from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            for wrong in (pb.SessionRequest(), submit(1)):
-                caller = Caller(s)
-                await caller.order(submit(1), wrong)
-                assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
-                await s.idle()
-            raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
-            await raw.write(b"\xff\xff\xff")
-            assert (await error_of(raw)).reason == "MALFORMED"
-
-    run(scenario())
-
-
-def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
+async def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        for wrong in (pb.SessionRequest(), submit(1)):
             caller = Caller(s)
-            together = pb.SessionRequest(
-                submit=submit(0).submit,
-                submits=[submit(n).submit for n in range(1, 5)],
-                cancels=[cancel(3).cancel, cancel(99).cancel],
-            )
-            await caller.order(together)
-            await caller.until(lambda: caller.failed)
-            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
-            await until(lambda: len(s.engine.submitted) >= 4)
-            keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
-            assert len(keys) == 4
-            for token, key in enumerate(keys, 5):
-                s.engine.start(key)
-                s.engine.tokens(key, [token])
-                s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: len(caller.finished) == 4)
-            assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
-
-    run(scenario())
-
-
-def test_a_session_says_how_many_orders_it_takes_and_takes_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            told = dict(await caller.call.initial_metadata())
-            assert told["lineclear-session-orders"] == "32"
-            many = pb.SessionRequest(submits=[submit(n).submit for n in range(32)])
-            many.cancels.add(handle=1)
-            await caller.order(many)
-            error = await error_of(caller.call)
-            assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
+            await caller.order(submit(1), wrong)
+            assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
             await s.idle()
-            assert not s.engine.submitted
-
-    run(scenario())
-
-
-def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            caller = Caller(s)
-            await caller.order(pb.SessionRequest(submits=[submit(1).submit, submit(2).submit, submit(1).submit]))
-            error = await error_of(caller.call)
-            assert [v.field for v in error.violations] == ["submits[2].handle"]
-            await s.idle()
-
-    run(scenario())
+        raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
+        await raw.write(b"\xff\xff\xff")
+        assert (await error_of(raw)).reason == "MALFORMED"
 
 
-def test_where_messages_must_be_small_a_session_takes_one_order_each(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_message_bytes=64 * 1024) as s:
-            told = dict(await Caller(s).call.initial_metadata())
-            assert "lineclear-session-orders" not in told
+async def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        together = pb.SessionRequest(
+            submit=submit(0).submit,
+            submits=[submit(n).submit for n in range(1, 5)],
+            cancels=[cancel(3).cancel, cancel(99).cancel],
+        )
+        await caller.order(together)
+        await caller.until(lambda: caller.failed)
+        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
+        await until(lambda: len(s.engine.submitted) >= 4)
+        keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
+        assert len(keys) == 4
+        for token, key in enumerate(keys, 5):
+            s.engine.start(key)
+            s.engine.tokens(key, [token])
+            s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.until(lambda: len(caller.finished) == 4)
+        assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
 
-    run(scenario())
+
+async def test_a_session_says_how_many_orders_it_takes_and_takes_no_more(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        told = dict(await caller.call.initial_metadata())
+        assert told["lineclear-session-orders"] == "32"
+        many = pb.SessionRequest(submits=[submit(n).submit for n in range(32)])
+        many.cancels.add(handle=1)
+        await caller.order(many)
+        error = await error_of(caller.call)
+        assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
+        await s.idle()
+        assert not s.engine.submitted
+
+
+async def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        caller = Caller(s)
+        await caller.order(pb.SessionRequest(submits=[submit(1).submit, submit(2).submit, submit(1).submit]))
+        error = await error_of(caller.call)
+        assert [v.field for v in error.violations] == ["submits[2].handle"]
+        await s.idle()
+
+
+async def test_where_messages_must_be_small_a_session_takes_one_order_each(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_message_bytes=64 * 1024) as s:
+        told = dict(await Caller(s).call.initial_metadata())
+        assert "lineclear-session-orders" not in told
 
 
 @pytest.mark.parametrize("per_message", [1, 25])
-def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_message: int) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_queue_size=1) as s:
-            heard = 0
+async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_message: int) -> None:
+    async with serving(tmp_path, max_queue_size=1) as s:
+        heard = 0
 
-            async def orders() -> AsyncIterator[pb.SessionRequest]:
-                nonlocal heard
-                for handle in range(0, 1000, per_message):
-                    heard += per_message
-                    orders = [submit(handle + n, text_request(sampling={"top_p": 7.0})) for n in range(per_message)]
-                    yield orders[0] if per_message == 1 else pb.SessionRequest(submits=[o.submit for o in orders])
+        async def orders() -> AsyncIterator[pb.SessionRequest]:
+            nonlocal heard
+            for handle in range(0, 1000, per_message):
+                heard += per_message
+                orders = [submit(handle + n, text_request(sampling={"top_p": 7.0})) for n in range(per_message)]
+                yield orders[0] if per_message == 1 else pb.SessionRequest(submits=[o.submit for o in orders])
 
-            service = s.service
-            session = Session(
-                *(service._admission, ANONYMOUS, "", service._require_worker, InternalError, service._clock),
-                deadline=None,
-                max_requests=9999,
-            )
-            listening = asyncio.ensure_future(session.run(orders()))
-            await until(lambda: heard >= 256)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert heard <= 256 + per_message
-            assert len(session._failures) == 256
-            failed = 0
-            while (message := await session.next_response()) is not None:
-                failed += len(message.pieces)
-            assert failed == 1000
-            await listening
-
-    run(scenario())
+        service = s.service
+        session = Session(
+            *(service._admission, ANONYMOUS, "", service._require_worker, InternalError, service._clock),
+            deadline=None,
+            max_requests=9999,
+        )
+        listening = asyncio.ensure_future(session.run(orders()))
+        await until(lambda: heard >= 256)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert heard <= 256 + per_message
+        assert len(session._failures) == 256
+        failed = 0
+        while (message := await session.next_response()) is not None:
+            failed += len(message.pieces)
+        assert failed == 1000
+        await listening
 
 
-def test_others_are_served_between_the_large_orders_of_one_message(
+async def test_others_are_served_between_the_large_orders_of_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty-two of them checked in one go held up every stream for a tenth of a second."""
@@ -150,20 +131,16 @@ def test_others_are_served_between_the_large_orders_of_one_message(
 
     monkeypatch.setattr(Admission, "open", counted)
 
-    async def scenario() -> None:
-        nonlocal turns
-        async with serving(tmp_path) as s:
-            callers = [Caller(s), Caller(s)]
-            large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
-            for caller in callers:
-                await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(14)]))
-            calls = [s.generate(large) for _ in range(4)]
-            while len(opened) < 32:
-                await asyncio.sleep(0)
-                turns += 1
-            assert len(set(opened)) == 32
-            for call in (*calls, *(caller.call for caller in callers)):
-                call.cancel()
-            await s.idle()
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        callers = [Caller(s), Caller(s)]
+        large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
+        for caller in callers:
+            await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(14)]))
+        calls = [s.generate(large) for _ in range(4)]
+        while len(opened) < 32:
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(set(opened)) == 32
+        for call in (*calls, *(caller.call for caller in callers)):
+            call.cancel()
+        await s.idle()

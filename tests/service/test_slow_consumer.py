@@ -10,139 +10,121 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from service.serving import error_of, read_all, run, serving, text_request, until
+from service.serving import error_of, read_all, serving, text_request, until
 from service.session_driver import Caller, submit
 
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.wire.messages import Logprobs
 
 
-def test_too_many_unread_tokens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=16) as s:
-            call, key = await s.begin()
-            s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            assert error.metadata == {"unread_tokens": "17", "limit": "16"}
-            await s.idle()
-            assert key in s.engine.cancelled
-
-    run(scenario())
+async def test_too_many_unread_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=16) as s:
+        call, key = await s.begin()
+        s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
+        error = await error_of(call)
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+        assert error.metadata == {"unread_tokens": "17", "limit": "16"}
+        await s.idle()
+        assert key in s.engine.cancelled
 
 
 @pytest.mark.parametrize("way", ["call", "session"])
-def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: str) -> None:
+async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: str) -> None:
     """A token with 20 of them takes more than 2 KiB: far fewer than max_unread_tokens are too many."""
     top = Logprobs(-1.5, tuple((token, -2.5) for token in range(20)))
     request = text_request(output={"logprobs": True, "top_logprobs": 20})
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_bytes=64 * 1024) as s:
+    async with serving(tmp_path, max_unread_bytes=64 * 1024) as s:
+        if way == "session":
+            caller = Caller(s)
+            await caller.order(submit(1, request))
+        else:
+            call = s.generate(request)
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        for _ in range(4):  # what is read in between does not count
+            s.engine.tokens(key, [40] * 20, [top] * 20)
             if way == "session":
-                caller = Caller(s)
-                await caller.order(submit(1, request))
+                read = len(caller.tokens[1])
+                await caller.until(lambda: len(caller.tokens[1]) >= read + 20)  # noqa: B023
             else:
-                call = s.generate(request)
-            key = await s.engine.next_request()
-            s.engine.start(key)
-            for _ in range(4):  # what is read in between does not count
-                s.engine.tokens(key, [40] * 20, [top] * 20)
-                if way == "session":
-                    read = len(caller.tokens[1])
-                    await caller.until(lambda: len(caller.tokens[1]) >= read + 20)  # noqa: B023
-                else:
-                    while not (await call.read()).token_ids:
-                        pass
-            s.engine.tokens(key, [40] * 100, [top] * 100)
-            if way == "session":
-                await caller.until(lambda: caller.failed)
-                assert caller.failed[1].reason == "SLOW_CONSUMER"
-                figures = dict(caller.failed[1].metadata)
-            else:
-                error = await error_of(call)
-                assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-                figures = error.metadata
-            assert figures["limit"] == str(64 * 1024)
-            assert 64 * 1024 < int(figures["unread_bytes"]) < 68 * 1024
-            await s.idle()
-            assert key in s.engine.cancelled
-
-    run(scenario())
+                while not (await call.read()).token_ids:
+                    pass
+        s.engine.tokens(key, [40] * 100, [top] * 100)
+        if way == "session":
+            await caller.until(lambda: caller.failed)
+            assert caller.failed[1].reason == "SLOW_CONSUMER"
+            figures = dict(caller.failed[1].metadata)
+        else:
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+            figures = error.metadata
+        assert figures["limit"] == str(64 * 1024)
+        assert 64 * 1024 < int(figures["unread_bytes"]) < 68 * 1024
+        await s.idle()
+        assert key in s.engine.cancelled
 
 
-def test_exactly_as_many_unread_tokens_as_allowed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=16) as s:
-            s.engine.answer = lambda request: [40] * 16
-            await read_all(s.generate())
-
-    run(scenario())
+async def test_exactly_as_many_unread_tokens_as_allowed(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unread_tokens=16) as s:
+        s.engine.answer = lambda request: [40] * 16
+        await read_all(s.generate())
 
 
-def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+async def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
     """The transport's windows fill up, a write blocks, and the request does not keep its place for ever."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
-            before = len(asyncio.all_tasks())
-            call, key = await s.begin(text_request(output={"token_timings": True}))
-            await call.read()
-            while s.engine.requests:  # until a write blocks
-                s.engine.tokens(key, [40] * 5000)
-                await asyncio.sleep(0.001)
-            await s.idle()
-            assert key in s.engine.cancelled
-            error = await error_of(call)  # reads what was sent, then the status
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            await until(lambda: len(asyncio.all_tasks()) <= before)
-
-    run(scenario())
+    async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
+        before = len(asyncio.all_tasks())
+        call, key = await s.begin(text_request(output={"token_timings": True}))
+        await call.read()
+        while s.engine.requests:  # until a write blocks
+            s.engine.tokens(key, [40] * 5000)
+            await asyncio.sleep(0.001)
+        await s.idle()
+        assert key in s.engine.cancelled
+        error = await error_of(call)  # reads what was sent, then the status
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+        await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
-def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path) -> None:
+async def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path) -> None:
     """That request fails alone."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=16) as s:
-            caller = Caller(s)
-            await caller.order(submit(1), submit(2))
-            first, second = await s.engine.next_request(1), await s.engine.next_request(2)
-            for key in (first, second):
-                s.engine.start(key)
-            s.engine.step({first: [40] * 17, second: [40] * 16})
-            await caller.until(lambda: 1 in caller.failed and len(caller.tokens[2]) == 16)
-            failure = caller.failed[1]
-            assert failure.reason == "SLOW_CONSUMER"
-            assert dict(failure.metadata) == {"unread_tokens": "17", "limit": "16"}
-            s.engine.finish_by(second, FinishReason.LENGTH)
-            await caller.until(lambda: 2 in caller.finished)
-            assert {*s.engine.cancelled} == {first}
-
-    run(scenario())
+    async with serving(tmp_path, max_unread_tokens=16) as s:
+        caller = Caller(s)
+        await caller.order(submit(1), submit(2))
+        first, second = await s.engine.next_request(1), await s.engine.next_request(2)
+        for key in (first, second):
+            s.engine.start(key)
+        s.engine.step({first: [40] * 17, second: [40] * 16})
+        await caller.until(lambda: 1 in caller.failed and len(caller.tokens[2]) == 16)
+        failure = caller.failed[1]
+        assert failure.reason == "SLOW_CONSUMER"
+        assert dict(failure.metadata) == {"unread_tokens": "17", "limit": "16"}
+        s.engine.finish_by(second, FinishReason.LENGTH)
+        await caller.until(lambda: 2 in caller.finished)
+        assert {*s.engine.cancelled} == {first}
 
 
-def test_a_session_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
-            before = len(asyncio.all_tasks())
-            caller = Caller(s)
-            await caller.order(submit(1), submit(2))
-            keys = [await s.engine.next_request(number) for number in (1, 2)]
-            for key in keys:
-                s.engine.start(key)
-            await caller.read()
-            while s.engine.requests:  # until a write blocks
-                for key in s.engine.requests:
-                    s.engine.tokens(key, [40] * 5000)
-                await asyncio.sleep(0.001)
-            await s.idle()
-            assert sorted(s.engine.cancelled) == sorted(keys)
-            error = await error_of(caller.call)  # reads what was sent, then the status
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-            await until(lambda: len(asyncio.all_tasks()) <= before)
-
-    run(scenario())
+async def test_a_session_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
+        before = len(asyncio.all_tasks())
+        caller = Caller(s)
+        await caller.order(submit(1), submit(2))
+        keys = [await s.engine.next_request(number) for number in (1, 2)]
+        for key in keys:
+            s.engine.start(key)
+        await caller.read()
+        while s.engine.requests:  # until a write blocks
+            for key in s.engine.requests:
+                s.engine.tokens(key, [40] * 5000)
+            await asyncio.sleep(0.001)
+        await s.idle()
+        assert sorted(s.engine.cancelled) == sorted(keys)
+        error = await error_of(caller.call)  # reads what was sent, then the status
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+        await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
 @contextlib.asynccontextmanager
@@ -166,24 +148,21 @@ async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield f"unix:{path}/gate", is_open
 
 
-def test_a_connection_that_takes_not_even_the_first_message_hears_the_end_of_it_later(tmp_path: Path) -> None:
+async def test_a_connection_that_takes_not_even_the_first_message_hears_the_end_of_it_later(tmp_path: Path) -> None:
     """The headers travel with that message: a status sent before it is through would never arrive."""
 
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
-            gate(tmp_path) as (address, is_open),
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            call = s.stub_of(channel).Generate(text_request(output={"token_timings": True}))
-            key = await s.engine.next_request()
-            is_open.clear()
-            s.engine.start(key)
-            s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, and one message
-            await s.idle()
-            assert key in s.engine.cancelled
-            is_open.set()
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-
-    run(scenario())
+    async with (
+        serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
+        gate(tmp_path) as (address, is_open),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        call = s.stub_of(channel).Generate(text_request(output={"token_timings": True}))
+        key = await s.engine.next_request()
+        is_open.clear()
+        s.engine.start(key)
+        s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, and one message
+        await s.idle()
+        assert key in s.engine.cancelled
+        is_open.set()
+        error = await error_of(call)
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")

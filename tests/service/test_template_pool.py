@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from service.processes import Process
 from service.processes import until as until_true
-from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_of, run, serving, text_request, until
+from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_of, serving, text_request, until
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
@@ -43,28 +43,25 @@ def tenant(name: str) -> dict[str, Any]:
     return {"metadata": (("x-tenant-id", name),)}
 
 
-def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, template=SOMETIMES, max_template_seconds=0.3) as s:
-            with capture_logs() as logs:
-                looping = tokenize(s, SLOW, "secret", **tenant("a"))
-                s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
-                assert [r async for r in s.generate(text_request())]
-                assert (await tokenize(s, "quick", **tenant("b"))).token_ids
-                assert not looping.done()
-                error = await error_of(looping)
-            assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["chat.messages"])
-            assert "0.3 s" in str(error)
-            ended = [line for line in logs if line["event"] == "template_process_ended"]
-            assert [line["exit_code"] for line in ended] == [-signal.SIGPROF]
-            assert "secret" not in str(logs)
-            # The next conversation is rendered as before.
-            assert (await tokenize(s, "quick", **tenant("a"))).token_ids
-
-    run(scenario())
+async def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
+    async with serving(tmp_path, template=SOMETIMES, max_template_seconds=0.3) as s:
+        with capture_logs() as logs:
+            looping = tokenize(s, SLOW, "secret", **tenant("a"))
+            s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
+            assert [r async for r in s.generate(text_request())]
+            assert (await tokenize(s, "quick", **tenant("b"))).token_ids
+            assert not looping.done()
+            error = await error_of(looping)
+        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["chat.messages"])
+        assert "0.3 s" in str(error)
+        ended = [line for line in logs if line["event"] == "template_process_ended"]
+        assert [line["exit_code"] for line in ended] == [-signal.SIGPROF]
+        assert "secret" not in str(logs)
+        # The next conversation is rendered as before.
+        assert (await tokenize(s, "quick", **tenant("a"))).token_ids
 
 
-def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_library(
+async def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may be started in any folder, one with a json.py among them."""
@@ -72,24 +69,18 @@ def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_library(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            assert (await tokenize(s, "quick", timeout=BOUND_SECONDS)).token_ids
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        assert (await tokenize(s, "quick", timeout=BOUND_SECONDS)).token_ids
 
 
-def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_path: Path) -> None:
+async def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_path: Path) -> None:
     contents = ["plain", "<|im_end|> is no special token", "日本語 😀\r\n\x00", "", "x" * 5000]
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            here = ChatTemplate(TEMPLATE, TOKENIZER, {})
-            turns = [ChatMessage("user", content) for content in contents]
-            expected = TOKENIZER.encode_sealed(here.render(turns, add_generation_prompt=True))
-            assert list((await tokenize(s, *contents)).token_ids) == expected
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        here = ChatTemplate(TEMPLATE, TOKENIZER, {})
+        turns = [ChatMessage("user", content) for content in contents]
+        expected = TOKENIZER.encode_sealed(here.render(turns, add_generation_prompt=True))
+        assert list((await tokenize(s, *contents)).token_ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,57 +92,48 @@ def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_pat
         ("{{ messages[0].content * 900000 }}", "makes more than"),
     ],
 )
-def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path, template: str, sentence: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, template=template) as s:
-            error = await error_of(tokenize(s, "secret"))
-            assert error.code == "INVALID_ARGUMENT"
-            assert sentence in str(error)
-            assert "secret" not in str(error)
-
-    run(scenario())
+async def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path, template: str, sentence: str) -> None:
+    async with serving(tmp_path, template=template) as s:
+        error = await error_of(tokenize(s, "secret"))
+        assert error.code == "INVALID_ARGUMENT"
+        assert sentence in str(error)
+        assert "secret" not in str(error)
 
 
-def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_server(tmp_path: Path) -> None:
+async def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_server(tmp_path: Path) -> None:
     """And what it writes to standard error is in nobody's log."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            assert (await tokenize(s, "quick")).token_ids
-            pool = s.service._prompts._pool
-            assert pool is not None
-            (pid,) = pool.pids
-            assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
-            assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
-            assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        assert (await tokenize(s, "quick")).token_ids
+        pool = s.service._prompts._pool
+        assert pool is not None
+        (pid,) = pool.pids
+        assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
 
 
-def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
+async def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
     """Between two conversations nobody notices; within one its caller is told to send it again."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, template=SOMETIMES) as s:
-            assert (await tokenize(s, "quick")).token_ids
-            pool = s.service._prompts._pool
-            assert pool is not None
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: not is_running(pid))
-            assert (await tokenize(s, "quick")).token_ids
-            looping = tokenize(s, SLOW)
-            await until(lambda: pool.pids and not pool.num_idle)
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGKILL)
-            error = await error_of(looping)
-            assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
-            assert (await tokenize(s, "quick")).token_ids
-
-    run(scenario())
+    async with serving(tmp_path, template=SOMETIMES) as s:
+        assert (await tokenize(s, "quick")).token_ids
+        pool = s.service._prompts._pool
+        assert pool is not None
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not is_running(pid))
+        assert (await tokenize(s, "quick")).token_ids
+        looping = tokenize(s, SLOW)
+        await until(lambda: pool.pids and not pool.num_idle)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        error = await error_of(looping)
+        assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
+        assert (await tokenize(s, "quick")).token_ids
 
 
-def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
+async def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = subprocess.Popen
@@ -159,50 +141,41 @@ def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
     def refused(*arguments: Any, **options: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            monkeypatch.setattr(subprocess, "Popen", refused)
-            error = await error_of(tokenize(s, "quick"))
-            assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
-            monkeypatch.setattr(subprocess, "Popen", real)
-            assert (await tokenize(s, "quick")).token_ids
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        monkeypatch.setattr(subprocess, "Popen", refused)
+        error = await error_of(tokenize(s, "quick"))
+        assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 1.0)
+        monkeypatch.setattr(subprocess, "Popen", real)
+        assert (await tokenize(s, "quick")).token_ids
 
 
-def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
+async def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
     """Or a caller that cancels all the time would have the server start processes all the time."""
 
     some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 5 + TEMPLATE
 
-    async def scenario() -> None:
-        async with serving(tmp_path, template=some_milliseconds) as s:
-            assert (await tokenize(s, "quick")).token_ids
-            pool = s.service._prompts._pool
-            assert pool is not None
-            pids = pool.pids
-            for _ in range(5):
-                call = tokenize(s, "quick")
-                await until(lambda: not pool.num_idle)
-                call.cancel()
-                await until(lambda: pool.num_idle)
-            assert (await tokenize(s, "quick")).token_ids
-            assert pool.pids == pids
-
-    run(scenario())
+    async with serving(tmp_path, template=some_milliseconds) as s:
+        assert (await tokenize(s, "quick")).token_ids
+        pool = s.service._prompts._pool
+        assert pool is not None
+        pids = pool.pids
+        for _ in range(5):
+            call = tokenize(s, "quick")
+            await until(lambda: not pool.num_idle)
+            call.cancel()
+            await until(lambda: pool.num_idle)
+        assert (await tokenize(s, "quick")).token_ids
+        assert pool.pids == pids
 
 
-def test_conversations_have_a_most_of_messages(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_chat_messages=3) as s:
-            assert (await tokenize(s, *"abc")).token_ids
-            for call in (tokenize(s, *"abcd"), s.generate(pb.GenerateRequest(chat=chat(*"abcd")))):
-                error = await error_of(call)
-                assert [(v.field, v.description) for v in error.violations] == [
-                    ("chat.messages", "has 4 entries, the limit is 3")
-                ]
-
-    run(scenario())
+async def test_conversations_have_a_most_of_messages(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_chat_messages=3) as s:
+        assert (await tokenize(s, *"abc")).token_ids
+        for call in (tokenize(s, *"abcd"), s.generate(pb.GenerateRequest(chat=chat(*"abcd")))):
+            error = await error_of(call)
+            assert [(v.field, v.description) for v in error.violations] == [
+                ("chat.messages", "has 4 entries, the limit is 3")
+            ]
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------
@@ -221,41 +194,32 @@ def many_messages(s: Serving, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("work", [detokenize, long_text, many_messages])
-def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Callable[..., Any]) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            prompts = s.service._prompts
-            await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
-            flood = [work(s, **tenant("a")) for _ in range(60)]
-            await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 8)
-            await work(s, **tenant("b"))
-            assert sum(not call.done() for call in flood) >= 4
-            for call in flood:
-                call.cancel()
-
-    run(scenario())
+async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Callable[..., Any]) -> None:
+    async with serving(tmp_path) as s:
+        prompts = s.service._prompts
+        await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
+        flood = [work(s, **tenant("a")) for _ in range(60)]
+        await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 8)
+        await work(s, **tenant("b"))
+        assert sum(not call.done() for call in flood) >= 4
+        for call in flood:
+            call.cancel()
 
 
-def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, template=TEMPLATE) as s:
-            found = await asyncio.gather(*(outcome(tokenize(s, "hello")) for _ in range(100)))
-            assert found == ["OK"] * 100
-
-    run(scenario())
+async def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path) -> None:
+    async with serving(tmp_path, template=TEMPLATE) as s:
+        found = await asyncio.gather(*(outcome(tokenize(s, "hello")) for _ in range(100)))
+        assert found == ["OK"] * 100
 
 
-def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_tokenizing=10) as s:
-            flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
-            await until(lambda: s.service._prompts._texts.num_waiting == 8)
-            assert await outcome(detokenize(s, **tenant("b"))) == "OK"
-            found = [await call for call in flood]
-            assert found.count("RESOURCE_EXHAUSTED") >= 10
-            assert found.count("OK") >= 8
-
-    run(scenario())
+async def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_tokenizing=10) as s:
+        flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
+        await until(lambda: s.service._prompts._texts.num_waiting == 8)
+        assert await outcome(detokenize(s, **tenant("b"))) == "OK"
+        found = [await call for call in flood]
+        assert found.count("RESOURCE_EXHAUSTED") >= 10
+        assert found.count("OK") >= 8
 
 
 async def outcome(call: Any) -> str:
@@ -266,18 +230,15 @@ async def outcome(call: Any) -> str:
     return "OK"
 
 
-def test_the_loop_turns_while_tokens_become_text(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            call = detokenize(s)
-            turns = 0
-            while not call.done():
-                await asyncio.sleep(0)
-                turns += 1
-            assert turns > 50
-            assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
-
-    run(scenario())
+async def test_the_loop_turns_while_tokens_become_text(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call = detokenize(s)
+        turns = 0
+        while not call.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 50
+        assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
 
 
 class _Sliced(list[int]):
@@ -296,37 +257,31 @@ class _Sliced(list[int]):
         raise AssertionError("all of them are read at once")
 
 
-def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Path) -> None:
+async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Path) -> None:
     """All at once, 65,000 of them would hold up every stream for 5 ms."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            ids = _Sliced([5] * 20_000)
-            check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
-            text = await s.service._prompts.decode(ids, keep_special=False, vocab_size=6)
-            assert 0 < ids.largest <= 1024
-            assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
-            wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
-            error = await error_of(s.stub.Detokenize(wrong))
-            assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        ids = _Sliced([5] * 20_000)
+        check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
+        text = await s.service._prompts.decode(ids, keep_special=False, vocab_size=6)
+        assert 0 < ids.largest <= 1024
+        assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+        wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
+        error = await error_of(s.stub.Detokenize(wrong))
+        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
 
 
-def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, template=SOMETIMES, template_processes=1, default_deadline_seconds=0.5) as s:
-            slow = tokenize(s, SLOW)
-            await until(lambda: s.service._prompts._templates.num_inside == 1)
-            session = s.stub.Session()
-            order = pb.SessionSubmit(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
-            await session.write(pb.SessionRequest(submit=order))
-            assert (await session.read()).pieces[0].failure.reason == "DEADLINE_EXCEEDED"
-            slow.cancel()
-            session.cancel()
-            await s.idle()
-
-    run(scenario())
+async def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
+    async with serving(tmp_path, template=SOMETIMES, template_processes=1, default_deadline_seconds=0.5) as s:
+        slow = tokenize(s, SLOW)
+        await until(lambda: s.service._prompts._templates.num_inside == 1)
+        session = s.stub.Session()
+        order = pb.SessionSubmit(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
+        await session.write(pb.SessionRequest(submit=order))
+        assert (await session.read()).pieces[0].failure.reason == "DEADLINE_EXCEEDED"
+        slow.cancel()
+        session.cancel()
+        await s.idle()
 
 
 # --- as a process ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from service.serving import SMILE_IDS, Serving, error_of, run, serving, text_request
+from service.serving import SMILE_IDS, Serving, error_of, serving, text_request
 
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
@@ -65,94 +65,79 @@ async def kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
 # --- names of requests -----------------------------------------------------------------------------------------------
 
 
-def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_file: str) -> None:
+async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_file: str) -> None:
     """Generate, Session and Submit; and each ends its own by that name."""
     named = text_request(request_id="invoice-4711")
 
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file) as s:
-            first = s.generate(named, **of("alice"))
-            alices = await s.engine.next_request(1)
-            second = s.generate(named, **of("bob"))
-            bobs = await s.engine.next_request(2)
-            again = await error_of(s.generate(named, **of("bob")))
-            assert (again.code, again.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
-            cancel = pb.CancelRequest(request_id="invoice-4711")
-            assert (await s.stub.Cancel(cancel, **of("bob"))).found
-            assert (await error_of(second)).reason == "CANCELLED"
-            assert s.engine.cancelled == [bobs]
-            s.engine.start(alices)
-            assert (await first.read()).started.request_id == "invoice-4711"
-            assert await submit(s, "bob", named) == "invoice-4711"
-            session = s.stub.Session(**of("bob"))
-            await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=named)))
-            assert (await session.read()).pieces[0].failure.reason == "DUPLICATE_REQUEST"  # that of bob's own Submit
-            assert (await s.stub.Cancel(cancel, **of("alice"))).found
-            assert (await error_of(first)).reason == "CANCELLED"
-            assert s.engine.cancelled == [bobs, alices]
-            session.cancel()
-
-    run(scenario())
+    async with serving(tmp_path, token_file=token_file) as s:
+        first = s.generate(named, **of("alice"))
+        alices = await s.engine.next_request(1)
+        second = s.generate(named, **of("bob"))
+        bobs = await s.engine.next_request(2)
+        again = await error_of(s.generate(named, **of("bob")))
+        assert (again.code, again.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
+        cancel = pb.CancelRequest(request_id="invoice-4711")
+        assert (await s.stub.Cancel(cancel, **of("bob"))).found
+        assert (await error_of(second)).reason == "CANCELLED"
+        assert s.engine.cancelled == [bobs]
+        s.engine.start(alices)
+        assert (await first.read()).started.request_id == "invoice-4711"
+        assert await submit(s, "bob", named) == "invoice-4711"
+        session = s.stub.Session(**of("bob"))
+        await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=named)))
+        assert (await session.read()).pieces[0].failure.reason == "DUPLICATE_REQUEST"  # that of bob's own Submit
+        assert (await s.stub.Cancel(cancel, **of("alice"))).found
+        assert (await error_of(first)).reason == "CANCELLED"
+        assert s.engine.cancelled == [bobs, alices]
+        session.cancel()
 
 
 # --- answers that are kept -------------------------------------------------------------------------------------------
 
 
-def test_one_tenant_does_not_push_out_the_answers_of_another(tmp_path: Path, token_file: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
-            alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
-            bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
-            assert await kept(s, "alice", alices) == 5
-            assert await kept(s, "bob", bobs) == 15
-            assert await kept(s, "bob", bobs[-15:]) == 15
-
-    run(scenario())
+async def test_one_tenant_does_not_push_out_the_answers_of_another(tmp_path: Path, token_file: str) -> None:
+    async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
+        alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
+        bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
+        assert await kept(s, "alice", alices) == 5
+        assert await kept(s, "bob", bobs) == 15
+        assert await kept(s, "bob", bobs[-15:]) == 15
 
 
-def test_a_tenant_that_holds_everything_makes_room_for_a_newcomer(tmp_path: Path, token_file: str) -> None:
+async def test_a_tenant_that_holds_everything_makes_room_for_a_newcomer(tmp_path: Path, token_file: str) -> None:
     """Down to equal shares, the oldest first."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
-            bobs = [await submit_to_the_end(s, "bob") for _ in range(10)]
-            alices = [await submit_to_the_end(s, "alice") for _ in range(10)]
-            assert await kept(s, "bob", bobs) == 5
-            assert await kept(s, "bob", bobs[-5:]) == 5
-            assert await kept(s, "alice", alices) == 5
-
-    run(scenario())
+    async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
+        bobs = [await submit_to_the_end(s, "bob") for _ in range(10)]
+        alices = [await submit_to_the_end(s, "alice") for _ in range(10)]
+        assert await kept(s, "bob", bobs) == 5
+        assert await kept(s, "bob", bobs[-5:]) == 5
+        assert await kept(s, "alice", alices) == 5
 
 
-def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str) -> None:
+async def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str) -> None:
     """One long answer of a tenant is as much as many short ones of another."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file, max_detached_tokens=300) as s:
-            short = text_request(sampling={"max_tokens": 10})
-            alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(5)]
-            bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(6)]
-            assert await kept(s, "alice", alices) == 5
-            assert await kept(s, "bob", bobs) == 2
-
-    run(scenario())
+    async with serving(tmp_path, token_file=token_file, max_detached_tokens=300) as s:
+        short = text_request(sampling={"max_tokens": 10})
+        alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(5)]
+        bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(6)]
+        assert await kept(s, "alice", alices) == 5
+        assert await kept(s, "bob", bobs) == 2
 
 
-def test_answers_in_progress_of_one_tenant_are_bounded_by_a_setting(tmp_path: Path, token_file: str) -> None:
+async def test_answers_in_progress_of_one_tenant_are_bounded_by_a_setting(tmp_path: Path, token_file: str) -> None:
     """They are never pushed out, so without that bound they could take all the room there is."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
-            for _ in range(3):
-                await submit(s, "bob")
-            error = await error_of(submit(s, "bob"))
-            assert (error.reason, error.metadata) == ("QUEUE_FULL", {"kept_of_tenant": "3", "limit_of_tenant": "3"})
-            await submit(s, "alice")
-
-    run(scenario())
+    async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
+        for _ in range(3):
+            await submit(s, "bob")
+        error = await error_of(submit(s, "bob"))
+        assert (error.reason, error.metadata) == ("QUEUE_FULL", {"kept_of_tenant": "3", "limit_of_tenant": "3"})
+        await submit(s, "alice")
 
 
-def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
+async def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
     """Log probabilities weigh many times more than tokens, so a bound in tokens says little."""
     heavy = text_request(output=pb.OutputOptions(logprobs=True, top_logprobs=20), sampling={"max_tokens": 100})
 
@@ -168,39 +153,33 @@ def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
                 return count
         raise AssertionError("no bound")
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_detached_bytes=200_000) as s:
-            num_heavy = await most(s, heavy)
-            assert 3 <= num_heavy <= 6
-        async with serving(tmp_path, max_detached_bytes=200_000) as s:
-            assert await most(s, LONG) >= 3 * num_heavy
-
-    run(scenario())
+    async with serving(tmp_path, max_detached_bytes=200_000) as s:
+        num_heavy = await most(s, heavy)
+        assert 3 <= num_heavy <= 6
+    async with serving(tmp_path, max_detached_bytes=200_000) as s:
+        assert await most(s, LONG) >= 3 * num_heavy
 
 
-def test_counted_bytes_are_those_of_memory(tmp_path: Path) -> None:
+async def test_counted_bytes_are_those_of_memory(tmp_path: Path) -> None:
     options = pb.OutputOptions(logprobs=True, top_logprobs=20, token_timings=True)
     top = tuple((token, -float(token)) for token in range(400, 420))
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unread_tokens=10_000) as s:
-            await submit_and_feed(s, options, top, 10)  # what is made once
-            gc.collect()
-            tracemalloc.start()
-            before = s.service._detached.num_bytes
-            await submit_and_feed(s, options, top, 1000)
-            gc.collect()
-            memory, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            counted = s.service._detached.num_bytes - before
-            assert memory < 1.3 * counted
-            assert counted < 600 * 1000
-            kept = list(s.service._detached)[-1]
-            message = kept.message(999, 1000)
-            assert [(c.token_id, c.logprob) for c in message.logprobs[0].top] == list(top)
-            assert message.logprobs[0].logprob == -999.0
-
-    run(scenario())
+    async with serving(tmp_path, max_unread_tokens=10_000) as s:
+        await submit_and_feed(s, options, top, 10)  # what is made once
+        gc.collect()
+        tracemalloc.start()
+        before = s.service._detached.num_bytes
+        await submit_and_feed(s, options, top, 1000)
+        gc.collect()
+        memory, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        counted = s.service._detached.num_bytes - before
+        assert memory < 1.3 * counted
+        assert counted < 600 * 1000
+        kept = list(s.service._detached)[-1]
+        message = kept.message(999, 1000)
+        assert [(c.token_id, c.logprob) for c in message.logprobs[0].top] == list(top)
+        assert message.logprobs[0].logprob == -999.0
 
 
 async def submit_and_feed(
@@ -220,34 +199,28 @@ async def submit_and_feed(
 # --- figures of the server -------------------------------------------------------------------------------------------
 
 
-def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, token_file: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, token_file=token_file) as s:
-            before = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
-            s.engine.answer = lambda request: SMILE_IDS
-            assert [r async for r in s.generate(text_request("secret " * 9), **of("alice"))]
-            after = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
-            assert after.worker.joined
-            assert (after.batching_strategy, after.order) == ("continuous", "fifo")
-            assert after.uptime.ToNanoseconds() > 0
-            after.uptime.CopyFrom(before.uptime)
-            assert after == before
-            assert not after.HasField("totals")
-            assert not after.HasField("total_seconds")
-
-    run(scenario())
+async def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, token_file: str) -> None:
+    async with serving(tmp_path, token_file=token_file) as s:
+        before = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+        s.engine.answer = lambda request: SMILE_IDS
+        assert [r async for r in s.generate(text_request("secret " * 9), **of("alice"))]
+        after = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+        assert after.worker.joined
+        assert (after.batching_strategy, after.order) == ("continuous", "fifo")
+        assert after.uptime.ToNanoseconds() > 0
+        after.uptime.CopyFrom(before.uptime)
+        assert after == before
+        assert not after.HasField("totals")
+        assert not after.HasField("total_seconds")
 
 
 @pytest.mark.parametrize("settings", [{"share_stats": True}, {"token_file": ""}])
-def test_figures_are_whole_where_nobody_is_kept_apart(
+async def test_figures_are_whole_where_nobody_is_kept_apart(
     tmp_path: Path, token_file: str, settings: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, **{"token_file": token_file, **settings}) as s:
-            s.engine.answer = lambda request: SMILE_IDS
-            assert [r async for r in s.generate(**of("alice"))]
-            stats = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
-            assert stats.total_seconds.count == 1
-            assert stats.output_tokens_per_second > 0
-
-    run(scenario())
+    async with serving(tmp_path, **{"token_file": token_file, **settings}) as s:
+        s.engine.answer = lambda request: SMILE_IDS
+        assert [r async for r in s.generate(**of("alice"))]
+        stats = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
+        assert stats.total_seconds.count == 1
+        assert stats.output_tokens_per_second > 0

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.serving import BOUND_SECONDS, Serving, error_of, read_all, run, serving, text_request, until
+from service.serving import BOUND_SECONDS, Serving, error_of, read_all, serving, text_request, until
 from service.session_driver import Caller, submit
 from service.test_slow_consumer import gate
 from service.test_token_file import ALICE, BOB, token_file
@@ -68,70 +68,59 @@ def test_the_installed_grpc_knows_every_option_of_a_client() -> None:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: [5]
-            error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
-            assert error.code in ("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE")
-            assert s.engine.submitted == []
-            await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
-
-    run(scenario())
+async def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [5]
+        error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
+        assert error.code in ("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE")
+        assert s.engine.submitted == []
+        await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
 
 
-def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_streams_per_connection=4) as s:
-            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(8)]
-            await s.engine.next_request(4)
-            async with grpc.aio.insecure_channel(
-                s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
-            ) as other:
-                await answered(other)  # a round trip, in which a fifth would have come
-            assert len(s.engine.submitted) == 4
-            for call in calls:
-                call.cancel()
-
-    run(scenario())
+async def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_streams_per_connection=4) as s:
+        calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(8)]
+        await s.engine.next_request(4)
+        async with grpc.aio.insecure_channel(
+            s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as other:
+            await answered(other)  # a round trip, in which a fifth would have come
+        assert len(s.engine.submitted) == 4
+        for call in calls:
+            call.cancel()
 
 
-def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_ask(
+async def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_ask(
     tmp_path: Path,
 ) -> None:
     """With default settings. What waits and what runs has a stream each; all further streams are refused at once."""
     settings = SchedulerSettings()
     room, excess = settings.max_queue_size, 500
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(room + excess)]
-            codes = [asyncio.ensure_future(call.code()) for call in calls]
-            await s.engine.next_request(room)
-            await answered(s.channel)
-            await until(lambda: sum(code.done() for code in codes) == excess)
-            assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            stats = await s.stub.GetStats(pb.GetStatsRequest(), timeout=BOUND_SECONDS)
-            assert stats.gauges.streams_open == room
-            waiting = next(number for number, code in enumerate(codes) if not code.done())
-            order = pb.CancelRequest(request_id=f"r{waiting}")
-            assert (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
-            assert await codes[waiting] is grpc.StatusCode.CANCELLED
-            for call in calls:
-                call.cancel()
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(room + excess)]
+        codes = [asyncio.ensure_future(call.code()) for call in calls]
+        await s.engine.next_request(room)
+        await answered(s.channel)
+        await until(lambda: sum(code.done() for code in codes) == excess)
+        assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        stats = await s.stub.GetStats(pb.GetStatsRequest(), timeout=BOUND_SECONDS)
+        assert stats.gauges.streams_open == room
+        waiting = next(number for number, code in enumerate(codes) if not code.done())
+        order = pb.CancelRequest(request_id=f"r{waiting}")
+        assert (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+        assert await codes[waiting] is grpc.StatusCode.CANCELLED
+        for call in calls:
+            call.cancel()
 
 
-def test_calls_that_wait_for_a_stream_are_answered_in_their_turn(tmp_path: Path) -> None:
+async def test_calls_that_wait_for_a_stream_are_answered_in_their_turn(tmp_path: Path) -> None:
     """A client leaves it to gRPC to wait, as our clients do where they open no Session."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_streams_per_connection=128) as s:
-            s.engine.answer = lambda request: [5]
-            await asyncio.gather(*(read_all(s.generate()) for _ in range(600)))
-
-    run(scenario())
+    async with serving(tmp_path, max_streams_per_connection=128) as s:
+        s.engine.answer = lambda request: [5]
+        answers = await asyncio.gather(*(read_all(s.generate()) for _ in range(600)))
+        assert all(answer[-1].HasField("finished") for answer in answers)
 
 
 def pings(path: Path, count: int, seconds_between: float) -> Connection:
@@ -147,120 +136,105 @@ def pings(path: Path, count: int, seconds_between: float) -> Connection:
         return connection
 
 
-def test_a_client_that_only_pings_is_told_to_leave(tmp_path: Path) -> None:
+async def test_a_client_that_only_pings_is_told_to_leave(tmp_path: Path) -> None:
     """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            connection = await asyncio.to_thread(pings, tmp_path / "s", 1000, 0.0001)
-            assert b"too_many_pings" in connection.goaway
-            await answered(s.channel)
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        connection = await asyncio.to_thread(pings, tmp_path / "s", 1000, 0.0001)
+        assert b"too_many_pings" in connection.goaway
+        await answered(s.channel)
 
 
-def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
+async def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many pings as there are strikes, in a thousandth of the time. The default would be one in 300 s."""
     monkeypatch.setattr(listener, "MIN_PING_INTERVAL_MS", 5)
 
-    async def scenario() -> None:
-        async with serving(tmp_path):
-            connection = await asyncio.to_thread(pings, tmp_path / "s", 60, 0.01)
-            assert connection.goaway == b""
-            assert not connection.is_closed
-
-    run(scenario())
+    async with serving(tmp_path):
+        connection = await asyncio.to_thread(pings, tmp_path / "s", 60, 0.01)
+        assert connection.goaway == b""
+        assert not connection.is_closed
 
 
 @pytest.mark.parametrize("phase", ["waiting", "streaming"])
-def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path, phase: str) -> None:
+async def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path, phase: str) -> None:
     """No byte travels any more, and nothing is closed, as when a machine loses its power."""
 
-    async def scenario() -> None:
-        async with (
-            serving(tmp_path, keepalive_time_seconds=1, keepalive_timeout_seconds=0.5, stall_timeout_seconds=3600) as s,
-            gate(tmp_path) as (address, is_open),
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            s.stub_of(channel).Generate(text_request())
-            session = s.stub_of(channel).Session()
-            await session.write(submit(1))
-            await s.engine.next_request(2)
-            keys = [r.request_id for r in s.engine.submitted]
-            for key in keys:
-                s.engine.start(key)
-            is_open.clear()
-            before = monotonic()
-            while len(s.service.streams):
-                if phase == "streaming":
-                    s.engine.step({key: [40] for key in keys if key in s.engine.requests})
-                await asyncio.sleep(0.01)
-                assert monotonic() < before + DEAD_SECONDS
-            assert sorted(s.engine.cancelled) == sorted(keys)
-            is_open.set()
-
-    run(scenario())
+    async with (
+        serving(tmp_path, keepalive_time_seconds=1, keepalive_timeout_seconds=0.5, stall_timeout_seconds=3600) as s,
+        gate(tmp_path) as (address, is_open),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        s.stub_of(channel).Generate(text_request())
+        session = s.stub_of(channel).Session()
+        await session.write(submit(1))
+        await s.engine.next_request(2)
+        keys = [r.request_id for r in s.engine.submitted]
+        for key in keys:
+            s.engine.start(key)
+        is_open.clear()
+        before = monotonic()
+        while len(s.service.streams):
+            if phase == "streaming":
+                s.engine.step({key: [40] for key in keys if key in s.engine.requests})
+            await asyncio.sleep(0.01)
+            assert monotonic() < before + DEAD_SECONDS
+        assert sorted(s.engine.cancelled) == sorted(keys)
+        is_open.set()
 
 
 # --- requests that are never complete --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
-def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, request_timeout_seconds=0.2) as s:
-            s.engine.answer = lambda request: [5]
+async def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str) -> None:
+    async with serving(tmp_path, request_timeout_seconds=0.2) as s:
+        s.engine.answer = lambda request: [5]
 
-            def speak() -> Connection:
-                with Connection(tmp_path / "s") as connection:
-                    connection.call(f"/{method}", message(b"x" * 100, declared=200))
-                    while not connection.ended:
-                        assert connection.receive()
-                    return connection
+        def speak() -> Connection:
+            with Connection(tmp_path / "s") as connection:
+                connection.call(f"/{method}", message(b"x" * 100, declared=200))
+                while not connection.ended:
+                    assert connection.receive()
+                return connection
 
-            connection = await asyncio.to_thread(speak)
-            assert b"request was not complete after 0.2 s" in connection.ended[1]
-            await read_all(s.generate())
-
-    run(scenario())
+        connection = await asyncio.to_thread(speak)
+        assert b"request was not complete after 0.2 s" in connection.ended[1]
+        await read_all(s.generate())
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path, network: bool) -> None:
+async def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path, network: bool) -> None:
     """Each stream may send as much as the server takes of it: almost nothing, where others are read before.
 
     Over a unix socket some are ended meanwhile, so that others are read.
     """
     size, unfinished, streams = 256 * 1024, 4, 48
 
-    async def scenario() -> None:
-        limits = {"max_unfinished_per_connection": unfinished, "max_streams_per_connection": 64}
-        listen = {"listen": "127.0.0.1:0"} if network else {}
-        async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
-            s.engine.answer = lambda request: [5]
+    limits = {"max_unfinished_per_connection": unfinished, "max_streams_per_connection": 64}
+    listen = {"listen": "127.0.0.1:0"} if network else {}
+    async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
+        s.engine.answer = lambda request: [5]
 
-            def speak(method: str, count: int) -> tuple[int, Connection]:
-                connection = Connection(int(s.server.address.rpartition(":")[2]) if network else tmp_path / "s")
-                most = 0
-                connection.receive()
-                for _ in range(count):
-                    connection.call(f"/lineclear.v1.InferenceService/{method}", message(bytes(size), declared=size + 1))
-                while connection.receive(0.2):
-                    most = max(most, connection.num_sent)
-                return most, connection
+        def speak(method: str, count: int) -> tuple[int, Connection]:
+            connection = Connection(int(s.server.address.rpartition(":")[2]) if network else tmp_path / "s")
+            most = 0
+            connection.receive()
+            for _ in range(count):
+                connection.call(f"/lineclear.v1.InferenceService/{method}", message(bytes(size), declared=size + 1))
+            while connection.receive(0.2):
+                most = max(most, connection.num_sent)
+            return most, connection
 
-            sent, connection = await asyncio.to_thread(speak, "Generate", streams)
-            assert sent < (1 if network else 2) * unfinished * size + streams * 80 * 1024
-            assert sent > unfinished * size / 2, "nothing was sent, so nothing was bounded"
-            connection.__exit__()
-            async with grpc.aio.insecure_channel(
-                s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
-            ) as other:
-                await read_all(s.stub_of(other).Generate(text_request()))
-
-    run(scenario())
+        sent, connection = await asyncio.to_thread(speak, "Generate", streams)
+        assert sent < (1 if network else 2) * unfinished * size + streams * 80 * 1024
+        assert sent > unfinished * size / 2, "nothing was sent, so nothing was bounded"
+        connection.__exit__()
+        async with grpc.aio.insecure_channel(
+            s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as other:
+            await read_all(s.stub_of(other).Generate(text_request()))
 
 
 GENERATE = "/lineclear.v1.InferenceService/Generate"
@@ -283,104 +257,89 @@ async def came(s: Serving, count: int) -> None:
 
 @pytest.mark.parametrize("flood", [GENERATE, CANCEL, CHECK])
 @pytest.mark.parametrize("excess", [0, 100])
-def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_ones(
+async def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_ones(
     tmp_path: Path, flood: str, excess: int
 ) -> None:
     """One caller takes every place and keeps it. gRPC gives both callers one name."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, **FOR_EVER) as s:
-            s.engine.answer = lambda request: [5]
-            with Connection(tmp_path / "s") as hostile:
-                hostile.receive()
-                unfinished(hostile, flood, PLACES + excess)
-                await came(s, PLACES + excess)
-                await answered(s.channel)
-                order = pb.CancelRequest(request_id="nobody")
-                assert not (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
-                await read_all(s.generate(timeout=BOUND_SECONDS))
-                await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
-
-    run(scenario())
+    async with serving(tmp_path, **FOR_EVER) as s:
+        s.engine.answer = lambda request: [5]
+        with Connection(tmp_path / "s") as hostile:
+            hostile.receive()
+            unfinished(hostile, flood, PLACES + excess)
+            await came(s, PLACES + excess)
+            await answered(s.channel)
+            order = pb.CancelRequest(request_id="nobody")
+            assert not (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+            await read_all(s.generate(timeout=BOUND_SECONDS))
+            await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
 
 
-def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_unfinished_per_connection=1, **FOR_EVER) as s:
-            s.engine.answer = lambda request: [5]
-            with Connection(tmp_path / "s") as hostile:
-                hostile.receive()
-                unfinished(hostile, GENERATE, 1)
-                await came(s, 1)
-                await read_all(s.generate(timeout=BOUND_SECONDS))
-                while not hostile.ended:
-                    assert await asyncio.to_thread(hostile.receive)
-                assert b"not complete while others waited" in hostile.ended[1]
-
-    run(scenario())
+async def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_unfinished_per_connection=1, **FOR_EVER) as s:
+        s.engine.answer = lambda request: [5]
+        with Connection(tmp_path / "s") as hostile:
+            hostile.receive()
+            unfinished(hostile, GENERATE, 1)
+            await came(s, 1)
+            await read_all(s.generate(timeout=BOUND_SECONDS))
+            while not hostile.ended:
+                assert await asyncio.to_thread(hostile.receive)
+            assert b"not complete while others waited" in hostile.ended[1]
 
 
-def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
+async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
     """Nor do they end them: a client may take its time with a long request and ask for health meanwhile."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, **FOR_EVER) as s:
-            with Connection(tmp_path / "s") as slow:
-                slow.receive()
-                unfinished(slow, GENERATE, PLACES)
-                await came(s, PLACES)
-                for _ in range(3 * PLACES):
-                    await answered(s.channel)
-                while await asyncio.to_thread(slow.receive, 0.5):
-                    pass
-                assert slow.ended == {}
-
-    run(scenario())
+    async with serving(tmp_path, **FOR_EVER) as s:
+        with Connection(tmp_path / "s") as slow:
+            slow.receive()
+            unfinished(slow, GENERATE, PLACES)
+            await came(s, PLACES)
+            for _ in range(3 * PLACES):
+                await answered(s.channel)
+            while await asyncio.to_thread(slow.receive, 0.5):
+                pass
+            assert slow.ended == {}
 
 
-def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_other(tmp_path: Path) -> None:
+async def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_other(tmp_path: Path) -> None:
     """As behind a proxy."""
 
-    async def scenario() -> None:
-        file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-        async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **FOR_EVER) as s:
-            s.engine.answer = lambda request: [5]
-            with Connection(int(s.server.address.rpartition(":")[2])) as proxy:
-                proxy.receive()
-                unfinished(proxy, GENERATE, PLACES, ("authorization", f"Bearer {ALICE}"))
-                await came(s, PLACES)
-                request = message(text_request().SerializeToString())
-                stream = proxy.call(GENERATE, request, ("authorization", f"Bearer {BOB}"))
-                while not proxy.ended:
-                    assert await asyncio.to_thread(proxy.receive)
-                assert list(proxy.ended) == [stream]
-                assert len(s.engine.submitted) == 1
-
-    run(scenario())
+    file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
+    async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **FOR_EVER) as s:
+        s.engine.answer = lambda request: [5]
+        with Connection(int(s.server.address.rpartition(":")[2])) as proxy:
+            proxy.receive()
+            unfinished(proxy, GENERATE, PLACES, ("authorization", f"Bearer {ALICE}"))
+            await came(s, PLACES)
+            request = message(text_request().SerializeToString())
+            stream = proxy.call(GENERATE, request, ("authorization", f"Bearer {BOB}"))
+            while not proxy.ended:
+                assert await asyncio.to_thread(proxy.receive)
+            assert list(proxy.ended) == [stream]
+            assert len(s.engine.submitted) == 1
 
 
-def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ended(tmp_path: Path) -> None:
+async def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ended(tmp_path: Path) -> None:
     """A client that sends many of them over a slow network sends them side by side."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, listen="127.0.0.1:0", max_unfinished_per_connection=1, **FOR_EVER) as s:
-            s.engine.answer = lambda request: [5]
-            with Connection(int(s.server.address.rpartition(":")[2])) as client:
-                client.receive()
-                request = message(text_request().SerializeToString())
-                first = client.call(GENERATE, request[:10])
-                second = client.call(GENERATE, request)
-                await came(s, 2)
-                while await asyncio.to_thread(client.receive, 1.5):
-                    pass
-                assert s.engine.submitted == []
-                client.go_on(first, request[10:])
-                while len(client.ended) < 2:
-                    assert await asyncio.to_thread(client.receive)
-                assert sorted(client.ended) == [first, second]
-                assert len(s.engine.submitted) == 2
-
-    run(scenario())
+    async with serving(tmp_path, listen="127.0.0.1:0", max_unfinished_per_connection=1, **FOR_EVER) as s:
+        s.engine.answer = lambda request: [5]
+        with Connection(int(s.server.address.rpartition(":")[2])) as client:
+            client.receive()
+            request = message(text_request().SerializeToString())
+            first = client.call(GENERATE, request[:10])
+            second = client.call(GENERATE, request)
+            await came(s, 2)
+            while await asyncio.to_thread(client.receive, 1.5):
+                pass
+            assert s.engine.submitted == []
+            client.go_on(first, request[10:])
+            while len(client.ended) < 2:
+                assert await asyncio.to_thread(client.receive)
+            assert sorted(client.ended) == [first, second]
+            assert len(s.engine.submitted) == 2
 
 
 def test_every_method_whose_request_holds_a_prompt_is_read_as_a_long_one() -> None:
@@ -390,80 +349,68 @@ def test_every_method_whose_request_holds_a_prompt_is_read_as_a_long_one() -> No
     assert {m.name for m in unary if large & set(m.input_type.fields_by_name)} == LONG
 
 
-def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, listen="127.0.0.1:0", max_sessions_per_connection=2) as s:
-            callers = [Caller(s) for _ in range(2)]
-            for caller in callers:  # both are there before the next one is opened
-                await caller.call.initial_metadata()
-            error = await error_of(Caller(s).call)
-            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-            assert error.metadata == {"limit": "2"}
-            callers[0].call.cancel()
-            await until(lambda: len(s.service._sessions) == 1)
-            await Caller(s).call.initial_metadata()
-
-    run(scenario())
+async def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:
+    async with serving(tmp_path, listen="127.0.0.1:0", max_sessions_per_connection=2) as s:
+        callers = [Caller(s) for _ in range(2)]
+        for caller in callers:  # both are there before the next one is opened
+            await caller.call.initial_metadata()
+        error = await error_of(Caller(s).call)
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert error.metadata == {"limit": "2"}
+        callers[0].call.cancel()
+        await until(lambda: len(s.service._sessions) == 1)
+        await Caller(s).call.initial_metadata()
 
 
-def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: Path) -> None:
+async def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: Path) -> None:
     """Its calls in progress go on to their ends."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
-            with Connection(tmp_path / "s") as connection:
-                request = message(text_request().SerializeToString())
-                stream = connection.call("/lineclear.v1.InferenceService/Generate", request)
-                key = await s.engine.next_request()
-                while not connection.goaway:
-                    assert await asyncio.to_thread(connection.receive)
-                assert b"max_age" in connection.goaway
-                assert not connection.ended
-                s.engine.start(key)
-                s.engine.finish_by(key, FinishReason.LENGTH)
-                while stream not in connection.ended:
-                    assert await asyncio.to_thread(connection.receive)
-                while not connection.is_closed:
-                    await asyncio.to_thread(connection.receive)
-
-    run(scenario())
-
-
-def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
-            caller = Caller(s)
-            await caller.order(submit(1))
+    async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
+        with Connection(tmp_path / "s") as connection:
+            request = message(text_request().SerializeToString())
+            stream = connection.call("/lineclear.v1.InferenceService/Generate", request)
             key = await s.engine.next_request()
-            session = next(iter(s.service._sessions))
-            await until(lambda: session._leaving)
-            await caller.order(submit(2))
-            await caller.until(lambda: caller.failed)
-            assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "DRAINING"}
+            while not connection.goaway:
+                assert await asyncio.to_thread(connection.receive)
+            assert b"max_age" in connection.goaway
+            assert not connection.ended
             s.engine.start(key)
-            s.engine.tokens(key, [5])
             s.engine.finish_by(key, FinishReason.LENGTH)
-            await caller.until(lambda: caller.finished)
-            assert caller.tokens[1] == [5]
-            assert len(s.engine.submitted) == 1
+            while stream not in connection.ended:
+                assert await asyncio.to_thread(connection.receive)
+            while not connection.is_closed:
+                await asyncio.to_thread(connection.receive)
 
-    run(scenario())
+
+async def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
+        caller = Caller(s)
+        await caller.order(submit(1))
+        key = await s.engine.next_request()
+        session = next(iter(s.service._sessions))
+        await until(lambda: session._leaving)
+        await caller.order(submit(2))
+        await caller.until(lambda: caller.failed)
+        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "DRAINING"}
+        s.engine.start(key)
+        s.engine.tokens(key, [5])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        await caller.until(lambda: caller.finished)
+        assert caller.tokens[1] == [5]
+        assert len(s.engine.submitted) == 1
 
 
-def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_path: Path) -> None:
+async def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_path: Path) -> None:
     """gRPC gives all of them the same peer name."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, max_sessions_per_connection=1) as s:
-            for _ in range(3):
-                await Caller(s).call.initial_metadata()
-            assert len(s.service._sessions) == 3
-
-    run(scenario())
+    async with serving(tmp_path, max_sessions_per_connection=1) as s:
+        for _ in range(3):
+            await Caller(s).call.initial_metadata()
+        assert len(s.service._sessions) == 3
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\x00" * 4096])
-def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) -> None:
+async def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) -> None:
     def speak(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(BOUND_SECONDS)
@@ -476,10 +423,7 @@ def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) 
             except ConnectionResetError:
                 pass
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            s.engine.answer = lambda request: [5]
-            await asyncio.to_thread(speak, tmp_path / "s")
-            await read_all(s.generate())
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [5]
+        await asyncio.to_thread(speak, tmp_path / "s")
+        assert (await read_all(s.generate()))[-1].HasField("finished")

@@ -11,80 +11,67 @@ from service.serving import (
     HELLO_IDS,
     TOKENIZER,
     read_all,
-    run,
     serving,
 )
 
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_tokenize_and_detokenize_are_what_generate_does(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, joined=False) as s:
-            tokenized = await s.stub.Tokenize(pb.TokenizeRequest(text="a <|im_end|> b"))
-            assert list(tokenized.token_ids) == TOKENIZER.encode("a <|im_end|> b")
-            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-            ids = list((await s.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
-            text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, keep_special_tokens=True))
-            assert text.text == "<|im_start|>user\nhi<|im_end|>\n"
-            text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
-            assert text.text == "user\nhi\n"
-            empty = await s.stub.Detokenize(pb.DetokenizeRequest())
-            assert empty.text == ""
-
-    run(scenario())
+async def test_tokenize_and_detokenize_are_what_generate_does(tmp_path: Path) -> None:
+    async with serving(tmp_path, joined=False) as s:
+        tokenized = await s.stub.Tokenize(pb.TokenizeRequest(text="a <|im_end|> b"))
+        assert list(tokenized.token_ids) == TOKENIZER.encode("a <|im_end|> b")
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+        ids = list((await s.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
+        text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, keep_special_tokens=True))
+        assert text.text == "<|im_start|>user\nhi<|im_end|>\n"
+        text = await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+        assert text.text == "user\nhi\n"
+        empty = await s.stub.Detokenize(pb.DetokenizeRequest())
+        assert empty.text == ""
 
 
-def test_the_model_and_its_limits(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_batch_size=4, target_batch_tokens=1000, served_name="named") as s:
-            model = await s.stub.GetModel(pb.GetModelRequest())
-            assert (model.model_id, model.family, model.context_length) == ("named", "llama", 128)
-            assert (model.vocab_size, list(model.eos_token_ids)) == (512, [EOS])
-            assert model.has_chat_template
-            assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
-            assert model.limits.num_blocks == 64
-            assert model.server_version
-
-    run(scenario())
+async def test_the_model_and_its_limits(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_batch_size=4, target_batch_tokens=1000, served_name="named") as s:
+        model = await s.stub.GetModel(pb.GetModelRequest())
+        assert (model.model_id, model.family, model.context_length) == ("named", "llama", 128)
+        assert (model.vocab_size, list(model.eos_token_ids)) == (512, [EOS])
+        assert model.has_chat_template
+        assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
+        assert model.limits.num_blocks == 64
+        assert model.server_version
 
 
 @pytest.mark.parametrize(("asked", "in_force"), [(None, 500.0), (50.0, 50.0), (5000.0, 1000.0)])
-def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
+async def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
     tmp_path: Path, asked: float | None, in_force: float
 ) -> None:
     """A call without a deadline has the server's; one with a later deadline than allowed has the latest allowed."""
 
-    async def scenario() -> None:
-        async with serving(tmp_path, default_deadline_seconds=500.0, max_deadline_seconds=1000.0) as s:
-            limits = (await s.stub.GetModel(pb.GetModelRequest())).limits
-            assert (limits.default_deadline.ToSeconds(), limits.max_deadline.ToSeconds()) == (500, 1000)
-            s.engine.answer = lambda request: HELLO_IDS
-            call = s.stub.Generate(pb.GenerateRequest(text="hi"), timeout=asked)
-            started = [message.started async for message in call if message.HasField("started")]
-            (timeout_seconds,) = [told.timeout.ToNanoseconds() / 1e9 for told in started]
-            # gRPC rounds the time that a call has, and some of it is spent before the call arrives.
-            assert in_force - 10 < timeout_seconds <= in_force * 1.02
-
-    run(scenario())
+    async with serving(tmp_path, default_deadline_seconds=500.0, max_deadline_seconds=1000.0) as s:
+        limits = (await s.stub.GetModel(pb.GetModelRequest())).limits
+        assert (limits.default_deadline.ToSeconds(), limits.max_deadline.ToSeconds()) == (500, 1000)
+        s.engine.answer = lambda request: HELLO_IDS
+        call = s.stub.Generate(pb.GenerateRequest(text="hi"), timeout=asked)
+        started = [message.started async for message in call if message.HasField("started")]
+        (timeout_seconds,) = [told.timeout.ToNanoseconds() / 1e9 for told in started]
+        # gRPC rounds the time that a call has, and some of it is spent before the call arrives.
+        assert in_force - 10 < timeout_seconds <= in_force * 1.02
 
 
-def test_statistics_count_what_happened(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, order="shortest") as s:
-            empty = await s.stub.GetStats(pb.GetStatsRequest())
-            assert empty.total_seconds == pb.Quantiles()
-            s.engine.answer = lambda request: HELLO_IDS
-            for _ in range(3):
-                await read_all(s.generate())
-            stats = await s.stub.GetStats(pb.GetStatsRequest())
-            assert stats.total_seconds.count == 3
-            assert 0 < stats.total_seconds.p50 <= stats.total_seconds.p99 <= stats.total_seconds.max
-            assert stats.first_token_seconds.count == stats.inter_token_seconds.count == stats.total_seconds.count
-            assert stats.output_tokens_per_second > 0
-            assert stats.worker.joined
-            assert stats.worker.pid == HELLO.pid
-            assert (stats.order, stats.batching_strategy) == ("shortest", "continuous")
-            assert stats.gauges.tasks > 0
-
-    run(scenario())
+async def test_statistics_count_what_happened(tmp_path: Path) -> None:
+    async with serving(tmp_path, order="shortest") as s:
+        empty = await s.stub.GetStats(pb.GetStatsRequest())
+        assert empty.total_seconds == pb.Quantiles()
+        s.engine.answer = lambda request: HELLO_IDS
+        for _ in range(3):
+            await read_all(s.generate())
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        assert stats.total_seconds.count == 3
+        assert 0 < stats.total_seconds.p50 <= stats.total_seconds.p99 <= stats.total_seconds.max
+        assert stats.first_token_seconds.count == stats.inter_token_seconds.count == stats.total_seconds.count
+        assert stats.output_tokens_per_second > 0
+        assert stats.worker.joined
+        assert stats.worker.pid == HELLO.pid
+        assert (stats.order, stats.batching_strategy) == ("shortest", "continuous")
+        assert stats.gauges.tasks > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, request
-from service.serving import EOS, error_of, read_all, run, serving
+from service.serving import EOS, error_of, read_all, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
 from lineclear.scheduler.requests.sampling_ranges import RANGES, model_defaults
@@ -54,32 +54,26 @@ def _assert_nothing_is_echoed(case: Bad, error: InvalidRequest) -> None:
         assert value not in said
 
 
-def test_no_bad_request_reaches_the_engine(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, max_prompt_bytes=MAX_BYTES) as s:
-            for case in CASES:
-                error = await error_of(s.generate(case.request))
-                assert (error.code, error.reason) == ("INVALID_ARGUMENT", case.reason), case.name
-                assert {v.field for v in error.violations} == set(case.fields)
-                assert error.retry_after_seconds is None
-            assert s.engine.submitted == []
-            s.engine.answer = lambda request: []
-            await read_all(s.generate())
-
-    run(scenario())
+async def test_no_bad_request_reaches_the_engine(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_prompt_bytes=MAX_BYTES) as s:
+        for case in CASES:
+            error = await error_of(s.generate(case.request))
+            assert (error.code, error.reason) == ("INVALID_ARGUMENT", case.reason), case.name
+            assert {v.field for v in error.violations} == set(case.fields)
+            assert error.retry_after_seconds is None
+        assert s.engine.submitted == []
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
 
 
-def test_so_many_faults_still_fit_the_trailer(tmp_path: Path) -> None:
+async def test_so_many_faults_still_fit_the_trailer(tmp_path: Path) -> None:
     many = [sampling_pb2.LogitBias(token_id=2**32 - 1, bias=1e9) for _ in range(300)]
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as s:
-            error = await error_of(s.generate(request(sampling={"logit_bias": many})))
-            assert error.reason == "INVALID_REQUEST"
-            assert 10 <= len(error.violations) <= 20
-            assert "(and 599 more)" in str(error)
-
-    run(scenario())
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(request(sampling={"logit_bias": many})))
+        assert error.reason == "INVALID_REQUEST"
+        assert 10 <= len(error.violations) <= 20
+        assert "(and 599 more)" in str(error)
 
 
 # --- the good side of each bound -------------------------------------------------------------------------------------

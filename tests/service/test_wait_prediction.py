@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from service.serving import error_of, run, serving
+from service.serving import error_of, serving
 
 from lineclear.errors import DeadlineUnreachable, QueueFull
 from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
@@ -111,20 +111,17 @@ def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> No
     assert room.num_refused == 1
 
 
-def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, refuse_hopeless=True) as s:
-            first = s.generate(IDS, timeout=50)
-            await s.engine.next_request(1)
-            s.service._quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
-            error = await error_of(s.generate(IDS, timeout=10))
-            assert isinstance(error, DeadlineUnreachable)
-            assert error.metadata == {"waiting": "1", "least_wait_seconds": "20.0"}
-            patient = s.generate(IDS, timeout=50)
-            await s.engine.next_request(2)
-            assert len(s.engine.submitted) == 2
-            for call in (first, patient):
-                call.cancel()
-            await s.idle()
-
-    run(scenario())
+async def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, refuse_hopeless=True) as s:
+        first = s.generate(IDS, timeout=50)
+        await s.engine.next_request(1)
+        s.service._quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
+        error = await error_of(s.generate(IDS, timeout=10))
+        assert isinstance(error, DeadlineUnreachable)
+        assert error.metadata == {"waiting": "1", "least_wait_seconds": "20.0"}
+        patient = s.generate(IDS, timeout=50)
+        await s.engine.next_request(2)
+        assert len(s.engine.submitted) == 2
+        for call in (first, patient):
+            call.cancel()
+        await s.idle()
