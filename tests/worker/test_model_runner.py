@@ -178,7 +178,7 @@ def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepEr
         runner.launch(first_plan()).result()
     assert caught.value.kind is kind
     assert type(error).__name__ in caught.value.summary
-    assert "test_runner.py:" in caught.value.summary
+    assert "test_model_runner.py:" in caught.value.summary
     assert "secret" not in caught.value.summary
     handle.remove()
     runner.reset()
