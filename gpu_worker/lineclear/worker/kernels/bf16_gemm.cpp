@@ -7,9 +7,9 @@
 
 #include <atomic>
 
-#include "recorded.h"
+#include "graph_capture.h"
 #include "scratch.h"
-#include "vectors.h"
+#include "simd.h"
 
 #if defined(__AVX512BF16__)
 #include <chrono>

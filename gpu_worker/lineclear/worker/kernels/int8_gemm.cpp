@@ -7,8 +7,8 @@
 // instructions want them. These also want one side unsigned: activations are kept as x8 + 128, and what that adds to a
 // channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
 
-#include "bytes.h"
-#include "recorded.h"
+#include "int8_quant.h"
+#include "graph_capture.h"
 #include "scratch.h"
 
 #if defined(_OPENMP)

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "simd.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

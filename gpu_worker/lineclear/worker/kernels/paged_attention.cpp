@@ -17,8 +17,8 @@
 
 #include <atomic>
 
-#include "bytes.h"
-#include "recorded.h"
+#include "int8_quant.h"
+#include "graph_capture.h"
 
 namespace {
 
@@ -119,7 +119,7 @@ inline void dot_bytes(const ByteQueries<ROWS>& q, const uint8_t* const* k, const
       std::memcpy(&four, q.bytes + r * dim + d, 4);
       const vint query = vint{} + four;
 #pragma GCC unroll 4
-      for (int g = 0; g < GROUPS; g++)  // not the intrinsic: see int8_product.cpp
+      for (int g = 0; g < GROUPS; g++)  // not the intrinsic: see int8_gemm.cpp
         asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][g]) : "v"(keys[g]), "v"(query));
     }
   }

@@ -3,8 +3,8 @@
 //
 // Rows are contiguous; element type: 0 fp32, 1 bf16. Widths are multiples of 16.
 
-#include "recorded.h"
-#include "vectors.h"
+#include "graph_capture.h"
+#include "simd.h"
 
 namespace {
 
