@@ -1,4 +1,4 @@
-"""Incremental text equals the text of the whole, and stop strings neither leak nor depend on how the text is cut."""
+"""Incremental decoding and stop strings: the released texts joined are the text of all tokens up to the stop string."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from lineclear.scheduler.text.detokenizer import (
     REPLACE_EACH,
     AnswerText,
     IncrementalDecoder,
-    StopMatcher,
-    StopStrings,
     decode,
 )
+from lineclear.scheduler.text.stop_strings import StopMatcher, StopStrings
 
 SPECIAL = 999
 
@@ -43,7 +42,7 @@ EVERY_BYTE = Bytes([bytes([b]) for b in range(256)])
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the answer ends and why: the stop string complete first, the longest of those that end together."""
+    """Return start and string of the match that is complete first; the longest of those that end together."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return None
@@ -58,19 +57,19 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 @example("é€😀".encode()[:-1])
 @example(b"\xf0\x9f\x98")
 @example(b"\xed\xa0\x80")
-def test_bytes_one_by_one_are_the_bytes_at_once(data: bytes) -> None:
+def test_single_bytes_decode_as_the_whole(data: bytes) -> None:
     assert decode(EVERY_BYTE, data, keep_special=False) == data.decode("utf-8", "replace")
 
 
 @given(st.lists(st.binary(min_size=1, max_size=6), max_size=12))
-def test_the_cut_into_tokens_does_not_matter(pieces: list[bytes]) -> None:
+def test_token_boundaries_do_not_change_the_text(pieces: list[bytes]) -> None:
     decoder = IncrementalDecoder(Bytes(pieces), keep_special=False)
     parts = [decoder.push(i) for i in range(len(pieces))]
     assert "".join(parts) + decoder.flush() == b"".join(pieces).decode("utf-8", "replace")
 
 
 @given(st.text(max_size=20))
-def test_no_character_is_sent_before_it_is_whole_and_none_is_late(text: str) -> None:
+def test_characters_are_released_when_complete(text: str) -> None:
     decoder = IncrementalDecoder(EVERY_BYTE, keep_special=False)
     data = text.encode()
     sent = ""
@@ -82,7 +81,7 @@ def test_no_character_is_sent_before_it_is_whole_and_none_is_late(text: str) -> 
     assert sent == text
 
 
-def test_every_split_of_every_length_of_character() -> None:
+def test_characters_split_at_every_byte() -> None:
     for character in ("é", "€", "😀"):
         data = character.encode()
         for cut in range(1, len(data)):
@@ -92,36 +91,36 @@ def test_every_split_of_every_length_of_character() -> None:
             assert [unfinished.push(0), unfinished.flush()] == ["", "\ufffd"]
 
 
-def test_byte_fallback_has_one_replacement_for_each_byte() -> None:
+def test_byte_fallback_replaces_each_bad_byte() -> None:
     each = Bytes([b"\xe5", b"\x85", b"a"], REPLACE_EACH)
     assert decode(each, [0, 1, 2], keep_special=False) == "\ufffd\ufffda"
     assert decode(each, [2, 0, 1], keep_special=False) == "a\ufffd\ufffd"
 
 
-def test_the_first_piece_is_the_first_that_is_there() -> None:
+def test_only_the_first_token_with_text_loses_its_space() -> None:
     pieces = Bytes([b" a", b" b"], strips=True)
     assert decode(pieces, [SPECIAL, 5, 0, 1], keep_special=False) == "a b"
     assert decode(pieces, [SPECIAL, 0, 1], keep_special=True) == "<s> a b"
 
 
-def test_special_tokens_are_left_out_even_inside_a_character() -> None:
+def test_special_tokens_inside_a_character_are_skipped() -> None:
     assert decode(Bytes([b"\xc3", b"\xa9"]), [0, SPECIAL, 1], keep_special=False) == "é"
 
 
-def test_a_token_is_looked_at_once_however_long_the_text_is() -> None:
-    """A decoder that goes back over what it could not decode yet looks at the same tokens again and again."""
-    looks = 0
+def test_each_token_is_decoded_once() -> None:
+    """A decoder that decodes unfinished text again would ask for the same tokens repeatedly."""
+    num_calls = 0
 
     class Counting(Bytes):
         def piece(self, token_id: int, *, first: bool) -> bytes | None:
-            nonlocal looks
-            looks += 1
+            nonlocal num_calls
+            num_calls += 1
             return super().piece(token_id, first=first)
 
     decoder = IncrementalDecoder(Counting([b"\xf0", b"a", b"\x9f"]), keep_special=False)
     for n in range(3000):
         decoder.push(n % 3 if n > 1500 else 0)
-    assert 1000 < looks <= 3000  # fewer where a text was known
+    assert 1000 < num_calls <= 3000  # fewer because texts are cached
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ FEW = st.text(alphabet="ab", min_size=1, max_size=4)
     cuts=st.lists(st.integers(0, 30), max_size=8),
     include=st.booleans(),
 )
-def test_what_is_released_is_the_text_before_the_first_stop(
+def test_released_text_ends_before_the_first_stop_string(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     matcher = StopMatcher(StopStrings(stops), include_stop_string=include)
@@ -149,7 +148,7 @@ def test_what_is_released_is_the_text_before_the_first_stop(
         if matcher.matched is not None:
             break
         held = text[len(released) : end]
-        # Nothing may be taken back later, and nothing is held that cannot be the beginning of a stop string.
+        # Released text is final, and only a prefix of a stop string is held back.
         assert until.startswith(released)
         assert held == "" or any(stop.startswith(held) for stop in stops)
     if matcher.matched is None:
@@ -158,7 +157,7 @@ def test_what_is_released_is_the_text_before_the_first_stop(
     assert matcher.matched == (None if expected is None else expected[1])
 
 
-def test_the_longest_beginning_is_held_and_no_more() -> None:
+def test_only_the_longest_stop_prefix_is_held_back() -> None:
     matcher = StopMatcher(StopStrings(["</s>", "\n\n"]), include_stop_string=False)
     assert matcher.push("a<") == "a"
     assert matcher.push("/") == ""
@@ -167,19 +166,19 @@ def test_the_longest_beginning_is_held_and_no_more() -> None:
     assert matcher.flush() == ""
 
 
-def test_an_unfinished_beginning_is_text_in_the_end() -> None:
+def test_incomplete_stop_string_is_released_by_flush() -> None:
     matcher = StopMatcher(StopStrings(["STOP"]), include_stop_string=False)
     assert matcher.push("a STO") == "a "
     assert matcher.flush() == "STO"
 
 
-def test_of_two_stops_the_one_complete_first_counts_even_inside_the_other() -> None:
+def test_stop_string_completed_first_wins() -> None:
     matcher = StopMatcher(StopStrings(["abcdef", "cd"]), include_stop_string=False)
     assert matcher.push("xabcdef") == "xab"
     assert matcher.matched == "cd"
 
 
-def test_of_two_that_end_together_the_longer_counts() -> None:
+def test_longer_of_two_simultaneous_stop_strings_wins() -> None:
     matcher = StopMatcher(StopStrings(["d", "bcd"]), include_stop_string=False)
     assert matcher.push("abcd") == "a"
     assert matcher.matched == "bcd"
@@ -196,7 +195,7 @@ PIECES = [b"a", b"b", b"ab", b" c", b"\xc3", b"\xa9", b"ba", b"\n"]
     stops=st.lists(st.sampled_from(["ab", "ba", "a c", "é", "bb\n", "\ufffd", "aab"]), min_size=1, max_size=3),
     include=st.booleans(),
 )
-def test_an_answer_is_its_text_up_to_the_stop(ids: list[int], stops: list[str], include: bool) -> None:
+def test_answer_text_ends_at_the_stop_string(ids: list[int], stops: list[str], include: bool) -> None:
     pieces = Bytes(PIECES)
     answer = AnswerText(pieces, stops=StopStrings(stops), include_stop_string=include)
     text, used = "", 0
@@ -216,13 +215,13 @@ def test_an_answer_is_its_text_up_to_the_stop(ids: list[int], stops: list[str], 
     assert answer.match is not None
     assert answer.match.string == stop
     assert answer.match.num_tokens == used
-    # And not one token earlier: without the last one the text has no stop string yet.
+    # Without its last token the text has no stop string.
     before = IncrementalDecoder(pieces, keep_special=False)
     shorter = "".join(before.push(i) for i in ids[: used - 1])
     assert used == len(ids) or first_stop(shorter, stops) is None
 
 
-def test_a_stop_string_before_min_tokens_is_text() -> None:
+def test_stop_string_before_min_tokens_is_text() -> None:
     answer = AnswerText(Bytes([b"x", b"STOP", b"y"]), stops=StopStrings(["STOP"]), min_tokens=3)
     assert [answer.push(0), answer.push(1), answer.push(2)] == ["x", "STOP", "y"]
     assert answer.push(1) == ""
@@ -230,13 +229,13 @@ def test_a_stop_string_before_min_tokens_is_text() -> None:
     assert answer.match.num_tokens == 4
 
 
-def test_a_stop_string_complete_with_the_last_required_token_counts() -> None:
+def test_stop_string_completed_at_min_tokens_matches() -> None:
     answer = AnswerText(Bytes([b"ST", b"OP"]), stops=StopStrings(["STOP"]), min_tokens=2)
     assert [answer.push(0), answer.push(1)] == ["", ""]
     assert answer.match is not None
 
 
-def test_a_stop_string_may_begin_before_min_tokens() -> None:
+def test_stop_string_started_before_min_tokens_matches() -> None:
     answer = AnswerText(Bytes([b"S", b"T"]), stops=StopStrings(["SST"]), min_tokens=3)
     assert [answer.push(0), answer.push(0), answer.push(1)] == ["", "", ""]
     assert answer.match is not None
@@ -247,20 +246,26 @@ def test_stop_tokens_have_no_text() -> None:
     assert answer.push(0) + answer.push(1) + answer.finish() == "x"
 
 
-def test_near_misses_cost_at_most_two_looks_a_character() -> None:
-    """The worst case for a matcher that starts again at every character: each one almost completes the stop string."""
-    looks = 0
+def test_stop_string_completed_before_min_tokens_does_not_match_later() -> None:
+    """The text "ab" is held back as a prefix of "abc" although it was completed too early to match."""
+    matcher = StopMatcher(StopStrings(["ab", "abc"]), include_stop_string=True)
+    assert matcher.push("xab", armed=False) == "x"
+    assert matcher.push("c") == "abc"
+    assert matcher.matched == "abc"
 
-    class Counting(dict[str, int]):
-        def get(self, key: str, default: int | None = None) -> int | None:  # type: ignore[override]
-            nonlocal looks
-            looks += 1
-            return super().get(key, default)
+
+def test_suffix_lookups_are_bounded() -> None:
+    """A piece costs at most one lookup for each character of the longest stop string."""
+    lookups = 0
+
+    class Counting(frozenset[str]):
+        def __contains__(self, item: object) -> bool:
+            nonlocal lookups
+            lookups += 1
+            return super().__contains__(item)
 
     stops = StopStrings(["a" * 63 + "b", "ab" * 32])
-    stops.goto = [Counting(following) for following in stops.goto]
+    stops.prefixes = Counting(stops.prefixes)
     matcher = StopMatcher(stops, include_stop_string=False)
-    text = ("a" * 62 + "c" + "ab" * 31 + "b" + "a" * 200) * 20
-    released = sum(len(matcher.push(character)) for character in text)
-    assert released == len(text) - 63
-    assert looks <= 2 * len(text) + 64
+    assert [len(matcher.push("c" + "b" * 200)) for _ in range(20)] == [201] * 20
+    assert lookups == 20 * 63

@@ -27,7 +27,8 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.requests.output_stream import OutputChunk, OutputRouter, OutputStream
-from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
+from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.wire.messages import Logprobs
 
 RECORD = RequestStats(0.0, 3)

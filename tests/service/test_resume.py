@@ -11,7 +11,8 @@ import pytest
 from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
 
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.text.detokenizer import AnswerText, StopStrings
+from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 
 MODEL = {"model_fingerprint": HELLO.model_fingerprint}

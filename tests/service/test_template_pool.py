@@ -152,7 +152,7 @@ async def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
 async def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
     """Or a caller that cancels all the time would have the server start processes all the time."""
 
-    some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 5 + TEMPLATE
+    some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 20 + TEMPLATE
 
     async with serving(tmp_path, template=some_milliseconds) as s:
         assert (await tokenize(s, "quick")).token_ids

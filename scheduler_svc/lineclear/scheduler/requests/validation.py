@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from lineclear.errors import InvalidRequest, ModelChanged, ModelNotFound, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, RANGES
-from lineclear.scheduler.text.detokenizer import StopStrings
+from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling

@@ -1,7 +1,6 @@
-"""The chat template of a model: where it is found, which roles it knows.
+"""Load the chat template of a model directory, and list the roles it accepts.
 
-Templates come from the model directory only. `rendering` renders one, `template_process` does so in a process that can
-be ended. Ids of the rendered text are the tokenizer's business.
+`template_renderer` renders it, `template_process` does so in a process with limits, and `tokenizer` encodes the result.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ _COMMON_ROLES = frozenset({"system", "user", "assistant"})
 
 
 class ChatTemplate:
-    """A model's chat template. Safe from any thread."""
+    """A model's chat template. Thread-safe."""
 
     def __init__(self, source: str, sealer: Sealer, variables: Mapping[str, Any]) -> None:
-        """`variables` are the names of special tokens a template may use, as bos_token.
-
-        Raises ConfigurationError if `source` is no template.
-        """
+        """`variables` maps bos_token and others to special tokens. Raises ConfigurationError if `source` is bad."""
         self._source, self._sealer, self._variables = source, sealer, variables
         try:
             self._renderer = Renderer(source, sealer, variables)
@@ -36,32 +32,29 @@ class ChatTemplate:
             raise ConfigurationError(str(error)) from None
 
     def knows_role(self, role: str) -> bool:
-        """Whether a message may have this role. A role is part of the template's words, so it must be one of them."""
+        """Whether the template accepts this role: a common one, or a literal of the template."""
         return role in _COMMON_ROLES or role in self._renderer.literals
 
     def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
-        """The conversation as one text whose special tokens are sealed, rendered here and now, without a time limit.
-
-        Raises InvalidRequest if the template does not take this conversation.
-        """
+        """Render in this process, without a time limit. Arguments and errors as Renderer.render."""
         return self._renderer.render(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
 
     def definition(self, *, cpu_seconds: float, max_bytes: int) -> bytes:
-        """What a template process needs to render as this does, within these limits for one conversation."""
+        """Return the definition that a template process renders from, with the limits for one conversation."""
         private = {token: self._sealer.seal(token) for token in self._sealer.special_tokens}
         return pack_definition(self._source, private, self._variables, cpu_seconds=cpu_seconds, max_bytes=max_bytes)
 
 
 def load_chat_template(model: Path, sealer: Sealer) -> ChatTemplate | None:
-    """The template of a model directory (chat_template.jinja, else tokenizer_config.json), None if it has none.
+    """Load chat_template.jinja, else the template in tokenizer_config.json; None if the model has neither.
 
-    Raises ConfigurationError if there is one that cannot be used.
+    Raises ConfigurationError if the template is invalid.
     """
     config = read_json(model / "tokenizer_config.json") or {}
     source = _template_file(model / "chat_template.jinja")
     if source is None:
         named = config.get("chat_template")
-        if isinstance(named, list):  # several by name
+        if isinstance(named, list):  # a list of named templates
             named = {t.get("name"): t.get("template") for t in named if isinstance(t, Mapping)}.get("default")
         source = named if isinstance(named, str) else None
     if source is None:
@@ -73,7 +66,7 @@ def load_chat_template(model: Path, sealer: Sealer) -> ChatTemplate | None:
 
 
 def no_chat_template() -> NoChatTemplate:
-    """The error for a conversation that the model has no template for."""
+    """Return the error for a conversation on a model without a chat template."""
     return NoChatTemplate("this model has no chat template; send text or token_ids instead of chat")
 
 

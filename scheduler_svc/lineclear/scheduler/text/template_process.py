@@ -1,12 +1,11 @@
-"""A process that renders conversations for the scheduler, so that a template that takes too long can be ended.
+"""Render conversations in a process of their own, which exits when a template takes too long.
 
-jinja2's sandbox bounds `range` and attributes, not time, and Python has no way to end a thread: a loop in a template,
-or contents on which it takes quadratic time, would hold a thread and the interpreter's lock for good. A process can be
-ended. It ends itself by a timer of the CPU time that one conversation takes, which a busy machine does not shorten, and
-it ends when the scheduler closes its standard input or is gone.
+jinja2's sandbox bounds `range` and attributes, not time, and Python cannot stop a thread: an endless loop in a template
+would keep a thread and the interpreter lock. This process limits its own CPU time for each conversation, so that a busy
+machine does not shorten the limit. It exits when its standard input closes.
 
-Frames are a length of four bytes, big-endian, and so many bytes. In: the definition of the template once, then a
-conversation each. Out: one frame for each conversation, whose first byte is one of the answers below.
+A frame is a length (four bytes, big-endian) and the content. Input: the definition of the template, then one frame for
+each conversation. Output: one frame for each conversation; its first byte is RENDERED or REFUSED.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from lineclear.scheduler.text.template_renderer import ChatMessage, Renderer
 
 RENDERED, REFUSED = b"+", b"-"
 LENGTH = struct.Struct(">I")
-_MEMORY_BYTES = 1 << 30  # address space: what one template may take, with the interpreter and its libraries
+_MEMORY_BYTES = 1 << 30  # address space of the process, interpreter included
 
 
 def pack_definition(source: str, private: Mapping[str, str], variables: Mapping[str, Any], **limits: float) -> bytes:
-    """Return the first frame's content. `limits` are `cpu_seconds` and `max_bytes` of a rendered conversation."""
+    """Return the content of the first frame. `limits`: `cpu_seconds` and `max_bytes` for one conversation."""
     return json.dumps({"source": source, "private": dict(private), "variables": dict(variables), **limits}).encode()
 
 
 def pack_conversation(turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
-    """Return a frame's content: roles and lengths of the contents as JSON, a newline, the contents as they are."""
+    """Return the content of a frame: roles and content lengths as JSON, a newline, the contents."""
     contents = [turn.content.encode() for turn in turns]
     head = {
         "roles": [turn.role for turn in turns],
@@ -46,18 +45,18 @@ def pack_conversation(turns: Sequence[ChatMessage], *, add_generation_prompt: bo
 
 
 def unpack_conversation(frame: bytes) -> tuple[list[ChatMessage], bool, int]:
-    """Return what `pack_conversation` packed."""
+    """Return the arguments of the `pack_conversation` call that made `frame`."""
     head, _, rest = frame.partition(b"\n")
-    said = json.loads(head)
+    fields = json.loads(head)
     turns, start = [], 0
-    for role, length in zip(said["roles"], said["lengths"], strict=True):
+    for role, length in zip(fields["roles"], fields["lengths"], strict=True):
         turns.append(ChatMessage(role, rest[start : start + length].decode()))
         start += length
-    return turns, said["opens"], said["time_us"]
+    return turns, fields["opens"], fields["time_us"]
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """Return the next frame's content; None at the end."""
+    """Return the content of the next frame; None at the end of the input."""
     head = stream.read(LENGTH.size)
     return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
@@ -78,7 +77,7 @@ def _answer(renderer: Renderer, frame: bytes, max_bytes: int) -> bytes:
 def main() -> None:
     """Render until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the scheduler decides when it is over
+        signal.signal(number, signal.SIG_IGN)  # the scheduler stops this process
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -89,7 +88,7 @@ def main() -> None:
     definition = json.loads(first)
     renderer = Renderer(definition["source"], Seal(definition["private"]), definition["variables"])
     while (frame := _read(stdin)) is not None:
-        # SIGPROF ends the process where nothing handles it, in whatever loop it is.
+        # The default action of SIGPROF ends the process, also inside a loop of the template.
         signal.setitimer(signal.ITIMER_PROF, definition["cpu_seconds"])
         answer = _answer(renderer, frame, int(definition["max_bytes"]))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,14 +1,13 @@
-"""One chat template, rendered so that only the template can write special tokens.
+"""Render a chat template so that message contents cannot write special tokens.
 
-Knows jinja2 and how transformers calls templates (the same helpers, the same variables). Runs in the sandbox of jinja2,
-which bounds neither time nor memory; `template_process` does. Imports little, because that process waits for it.
+Templates get the helpers and variables that transformers passes. The sandbox of jinja2 bounds neither time nor memory;
+`template_process` does. This module imports little, to keep the start of that process short.
 
-How contents are kept from writing special tokens: before rendering, every character of a content that occurs in some
-special token is swapped for a stand-in that occurs nowhere in the conversation; after rendering, what the template
-wrote is sealed (`Tokenizer.seal`), and only then the stand-ins are swapped back. The swap is one character for one, so
-a template may cut, join and trim contents as it likes, and put them between its own words, and still no character of
-theirs becomes part of a special token. (Marks it looks for, as "</think>", are left to be found. What it cannot do is
-change the case of contents.)
+Before rendering, each character of a content that occurs in some special token is replaced by a placeholder character
+that occurs nowhere in the conversation. After rendering, the template's own special tokens are sealed
+(`Tokenizer.seal`), then the placeholders are replaced back. A template may cut, join and trim contents, and no
+character of them becomes part of a special token. Marks that a template searches for, as "</think>", stay as they are.
+A template cannot change the case of contents.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import jinja2.sandbox
 from lineclear.errors import InvalidRequest, Violation
 
 _EPOCH = datetime.datetime(1970, 1, 1)
-_STAND_INS = range(0x100000, 0x10FFFE)  # a private-use plane: no model writes these
+_PLACEHOLDERS = range(0x100000, 0x10FFFE)  # a private-use plane, which models do not use
 
 
 class ChatMessage(NamedTuple):
-    """One message."""
+    """One message of a conversation."""
 
     role: str
     content: str
@@ -42,16 +41,16 @@ class Sealer(Protocol):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Every special token, as the model writes it."""
+        """Every special token, as tokenizer.json spells it."""
         ...
 
     def seal(self, text: str) -> str:
-        """`text` with the special tokens written in it made real."""
+        """Return `text` with its special tokens under their private names."""
         ...
 
 
 class InvalidTemplate(ValueError):
-    """The source is no template of jinja2."""
+    """The source is not a valid jinja2 template."""
 
 
 class _Refused(Exception):
@@ -59,10 +58,10 @@ class _Refused(Exception):
 
 
 class Renderer:
-    """A template and its surroundings. Safe from any thread."""
+    """A compiled chat template. Thread-safe."""
 
     def __init__(self, source: str, sealer: Sealer, variables: Mapping[str, Any]) -> None:
-        """`variables` are the names of special tokens a template may use, as bos_token. Raises InvalidTemplate."""
+        """`variables` maps names such as bos_token to special tokens. Raises InvalidTemplate."""
         self._sealer = sealer
         self._variables = dict(variables)
         environment = _environment()
@@ -73,16 +72,16 @@ class Renderer:
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidTemplate(f"the model's chat template is not valid: {error}") from None
         self._keys = {c for token in sealer.special_tokens for c in token if not c.isspace()}
-        kept = _harmless(self.literals, self._keys, sealer.special_tokens)
-        self._kept = re.compile("(" + "|".join(map(re.escape, kept)) + ")") if kept else None
+        unchanged = _harmless(self.literals, self._keys, sealer.special_tokens)
+        self._unchanged = re.compile("(" + "|".join(map(re.escape, unchanged)) + ")") if unchanged else None
 
     def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
-        """The conversation as one text whose special tokens are sealed, as at that time (`wall_clock_us`; 0: now).
+        """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
 
-        Raises InvalidRequest if the template does not take this conversation.
+        Raises InvalidRequest if the template rejects the conversation.
         """
-        stand_ins = self._stand_ins(turns)
-        messages = [{"role": turn.role, "content": self._taint(turn.content, stand_ins)} for turn in turns]
+        placeholders = self._placeholders(turns)
+        messages = [{"role": turn.role, "content": self._taint(turn.content, placeholders)} for turn in turns]
         try:
             rendered = self._template.render(
                 **self._variables,
@@ -93,44 +92,44 @@ class Renderer:
                 strftime_now=(_EPOCH + datetime.timedelta(microseconds=time_us or wall_clock_us())).strftime,
             )
         except _Refused as refusal:
-            # Quoted only where it is fixed text of the template; otherwise it may hold what the caller wrote.
+            # Quote only literals of the template: other text may contain parts of the prompt.
             reason = f": {refusal}" if str(refusal) in self.literals else ""
             raise not_taken(f"the model's chat template refuses this conversation{reason}") from None
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError):
             raise not_taken("the model's chat template fails on this conversation") from None
         sealed = self._sealer.seal(rendered)
-        return sealed.translate({ord(stand_in): key for key, stand_in in stand_ins.items()})
+        return sealed.translate({ord(placeholder): key for key, placeholder in placeholders.items()})
 
-    def _stand_ins(self, turns: Sequence[ChatMessage]) -> dict[str, str]:
+    def _placeholders(self, turns: Sequence[ChatMessage]) -> dict[str, str]:
         used: set[str] = set().union(*(turn.content for turn in turns))
-        free = (chr(code) for code in _STAND_INS if chr(code) not in used)
+        free = (chr(code) for code in _PLACEHOLDERS if chr(code) not in used)
         try:
             return {key: next(free) for key in sorted(self._keys)}
         except StopIteration:
-            raise not_taken("the contents use up a whole private-use plane of Unicode") from None
+            raise not_taken("the contents use every character of a private-use plane of Unicode") from None
 
-    def _taint(self, content: str, stand_ins: Mapping[str, str]) -> str:
-        table = {ord(key): stand_in for key, stand_in in stand_ins.items()}
-        parts = self._kept.split(content) if self._kept else [content]
-        parts[::2] = [part.translate(table) for part in parts[::2]]  # every other part is a kept literal
+    def _taint(self, content: str, placeholders: Mapping[str, str]) -> str:
+        table = {ord(key): placeholder for key, placeholder in placeholders.items()}
+        parts = self._unchanged.split(content) if self._unchanged else [content]
+        parts[::2] = [part.translate(table) for part in parts[::2]]  # odd parts are literals that stay unchanged
         return "".join(parts)
 
 
 def wall_clock_us() -> int:
-    """What a chat template takes for the time: local time, as microseconds since 1970-01-01 in the same time zone."""
+    """Return the time that chat templates see: local time in microseconds since 1970-01-01 local time."""
     return (datetime.datetime.now() - _EPOCH) // datetime.timedelta(microseconds=1)
 
 
 def not_taken(description: str) -> InvalidRequest:
-    """Return the error for a conversation that the template does not take."""
+    """Return the error for a conversation that the template rejects."""
     return InvalidRequest(description, violations=[Violation("chat.messages", description)])
 
 
 def _harmless(literals: Iterable[str], keys: Set[str], special_tokens: Sequence[str]) -> list[str]:
-    """Strings in the template's code that, found in a content, may be left for the code to find; longest first.
+    """Return the template literals that stay unchanged in contents so that the template finds them, longest first.
 
-    A template may look for "</think>" in an answer, say. Left alone is what no special token could overlap, and only
-    what looks like markup: a plain word is no mark that code would look for.
+    A template may search an answer for "</think>". A literal qualifies if it looks like markup and no special token
+    can overlap it.
     """
     heads = {token[:n] for token in special_tokens for n in range(1, len(token) + 1)}
     tails = {token[-n:] for token in special_tokens for n in range(1, len(token) + 1)}
@@ -147,7 +146,7 @@ def _harmless(literals: Iterable[str], keys: Set[str], special_tokens: Sequence[
     return sorted((text for text in marks if not overlaps(text)), key=lambda text: (-len(text), text))
 
 
-# --- what transformers offers to templates -------------------------------------------------------------------------
+# --- helpers that transformers passes to templates -------------------------------------------------------------------
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -172,7 +171,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it changes nothing."""
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training. Rendered as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 reads
 

@@ -1,4 +1,4 @@
-"""The files of a model directory that requests and answers pass through, read as one set."""
+"""Read tokenizer, chat template and generation config of a model directory as one consistent set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTEMPTS = 3
 
 
 class TextFiles(NamedTuple):
-    """What was read, and the fingerprint of the files it was read from."""
+    """The parsed files, and their fingerprint."""
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
@@ -24,10 +24,7 @@ class TextFiles(NamedTuple):
 
 
 def read_text_files(model: Path) -> TextFiles:
-    """Read tokenizer, chat template and generation_config.json of one model.
-
-    Reads again where a file changed meanwhile. Raises ConfigurationError with the reason.
-    """
+    """Read the files again if one changes while they are read. Raises ConfigurationError with the reason."""
     for _ in range(_ATTEMPTS):
         before = _fingerprint(model)
         tokenizer = load_tokenizer(model)
@@ -35,7 +32,7 @@ def read_text_files(model: Path) -> TextFiles:
         generation_config = read_json(model / "generation_config.json")
         if _fingerprint(model) == before:
             return TextFiles(tokenizer, chat, generation_config, before)
-    raise ConfigurationError(f"{model}: the tokenizer files change while they are read; start again when they do not")
+    raise ConfigurationError(f"{model}: the tokenizer files keep changing; start again once they are complete")
 
 
 def _fingerprint(model: Path) -> str:

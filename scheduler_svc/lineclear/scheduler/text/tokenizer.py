@@ -1,13 +1,15 @@
-"""The model's tokenizer: text to token ids, and what each id contributes to a text.
+"""Encode text with the model's tokenizer, and return the bytes of each token.
 
-Reads tokenizer.json and tokenizer_config.json of a model directory; the `tokenizers` library does the work. Decides
-that special tokens come from the chat template and the post-processor only: written in a text they are plain text.
-Incremental decoding and stop strings are in `text`, conversations in `chat`.
+Reads tokenizer.json and tokenizer_config.json of a model directory; the `tokenizers` library does the work. Special
+tokens come from the chat template and the post-processor only: written in a caller's text they are plain text.
 
-How special tokens are kept out of texts: the copy of the tokenizer that is loaded knows every special token under a
-private name that nobody outside can guess. Whatever a caller writes, there is no special token in it; whoever is
-allowed to write one (`seal`) writes its private name. The library splits a sealed text at special tokens exactly as it
-would have split the original, so ids are the same.
+The loaded copy of the tokenizer has a random private name for every special token, so no caller's text contains one.
+`seal` replaces the special tokens of a rendered template by these names. The library splits a sealed text at special
+tokens exactly as it would split the original, so the ids are the same.
+
+The library's own switch, `encode_special_tokens`, does not suffice. It holds for the whole tokenizer, while a rendered
+conversation has special tokens of the template beside text of the caller. And unigram and word-level models still find
+special tokens in their own vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# One input is never worth a pool of threads, and the pool warns after every fork.
+# The thread pool of the library does not pay for one input, and warns after every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -39,12 +41,12 @@ _ANCHOR = "a"
 
 
 class Tokenizer:
-    """Encodes, and knows every token's piece of text (`detokenizer.Pieces`). Safe from any thread."""
+    """Encode text and return the bytes of tokens (`detokenizer.Pieces`). Thread-safe."""
 
     def __init__(self, definition: dict[str, Any], named_special: frozenset[str] = frozenset()) -> None:
-        """`definition` is a parsed tokenizer.json, which is changed; `named_special` are special besides those it says.
+        """`definition` is a parsed tokenizer.json, changed in place; `named_special` are further special tokens.
 
-        Raises ConfigurationError for a tokenizer whose texts cannot be made piece by piece.
+        Raises ConfigurationError if the tokenizer's text cannot be decoded token by token.
         """
         nonce = secrets.token_hex(16)
         self._private = _rename_special(definition, named_special, lambda i: f"\U000f0000{nonce}:{i}\U000f0001")
@@ -66,34 +68,34 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id. A model's own vocabulary may be larger."""
+        """The largest id plus one. The model's vocabulary may be larger."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Every special token, as its model writes it."""
+        """Every special token, as tokenizer.json spells it."""
         return self._sealing.special_tokens
 
     # --- text to ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with what the model's post-processor adds (a beginning-of-sequence token, mostly)."""
+        """Return the ids of a prompt, with the tokens of the post-processor (mostly a beginning-of-sequence token)."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_sealed(self, text: str) -> list[int]:
-        """The ids of a text whose special tokens were written by `seal`, and of nothing else."""
+        """Return the ids of a sealed text. The post-processor adds nothing."""
         return self._encode(text, add_special_tokens=False)
 
     def seal(self, text: str) -> str:
-        """`text` with the special tokens written in it made real. For text of the model's author, not of callers."""
+        """Return `text` with its special tokens under their private names. For template text only."""
         return self._sealing.seal(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Not `encode`: that one keeps the interpreter lock for as long as it takes.
+        # `encode` would hold the interpreter lock for its whole duration.
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    # --- ids to text (text.Pieces) -----------------------------------------------------------------------------------
+    # --- ids to text (detokenizer.Pieces) ----------------------------------------------------------------------------
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -128,7 +130,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of a model directory. Raises ConfigurationError with the reason."""
+    """Load the tokenizer of a model directory. Raises ConfigurationError with the reason."""
     path = model / "tokenizer.json"
     definition = read_json(path)
     if definition is None:
@@ -140,13 +142,13 @@ def load_tokenizer(model: Path) -> Tokenizer:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, where it is a string or an object with `content`."""
+    """Return the text of a token in tokenizer_config.json, a string or an object with `content`; else None."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) and content else None
 
 
 def _named_special(config: Mapping[str, Any]) -> frozenset[str]:
-    """Tokens that tokenizer_config.json calls special; transformers treats these so whatever tokenizer.json says."""
+    """Return the tokens that tokenizer_config.json names as special; for transformers they override tokenizer.json."""
     found: list[Any] = []
     for name in _SPECIAL_NAMES:
         value = config.get(name)
@@ -162,7 +164,7 @@ def _named_special(config: Mapping[str, Any]) -> frozenset[str]:
 def _rename_special(
     definition: dict[str, Any], named_special: frozenset[str], private_name: Callable[[int], str]
 ) -> dict[str, str]:
-    """Give every special token in a tokenizer.json a private name, in place; returns private names by real ones."""
+    """Rename every special token in a tokenizer.json, in place. Return the private names by the original ones."""
     model = definition.get("model")
     model = model if isinstance(model, dict) else {}
     vocab = model.get("vocab")
@@ -170,16 +172,16 @@ def _rename_special(
     present = {token["content"] for token in added}
     in_model = {piece: i for i, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab or {}
     for content in sorted(named_special - present):
-        if content in in_model:  # what is in neither has no id, and cannot be written by anybody
+        if content in in_model:  # a token without an id cannot be produced
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added.append({"id": in_model[content], "content": content, "special": True, **flags})
     private: dict[str, str] = {}
     for index, token in enumerate(added):
         if token.get("special") or token["content"] in named_special:
-            # `normalized` would have the library look for it with the normalizer's additions, and miss most of them.
+            # With `normalized` the library searches for the token as the normalizer changes it, and misses most.
             token["special"], token["normalized"] = True, False
             token["content"] = private.setdefault(token["content"], private_name(index))
-    # Also in the model's vocabulary: a unigram model, or one that takes whole words, would find it there.
+    # Rename in the vocabulary too: unigram and word-level models would find the original there.
     if isinstance(vocab, dict):
         model["vocab"] = {private.get(piece, piece): i for piece, i in vocab.items()}
     elif isinstance(vocab, list):
@@ -193,9 +195,9 @@ def _rename_special(
 
 
 def _decoder_kind(decoder: Any) -> tuple[Callable[[str], bytes | None], str]:
-    """How tokens become bytes, and the error handler that decodes those as the model's decoder would.
+    """Return the function from token to bytes, and the error handler that decodes like the model's decoder.
 
-    Raises ConfigurationError for a decoder under which a token's text depends on more than being the first.
+    Raises ConfigurationError for a decoder under which the text of a token depends on its neighbours.
     """
     if decoder is None:
         return lambda token: None, "replace"
@@ -208,7 +210,7 @@ def _decoder_kind(decoder: Any) -> tuple[Callable[[str], bytes | None], str]:
         before_fuse = kind in ("Metaspace", "WordPiece", "ByteFallback", "Replace")
         strips_start = kind == "Strip" and step.get("stop", 0) == 0
         if not (kind == "Fuse" or strips_start or (before_fuse and not fused)):
-            raise ConfigurationError(f"tokenizer.json: texts of a {kind} decoder here cannot be made piece by piece")
+            raise ConfigurationError(f"tokenizer.json: texts of a {kind} decoder here cannot be decoded token by token")
         fused = fused or kind == "Fuse"
     if "ByteFallback" in kinds:
         return _byte_fallback_piece, REPLACE_EACH
@@ -221,7 +223,7 @@ def _byte_fallback_piece(token: str) -> bytes | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: a byte that is printable itself, else one from 256 upwards."""
+    """Return GPT-2's printable characters for the 256 bytes: the byte itself if printable, else one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     alphabet = {chr(byte): byte for byte in printable}
     alphabet.update({chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - printable))})

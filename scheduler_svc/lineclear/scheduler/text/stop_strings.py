@@ -1,0 +1,72 @@
+"""Find the first stop string of an answer while its text arrives in pieces.
+
+Plain suffix matching: a request has at most 8 stop strings of 64 bytes, and a piece of text about four characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The stop strings of one request, with the sets that StopMatcher looks suffixes up in."""
+
+    __slots__ = ("final_characters", "inner_characters", "max_held", "prefixes", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = tuple(strings)
+        self.prefixes = frozenset(string[:end] for string in strings for end in range(1, len(string)))
+        """Proper prefixes: text that ends in one may become a stop string."""
+        self.max_held = max(map(len, strings)) - 1
+        self.inner_characters = frozenset("".join(string[:-1] for string in strings))
+        self.final_characters = frozenset(string[-1] for string in strings)
+
+
+class StopMatcher:
+    """Release text up to the stop string that is complete first; of two that end together, the longer one.
+
+    The result does not depend on how the text is cut into pieces.
+    """
+
+    __slots__ = ("_held", "_include", "_stops", "matched")
+
+    def __init__(self, stops: StopStrings, *, include_stop_string: bool) -> None:
+        self._stops = stops
+        self._include = include_stop_string
+        self._held = ""  # the longest suffix so far that is a proper prefix of a stop string
+        self.matched: str | None = None
+
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """Return the text that can be released. A string that is completed while not `armed` does not match."""
+        stops, num_held = self._stops, len(self._held)
+        may_complete = armed and not stops.final_characters.isdisjoint(text)
+        if num_held:
+            text = self._held + text
+        if may_complete and (found := self._first_completed(text, num_held)) is not None:
+            end, self.matched = found
+            self._held = ""
+            return text[: end if self._include else end - len(self.matched)]
+        if text and text[-1] in stops.inner_characters:
+            for start in range(max(0, len(text) - stops.max_held), len(text)):
+                if text[start:] in stops.prefixes:
+                    self._held = text[start:]
+                    return text[:start]
+        self._held = ""
+        return text
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_completed(self, text: str, num_held: int) -> tuple[int, str] | None:
+        """Return the end and the string of the first match that ends after the first `num_held` characters."""
+        found = []
+        for string in self._stops.strings:
+            start = text.find(string, max(0, num_held - len(string) + 1))
+            if start >= 0:
+                found.append((start + len(string), -len(string), string))
+        if not found:
+            return None
+        end, _, string = min(found)
+        return end, string
