@@ -37,11 +37,11 @@ help: ## This list
 demo: $(STAMP) ## Serve a small model on this machine, talk to it, show what happens
 	@$(BIN)/python demo/run.py
 
-test: $(STAMP) ## Everything that must hold: ruff, mypy, pytest
+test: $(STAMP) ## Run every check: ruff, import-linter, mypy, pytest
 	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; \
-	for step in 'ruff check .' 'ruff format --check .' 'pytest -q -n $(JOBS) --dist loadfile'; do \
-		echo "--- $$step"; $(BIN)/python -m $$step || failed="$$failed '$$step'"; \
+	for step in 'ruff check .' 'ruff format --check .' lint-imports 'pytest -q -n $(JOBS) --dist loadfile'; do \
+		echo "--- $$step"; $(BIN)/$$step || failed="$$failed '$$step'"; \
 	done; \
 	echo "--- mypy, meanwhile"; wait $$mypy || failed="$$failed mypy"; cat $(VENV)/mypy.txt; \
 	echo "--- $$(( $$(date +%s) - start )) s"; \
@@ -99,8 +99,8 @@ hostile: $(STAMP) ## SECONDS (60) of each kind of hostile caller beside a stream
 images: $(STAMP) ## Build both images with BUILDER (podman, docker) and try them: 16 streams while both are stopped at once
 	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
 
-lint: $(STAMP) ## ruff and mypy only
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python -m mypy
+lint: $(STAMP) ## ruff, import-linter and mypy only
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
 format: $(STAMP) ## Rewrite the sources as ruff likes them
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
@@ -109,7 +109,7 @@ stubs: $(STAMP) ## Write the Python stubs from protos/**/*.proto
 	@$(BIN)/python protos/generate.py && git status --short protos
 
 clean: ## Remove what make and the tools made, .venv too
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again. The pin of torch leaves the constraints because

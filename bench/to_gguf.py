@@ -17,7 +17,7 @@ from typing import Any
 
 def _part(name: str) -> Any:
     """A module of the converter, which comes with llama.cpp's sources."""
-    return importlib.import_module(f"conversion.{name}")
+    return importlib.import_module(f"conversion.{name}")  # noqa: TID251
 
 
 def convert(source: Path, model: Path, out: Path) -> None:

@@ -1,18 +1,19 @@
-"""The matrix of faults: every row is held by tests that exist, or says why it is not; the page says the same."""
+"""The fault matrix, tests/faults.yaml: each row names tests that exist and can fail, or the reason why it has none."""
 
 from __future__ import annotations
 
 import ast
-import runpy
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.mutants import Mutant, mutants, survivors
+from support.mutants import mutants, survivors
 
 TESTS = Path(__file__).parent
-REPOSITORY = TESTS.parent
 MATRIX = yaml.safe_load((TESTS / "faults.yaml").read_text(encoding="utf-8"))
 ROWS: list[dict[str, Any]] = [row for section in MATRIX["sections"] for row in section["rows"]]
 SAMPLE = (
@@ -21,19 +22,20 @@ SAMPLE = (
     "A frame lost, doubled, damaged, cut, out of order, or noise between frames",
 )
 IMPORTED_CHECKS = frozenset({"check", "wait_for", "exit_code", "assert_close", "sweep"})
-"""Of tests/support, tests/service, tests/simulation and torch: they raise where something is not as it must be."""
+"""Imported functions that raise on a wrong value: of tests/support, tests/service, tests/simulation and torch."""
 WITHOUT_ERROR = frozenset(
     {
         "process/test_worker_link.py::test_a_wait_may_be_asked_to_last_for_any_time",
         "worker/test_safetensors_check.py::test_no_damage_to_a_header_raises_anything_else",
     }
 )
-"""What they call must raise nothing, or nothing else; there is no value to compare."""
+"""Tests that pass when nothing is raised; they have no value to compare."""
 NAMED = sorted({t for row in ROWS for t in row.get("tests", ())} | {e["reproducer"] for e in MATRIX["track_record"]})
 
 
+@cache
 def functions(file: Path) -> set[str]:
-    """The tests in a file, also those in classes, unless they are switched off."""
+    """Return the names of the tests in `file` that are neither skipped nor expected to fail."""
     return {
         node.name
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -43,45 +45,53 @@ def functions(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("test", NAMED)
-def test_what_is_named_exists(test: str) -> None:
-    file, separator, name = test.partition("::")
-    assert separator, "a test is file::function"
-    assert (TESTS / file).is_file()
-    assert name in functions(TESTS / file)
+def missing(tests: Iterable[str]) -> list[str]:
+    """Return those of `tests`, each file::function, that do not exist or are switched off."""
+    places = ((test, *test.split("::")) for test in tests)
+    return [test for test, file, name in places if name not in functions(TESTS / file)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row["fault"] for row in ROWS])
-def test_a_row_is_held_by_tests_or_says_why_not(row: dict[str, Any]) -> None:
-    assert row.keys() <= {"fault", "outcome", "figure", "tests", "untested", "red_when"}
-    assert row["fault"]
-    assert row["outcome"].endswith(".")
-    assert row.get("tests") or row.get("untested")
-    cells = (str(value) for key, value in row.items() if key != "red_when")
-    assert "|" not in "".join(cells), "would end a cell of the table"
+def test_named_tests_exist() -> None:
+    assert missing(NAMED) == []
 
 
-@pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: mutant.fault)
-def test_a_change_that_must_turn_a_row_red_can_be_made(mutant: Mutant) -> None:
-    compile(mutant.changed(), mutant.file, "exec")
+def test_missing_test_is_found() -> None:
+    assert missing(["test_faults.py::test_no_such"]) == ["test_faults.py::test_no_such"]
+
+
+def test_each_row_has_tests_or_a_reason() -> None:
+    for row in ROWS:
+        assert row.keys() <= {"fault", "outcome", "figure", "tests", "untested", "red_when"}, row["fault"]
+        assert row["outcome"], row["fault"]
+        assert row.get("tests") or row.get("untested"), row["fault"]
+        cells = (str(value) for key, value in row.items() if key != "red_when")
+        assert "|" not in "".join(cells), f"{row['fault']}: a bar ends the cell of a table"
+
+
+def test_faults_are_unique() -> None:
+    assert [fault for fault, count in Counter(row["fault"] for row in ROWS).items() if count > 1] == []
+
+
+def test_each_mutant_applies() -> None:
+    for mutant in mutants():
+        compile(mutant.changed(), mutant.file, "exec")
 
 
 @pytest.mark.parametrize("fault", SAMPLE)
-def test_a_row_turns_red(fault: str) -> None:
-    """A sample whose tests are quick; `make mutants` plants all."""
+def test_mutant_turns_row_red(fault: str) -> None:
+    """A sample with quick tests; `make mutants` plants them all."""
     (mutant,) = [mutant for mutant in mutants() if mutant.fault == fault]
     assert survivors(mutant) == []
 
 
-@pytest.mark.parametrize("test", sorted({*NAMED} - WITHOUT_ERROR))
-def test_what_is_named_can_fail(test: str) -> None:
-    """It asserts something itself, or calls something of its own tests that does."""
-    file, _, name = test.partition("::")
-    assert name in asserting(TESTS / file), f"{test} asserts nothing"
+def test_named_tests_assert() -> None:
+    places = ((test, *test.split("::")) for test in {*NAMED} - WITHOUT_ERROR)
+    assert [test for test, file, name in places if name not in asserting(TESTS / file)] == []
 
 
+@cache
 def asserting(file: Path) -> set[str]:
-    """The functions in a file that assert or expect an error, themselves or in what they call of the same file."""
+    """Return the functions in `file` that assert or expect an error, or call a function of the file that does."""
     found, calls = set(IMPORTED_CHECKS), dict[str, set[str]]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -98,18 +108,6 @@ def _name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def test_no_fault_is_there_twice() -> None:
-    faults = [row["fault"] for row in ROWS]
-    assert len(set(faults)) == len(faults)
-    assert len(faults) > 40
-
-
-def test_the_page_is_in_step() -> None:
-    fresh = runpy.run_path(str(REPOSITORY / "docs" / "reliability.py"))["page"]()
-    page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert page == fresh, "run: python docs/generate.py"
-
-
-def test_a_mutant_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_hangs_counts_as_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.mutants._BOUND_SECONDS", 0.05)
     assert survivors(mutants()[0]) == []

@@ -1,63 +1,60 @@
-"""Every promise of the pages is traced to a test that holds it, in tests/promises.yaml."""
+"""Each promise of the pages has a test, listed in tests/promises.yaml."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from support.promises import Entry, entries, text_of, untraced
-from support.sources import REPOSITORY
-from test_faults import functions
+from support.promises import entries, text_of, untraced
+from test_faults import missing
 
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.model.verified_families import VERIFIED
 
 ENTRIES = entries()
 PAGES = ("README.md", "docs/reliability.md", "docs/security.md", "docs/protocol.md")
-TESTS = REPOSITORY / "tests"
 
 
-def test_the_pages_are_those_with_promises() -> None:
+def test_entries_cover_the_pages() -> None:
     assert {entry.page for entry in ENTRIES} == set(PAGES)
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.page}: {entry.quote[:50]}")
-def test_what_is_quoted_is_on_its_page_and_its_tests_exist(entry: Entry) -> None:
-    assert entry.quote in text_of(entry.page), "the page says something else now: trace the new sentence"
-    assert entry.tests or entry.not_a_promise
-    for test in entry.tests:
-        file, _, name = test.partition("::")
-        assert name in functions(TESTS / file), f"{test} does not exist, or is switched off"
+def test_quotes_and_their_tests_exist() -> None:
+    texts = {page: text_of(page) for page in PAGES}
+    gone = [f"{entry.page}: {entry.quote}" for entry in ENTRIES if entry.quote not in texts[entry.page]]
+    assert gone == [], "the page has changed: quote the new sentence"
+    assert [entry.quote for entry in ENTRIES if not (entry.tests or entry.not_a_promise)] == []
+    assert missing(test for entry in ENTRIES for test in entry.tests) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_sentence_with_a_word_of_promise_is_traced(page: str) -> None:
+def test_promises_are_traced(page: str) -> None:
     found = untraced(text_of(page), [entry.quote for entry in ENTRIES if entry.page == page])
     assert not found, "name the tests of these in tests/promises.yaml, or say why they promise nothing"
 
 
-def test_an_untraced_promise_is_found() -> None:
+def test_untraced_promise_is_found() -> None:
     text = "It counts. It never stops. It stops at most once, in all.\0A table of cells\0only this"
     assert untraced(text, []) == ["It never stops.", "It stops at most once, in all.", "only this"]
     assert untraced(text, ["It never stops.", "only"]) == ["It stops at most once, in all."]
     assert untraced(text, ["once, in all", "It counts."]) == ["It never stops.", "only this"]
 
 
-def test_a_default_beside_the_name_of_a_setting_is_the_default() -> None:
+def test_defaults_match_settings() -> None:
     """As in "`max_unfinished_per_connection` (16)"."""
     words = {"1 MiB": float(1 << 20), "an hour": 3600.0}
     settings = SchedulerSettings()
-    in_force = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
-    said = {}
+    defaults = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
+    named = {}
     for page in PAGES:
         for name, value in re.findall(r"`([a-z_]+)`(?: \w+)? \(([^);]+)", text_of(page)):
-            if name in in_force:
-                said[name] = words[value] if value in words else float(value)
-    assert len(said) >= 4
-    assert said == {name: in_force[name] for name in said}
+            if name in defaults:
+                named[name] = words[value] if value in words else float(value)
+    assert len(named) >= 4
+    assert named == {name: defaults[name] for name in named}
 
 
-def test_the_figures_of_a_connection_follow_from_the_defaults() -> None:
+def test_connection_figures_match_settings() -> None:
     settings, page = SchedulerSettings(), text_of("docs/security.md")
     unfinished = settings.max_unfinished_per_connection
     spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
@@ -66,6 +63,5 @@ def test_the_figures_of_a_connection_follow_from_the_defaults() -> None:
     assert f"takes at most {-(-most // (1 << 20))} MiB of a connection" in page
 
 
-def test_the_number_of_families_is_that_of_the_tests() -> None:
-    """End-to-end tests compare each of them with transformers."""
+def test_number_of_families_matches() -> None:
     assert f"The tests hold {len(VERIFIED)} model families to that." in text_of("README.md")

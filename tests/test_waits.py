@@ -87,11 +87,11 @@ def test_every_wait_is_bounded() -> None:
     assert found() - BOUNDED.keys() == set(), "give it a timeout, or add it to BOUNDED with what bounds it"
 
 
-def test_what_is_listed_is_there() -> None:
+def test_listed_waits_exist() -> None:
     assert BOUNDED.keys() - found() == set()
 
 
-def test_a_wait_without_a_bound_is_found() -> None:
+def test_unbounded_wait_is_found() -> None:
 
     tree = ast.parse("class A:\n    def f(self):\n        self._thread.join()\n        self._thread.join(1.0)\n")
     assert list(_below(tree, "limits.py:", "", set())) == ["limits.py:A.f:self._thread.join()"]

@@ -55,13 +55,11 @@ def test_the_clock_counts_calls() -> None:
 def test_core_at_a_few_sequences() -> None:
     found = values(decoding(3))
     assert found.keys() == {"core: plan, 3 decodes", "core: apply, 3 decodes", "core: plan and apply, 3 decodes"}
-    assert all(0 < value < 1e5 for value in found.values())
 
 
 def test_queue_of_a_few_thousand() -> None:
     found = values(queueing(2500))
     assert len(found) == 6
-    assert all(0 < value < 1e5 for value in found.values())
 
 
 def test_every_decode_of_the_wire_benchmark_is_one_token_and_some_take_a_block() -> None:

@@ -1,7 +1,7 @@
-"""Does a fault's row hold? Break the product where the row says, and see its tests turn red.
+"""Break the product as a row of tests/faults.yaml says, and check that the tests of the row fail.
 
-A row of faults.yaml may have `red_when`: the file `in` which the words `replace` become the words `by`. The named tests
-run on a copy of the sources with that change, and must fail.
+A row may have `red_when`: the file `in` which the text `replace` becomes the text `by`. The row's tests run on a copy
+of the sources with that change.
 
     cd tests && python -m support.mutants            every row that has one
     cd tests && python -m support.mutants NaN gone   those whose fault has one of these words
@@ -31,7 +31,7 @@ _PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """A row's claim: with this change its tests fail."""
+    """One change of one file that must make `tests` fail."""
 
     fault: str
     file: str
@@ -40,7 +40,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def changed(self) -> str:
-        """Return the text of the file with the change. AssertionError where the words are not there just once."""
+        """Return the text of the changed file. Raises AssertionError unless it contains `old` exactly once."""
         text = (REPOSITORY / self.file).read_text(encoding="utf-8")
         count = text.count(self.old)
         assert count == 1, f"{self.file} has {self.old!r} {count} times: change red_when of {self.fault!r}"
@@ -48,7 +48,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Return those of every row that has one."""
+    """Return the mutants of all rows that have `red_when`."""
     matrix = yaml.safe_load((REPOSITORY / "tests" / "faults.yaml").read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = [row for section in matrix["sections"] for row in section["rows"]]
     found = []
@@ -62,15 +62,15 @@ def mutants() -> list[Mutant]:
 
 
 def survivors(mutant: Mutant) -> list[str]:
-    """Run the tests of a mutant, and return those that passed all the same. A run that hangs is red."""
+    """Run the tests of `mutant` and return those that pass. A run that hangs counts as a failure of all."""
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         copy = Path(folder)
         for name in (*_SOURCES, "tests"):
             shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         for name in ("pyproject.toml", "demo", "docs", "deploy", "README.md", "CHANGELOG.md", "Makefile"):
             (copy / name).symlink_to(REPOSITORY / name)
-        # What must happen does not happen now, and is not waited for as long as on a busy machine.
-        (copy / "tests" / "support" / "patience.py").write_text(f"PATIENCE_SECONDS = SOON_SECONDS = {_PATIENCE}\n")
+        # A mutant makes tests wait for an event that never happens, so shorten the wait.
+        (copy / "tests" / "support" / "time_limits.py").write_text(f"PATIENCE_SECONDS = SOON_SECONDS = {_PATIENCE}\n")
         (copy / mutant.file).write_text(mutant.changed(), encoding="utf-8")
         paths = [str(copy / name) for name in (*_SOURCES, "tests")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -88,7 +88,7 @@ def survivors(mutant: Mutant) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Plant every mutant, print what its tests said; 1 when one survived all of its tests."""
+    """Plant each mutant and print the results of its tests; return 1 if all tests of a mutant pass."""
     chosen = [m for m in mutants() if not words or any(word in m.fault for word in words)]
     alive = 0
     for mutant in chosen:

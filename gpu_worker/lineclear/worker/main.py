@@ -7,7 +7,6 @@ still importing must take it along.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     standby = Standby.claim()
     try:
         if standby is not None:
-            standby.run_in_background(lambda: importlib.import_module("lineclear.worker.app"))
+            standby.run_in_background(_import_app)
         from .app import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("lineclear"):
@@ -36,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.CONFIGURATION
 
     return serve(sys.argv[1:] if argv is None else argv, supervised, standby)
+
+
+def _import_app() -> None:
+    from . import app  # noqa: F401
 
 
 def run() -> NoReturn:
