@@ -91,7 +91,7 @@ def _llama(name: str, *options: str) -> Contender:
 
 _ALL = (
     lineclear("lineclear"),
-    lineclear("lineclear-int8", worker_flags=("--weights", "int8")),
+    lineclear("lineclear-int8", worker_flags=("--quantization", "int8")),
     lineclear("lineclear-8-slots", ("--max-batch-size", "8")),
     lineclear("lineclear-8-slots-static", ("--max-batch-size", "8", "--batching-strategy", "fixed_size")),
     _transformers("transformers"),

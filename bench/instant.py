@@ -1,6 +1,6 @@
 """A worker that computes nothing: every sample is the same token, at once. What remains is what lineclear itself costs.
 
-    python -m bench.instant --directory DIR [--num-slots N] [--step-seconds S]    # flags it does not know are ignored
+    python -m bench.instant --socket-directory DIR [--max-batch-size N] [--step-seconds S]    # ignores other flags
 
 Real process, loop, sockets and codec; no torch.
 """
@@ -81,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure("worker", "warning")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--num-slots", type=int, default=1024)
+    parser.add_argument("--socket-directory", type=Path, required=True)
+    parser.add_argument("--max-batch-size", type=int, default=1024)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="what a step takes")
     options, _ = parser.parse_known_args(arguments)
     return run(
-        InstantRunner(options.num_slots, step_seconds=options.step_seconds), options.directory, supervised=supervised
+        InstantRunner(options.max_batch_size, step_seconds=options.step_seconds),
+        options.socket_directory,
+        supervised=supervised,
     )
 
 

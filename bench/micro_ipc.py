@@ -45,7 +45,15 @@ def worker(num_slots: int) -> Iterator[Path]:
     """A worker process that looks for its scheduler in the directory that is given."""
     root = Path(tempfile.mkdtemp(prefix="lcb"))
     directory = root / "run"
-    command = [sys.executable, "-m", "bench.instant", "--directory", str(directory), "--num-slots", str(num_slots)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.instant",
+        "--socket-directory",
+        str(directory),
+        "--max-batch-size",
+        str(num_slots),
+    ]
     directory.mkdir(mode=0o700)
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
     try:

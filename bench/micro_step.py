@@ -121,7 +121,7 @@ def chunks(bench: Bench) -> Iterator[Figure]:
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Decodes at every batch size, then a prompt."""
     configure("worker", "warning")
-    flags = ["--model", str(options.model), "--directory", "unused", "--num-blocks", "4096", *options.flags]
+    flags = ["--model", str(options.model), "--socket-directory", "unused", "--num-blocks", "4096", *options.flags]
     bench = Bench(load(flags))
     for count in options.batches:
         yield from decodes(bench, count)

@@ -4,7 +4,7 @@
 
 Through the whole service, as callers see it, after a rest in which its worker asks for memory ahead of use. One long
 prompt arrives when all streams have been decoding for a while and nobody else waits for a first token: then a step may
-take `decode_stretch` times what its decodes alone take.
+take `max_prefill_slowdown` times what its decodes alone take.
 """
 
 from __future__ import annotations

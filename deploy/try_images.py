@@ -88,7 +88,7 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
     remove(builder, containers.values())  # of a run that was interrupted
     begin = time.monotonic()
     scheduler = ["-v", f"{api}:/api", images["scheduler"], *common, *listen]
-    worker = [images["worker"], *common, "--directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
+    worker = [images["worker"], *common, "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
     try:
         run(builder, "run", "-d", "--name", containers["scheduler"], *shared, *scheduler)
         run(builder, "run", "-d", "--name", containers["worker"], *shared, *worker)

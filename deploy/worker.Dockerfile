@@ -49,7 +49,7 @@ ENV PATH=/opt/product/bin:/opt/lineclear/bin:$PATH \
     TRITON_CACHE_DIR=/tmp/triton \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    LINECLEAR_WORKER_DIRECTORY=/run/lineclear/sockets
+    LINECLEAR_WORKER_SOCKET_DIRECTORY=/run/lineclear/sockets
 USER 10001:10001
 # It listens nowhere: whether it is well is seen by the scheduler, which hears its heartbeat.
 HEALTHCHECK NONE

@@ -41,7 +41,7 @@ def test_untraced_promise_is_found() -> None:
 
 
 def test_defaults_match_settings() -> None:
-    """As in "`max_unfinished_per_connection` (16)"."""
+    """As in "`max_incomplete_requests_per_connection` (16)"."""
     words = {"1 MiB": float(1 << 20), "an hour": 3600.0}
     settings = SchedulerSettings()
     defaults = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
@@ -56,7 +56,7 @@ def test_defaults_match_settings() -> None:
 
 def test_connection_figures_match_settings() -> None:
     settings, page = SchedulerSettings(), text_of("docs/security.md")
-    unfinished = settings.max_unfinished_per_connection
+    unfinished = settings.max_incomplete_requests_per_connection
     spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
     assert f"{spare} more calls than can wait and run ({settings.max_streams:,})" in page
     most = 2 * unfinished * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)

@@ -45,7 +45,7 @@ def test_a_service_that_cannot_start_is_said_at_once() -> None:
     ("arguments", "parts"),
     [
         (["--model", "m"], [["--model", "m"]]),
-        (["--model", "m", "--", "--order", "fifo"], [["--model", "m"], ["--order", "fifo"]]),
+        (["--model", "m", "--", "--scheduling-policy", "fifo"], [["--model", "m"], ["--scheduling-policy", "fifo"]]),
         (["a", "--", "b", "--", "c", "d"], [["a"], ["b"], ["c", "d"]]),
         (["a", "--", "--", "c"], [["a"], [], ["c"]]),
     ],

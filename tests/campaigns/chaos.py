@@ -297,7 +297,7 @@ def campaign(
     target = f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder)
     flags = ["--token-file", str(path), *(["--standby-worker"] if standby else [])]
-    quantised = ["--weights", weights] if weights else []
+    quantised = ["--quantization", weights] if weights else []
 
     def make_server() -> Server:
         if model:
@@ -355,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="a model directory: kills the torch worker")
     parser.add_argument("--dtype", default="float32", help="of the torch worker")
-    parser.add_argument("--weights", default="", help="int8: those of the torch worker are quantised")
+    parser.add_argument("--quantization", default="", help="int8: those of the torch worker are quantised")
     parser.add_argument("--standby", action="store_true", help="a standby worker waits to take over")
     parser.add_argument("--parallel", type=int, default=1, help="so many campaigns at a time share the kills")
     chosen = parser.parse_args(argv)

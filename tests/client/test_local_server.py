@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
 
 def test_it_serves_from_the_moment_it_is_there_until_the_block_ends(started: list[subprocess.Popen[bytes]]) -> None:
-    with LocalServer(*TOY, "--served-name", "mine") as server, Client(server.target, max_attempts=1) as client:
+    with LocalServer(*TOY, "--served-model-name", "mine") as server, Client(server.target, max_attempts=1) as client:
         assert client.model().model_id == "mine"
         assert len(client.generate("The capital of France is", max_tokens=3, ignore_eos=True).token_ids) == 3
         assert '"process": "scheduler"' not in server.log.read_text(), "what is no warning is not logged"

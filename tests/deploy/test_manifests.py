@@ -165,7 +165,7 @@ def test_only_the_two_share_the_sockets(manifest: Manifest) -> None:
     assert {name for name, mount in mounts.items() if mount} - {"lineclear-standby-worker"} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
     # A folder in the volume, not the volume: the kubelet makes that one for everybody to write.
-    directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["directory"]}
+    directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["socket-directory"]}
     assert directories == {"/run/lineclear/sockets"}
     volume = next(v for v in manifest.pod["volumes"] if v["name"] == "lineclear-sockets")
     assert volume["emptyDir"]["medium"] == "Memory"
@@ -226,7 +226,7 @@ def test_a_hung_worker_is_replaced_within_25_seconds(manifest: Manifest) -> None
 def test_a_scheduler_that_stands_still_is_replaced_within_50_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.scheduler["livenessProbe"]
-    assert seconds_until_replaced(probe, manifest.pod, settings.standstill_seconds + TICK_SECONDS) <= 50
+    assert seconds_until_replaced(probe, manifest.pod, settings.watchdog_timeout_seconds + TICK_SECONDS) <= 50
 
 
 def test_the_app_reaches_the_model_and_nobody_else_does() -> None:
@@ -350,7 +350,7 @@ def test_compose_shares_the_sockets_and_nothing_else() -> None:
     volumes = [[v for v in s["volumes"] if not v.startswith("${MODEL")] for s in SERVICES.values()]
     assert volumes == [["sockets:/run/lineclear"]] * 2
     assert "sockets" in COMPOSE["volumes"]
-    directories = {flags(SERVICES["scheduler"])["socket-directory"], flags(SERVICES["worker"])["directory"]}
+    directories = {flags(SERVICES["scheduler"])["socket-directory"], flags(SERVICES["worker"])["socket-directory"]}
     assert directories == {"/run/lineclear/sockets"}
 
 
@@ -379,7 +379,12 @@ def test_no_process_can_take_all_memory_and_each_is_started_again() -> None:
 def test_compose_gives_both_processes_one_batch_size() -> None:
     overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["worker"]
     size = flags(SERVICES["scheduler"])["max-batch-size"]
-    assert flags(SERVICES["worker"])["num-slots"] == flags(overlay)["num-slots"] == size == "${MAX_BATCH_SIZE:-64}"
+    assert (
+        flags(SERVICES["worker"])["max-batch-size"]
+        == flags(overlay)["max-batch-size"]
+        == size
+        == "${MAX_BATCH_SIZE:-64}"
+    )
 
 
 def test_the_gpu_is_added_to_the_same_worker() -> None:

@@ -51,7 +51,7 @@ def test_the_process_takes_its_flags(process: str, flags: list[str]) -> None:
         assert rest == ()
         assert settings.socket_directory == "/run/lineclear/sockets"
     else:
-        assert worker.load(flags).directory == "/run/lineclear/sockets"
+        assert worker.load(flags).socket_directory == "/run/lineclear/sockets"
 
 
 def test_every_container_is_found() -> None:

@@ -30,7 +30,7 @@ def runner_of(**settings: Any) -> ModelRunner:
     """One that has passed its self-test."""
     fixed: dict[str, Any] = {
         "model": str(DEMO_MODEL),
-        "directory": "/d",
+        "socket_directory": "/d",
         "device": "cpu",
         "threads": 1,
         "num_blocks": 64,
@@ -40,7 +40,7 @@ def runner_of(**settings: Any) -> ModelRunner:
 
 @pytest.fixture(scope="module", params=[*LIBRARIES, kernels.NONE], name="runner")
 def make_ready(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    runner = runner_of(dtype="float32", native_kernels=request.param)
+    runner = runner_of(dtype="float32", cpu_kernels=request.param)
     assert library_name() == ("" if request.param == kernels.NONE else request.param)
     assert runner.backend_name == ("torch_paged" if request.param == kernels.NONE else "native")
     assert (runner._loaded.decoder is None) == (request.param == kernels.NONE)
@@ -87,11 +87,11 @@ def test_a_seed_gives_one_answer_in_company_and_alone(runner: ModelRunner) -> No
 
 
 def test_in_its_own_number_format_it_passes_the_self_test(each_way: str) -> None:
-    assert runner_of(native_kernels=each_way).hello(1).dtype == "bfloat16"
+    assert runner_of(cpu_kernels=each_way).hello(1).dtype == "bfloat16"
 
 
 @needs_kernels
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_in_bytes_it_passes_the_self_test(each_library: str, kv_cache_dtype: str) -> None:
-    runner = runner_of(native_kernels=each_library, weights="int8", kv_cache_dtype=kv_cache_dtype)
+    runner = runner_of(cpu_kernels=each_library, quantization="int8", kv_cache_dtype=kv_cache_dtype)
     assert runner.hello(1).dtype == "int8"

@@ -167,7 +167,16 @@ def test_a_deadline_acts_while_queued_and_while_running(service: Service) -> Non
 @pytest.mark.parametrize("depth", ["1", "2"])
 @pytest.mark.parametrize("strategy", ["fixed_size", "dynamic_timeout", "adaptive"])
 def test_strategies_and_depths_change_no_token(strategy: str, depth: str) -> None:
-    flags = ("--batching-strategy", strategy, "--pipeline-depth", depth, "--max-batch-size", "4", "--order", "shortest")
+    flags = (
+        "--batching-strategy",
+        strategy,
+        "--pipeline-depth",
+        depth,
+        "--max-batch-size",
+        "4",
+        "--scheduling-policy",
+        "shortest",
+    )
     with running(*flags) as service:
         answers = all_at_once(service.client, **greedy(12))
         assert [a.token_ids for a in answers] == [reference(p, 12) for p in PROMPTS]
@@ -186,7 +195,7 @@ def test_a_full_queue_says_so() -> None:
 
 
 def test_preemption_changes_no_token() -> None:
-    with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size-tokens", "4")) as service:
+    with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size", "4")) as service:
         answers = all_at_once(service.client, **greedy(40))
         assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
         assert service.client.stats().totals.preemptions > 0

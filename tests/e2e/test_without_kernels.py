@@ -18,7 +18,7 @@ from support.time_limits import PATIENCE_SECONDS
 def service() -> Iterator[Service]:
     """Prompts in chunks, in steps that sample nothing too, and so few blocks that some yield to others."""
     flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
-    with running(*flags, worker=("--native-kernels", "none", "--num-blocks", "12")) as service:
+    with running(*flags, worker=("--cpu-kernels", "none", "--num-blocks", "12")) as service:
         yield service
         wait_for(service.is_idle, "idle at the end")
 

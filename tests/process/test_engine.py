@@ -337,11 +337,11 @@ def test_a_worker_that_is_smaller_than_what_is_asked_for_is_a_warning() -> None:
         world.wait_joined()
         eventually(lambda: len([line for line in lines if line["event"] == "worker_caps_batches"]) == 2)
     told = [line for line in lines if line["event"] == "worker_caps_batches"]
-    assert [(line["flag"], line["value"], line["worker_flag"], line["worker_value"]) for line in told] == [
-        ("--max-batch-size", 128, "--num-slots", 64),
-        ("--target-batch-tokens", 8192, "--max-step-tokens", 4096),
+    assert [(line["flag"], line["value"], line["worker_value"]) for line in told] == [
+        ("--max-batch-size", 128, 64),
+        ("--target-batch-tokens", 8192, 4096),
     ]
-    assert told[0]["hint"] == "start the worker with --num-slots 128, or lower --max-batch-size"
+    assert told[0]["hint"] == "start the worker with --max-batch-size 128, or lower the scheduler's"
 
 
 def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:

@@ -69,7 +69,7 @@ def test_console_lines_are_for_people() -> None:
 def test_a_terminal_shows_lines_for_people(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     assert chosen("auto") == ("console" if is_terminal else "json")
-    assert WorkerSettings(model="m", directory="d").log_format == "auto"
+    assert WorkerSettings(model="m", socket_directory="d").log_format == "auto"
     assert SchedulerSettings().log_format == "auto"
 
 

@@ -73,7 +73,7 @@ class Imported(types.ModuleType):
         return make_runner if name == "make_runner" else type(name, (Exception,), {})
 for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
-sys.exit(app.serve(["--model", "absent", "--directory", "absent"], False))
+sys.exit(app.serve(["--model", "absent", "--socket-directory", "absent"], False))
 """)
     assert (done.returncode, done.stdout) == (78, "[0, 0, 0, 0] True True\n"), done.stderr
 
@@ -89,9 +89,9 @@ for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
         make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError
     )
-flags = ["--model", "absent", "--directory", "nowhere", "--log-format", {form!r}]
+flags = ["--model", "absent", "--socket-directory", "nowhere", "--log-format", {form!r}]
 sys.exit(app.serve(flags, False))
 """)
     assert done.returncode == 78, done.stderr
     assert "nowhere" in done.stderr
-    assert ("num_slots" in done.stderr) == (form == "json")
+    assert ("max_batch_size" in done.stderr) == (form == "json")

@@ -102,7 +102,7 @@ async def test_too_many_large_texts_at_once(tmp_path: Path) -> None:
             release.wait(BOUND_SECONDS)
             return [5]
 
-    async with serving(tmp_path, tokenizer=Slow(), max_tokenizing=1) as s:
+    async with serving(tmp_path, tokenizer=Slow(), max_tokenizer_queue_size=1) as s:
         s.engine.answer = lambda request: []
         first = s.generate(text_request("x" * 2000))
         await until(entered.is_set)

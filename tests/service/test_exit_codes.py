@@ -124,7 +124,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
     spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
     cases: list[tuple[list[str], str]] = [
         (["--no-such-flag"], "no-such-flag"),
-        (["--order", "best"], "order"),
+        (["--scheduling-policy", "best"], "scheduling-policy"),
         (spawn, "no model is named"),
         ([*spawn, "--model", str(tmp_path / "absent")], "does not exist"),
         ([*spawn, "--model", str(tmp_path / "file")], "is a file"),

@@ -169,7 +169,9 @@ def test_names_are_the_same_for_every_release_of_prometheus(accept: str) -> None
 def test_no_name_of_a_tenant_a_request_or_a_model_is_told(start: Callable[..., Running], tmp_path: Path) -> None:
     """Whoever fetches figures shows no token."""
     tokens = token_file(tmp_path, f"tenant-alice {ALICE}")
-    server = start("--metrics-listen", "127.0.0.1:0", "--token-file", str(tokens), "--served-name", "served-by-name")
+    server = start(
+        "--metrics-listen", "127.0.0.1:0", "--token-file", str(tokens), "--served-model-name", "served-by-name"
+    )
     for names in ({"request_id": "invoice-4711"}, {"request_id": "invoice-4712", "model": "served-by-no-name"}):
         request = pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3}, **names)
         with contextlib.suppress(grpc.RpcError):  # of the second, whose model is not there

@@ -172,7 +172,7 @@ def test_a_library_that_has_something_to_report_does_not_write_between_the_lines
     """transformers draws a table where weights are missing."""
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "down_proj" not in k})
-    flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--log-format", "json"]
+    flags = ["--model", str(tmp_path), "--socket-directory", str(tmp_path), "--log-format", "json"]
     done = subprocess.run(
         [sys.executable, "-m", "lineclear.worker.main", *flags],
         capture_output=True,

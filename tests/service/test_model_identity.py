@@ -50,7 +50,7 @@ async def test_a_request_for_another_model_is_refused(tmp_path: Path, fields: di
 
 
 async def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_path: Path) -> None:
-    async with serving(tmp_path, served_name="ours") as s:
+    async with serving(tmp_path, served_model_name="ours") as s:
         s.engine.answer = lambda request: HELLO_IDS
         assert (await s.stub.GetModel(pb.GetModelRequest())).model_id == "ours"
         await read_all(s.generate(text_request(model="ours")))

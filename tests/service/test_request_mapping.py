@@ -83,7 +83,7 @@ async def test_defaults_come_from_the_request_then_the_model_then_the_schema(tmp
 
 
 async def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
-    async with serving(tmp_path, model_defaults={"temperature": 0.5}, generation_config=False) as s:
+    async with serving(tmp_path, model_defaults={"temperature": 0.5}, use_generation_config=False) as s:
         s.engine.answer = lambda request: []
         await read_all(s.generate())
         assert s.engine.submitted[0].sampling.temperature == 1.0

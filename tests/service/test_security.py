@@ -131,7 +131,7 @@ async def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> N
     """The rest of the message never comes, and the refusal does not wait for it."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
-    async with serving(tmp_path, token_file=str(file), request_timeout_seconds=4 * BOUND_SECONDS) as s:
+    async with serving(tmp_path, token_file=str(file), request_read_timeout_seconds=4 * BOUND_SECONDS) as s:
 
         def speak() -> bytes:
             with Connection(tmp_path / "s") as connection:
@@ -389,7 +389,7 @@ def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
 @pytest.mark.parametrize("share", [False, True])
 async def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path, share: bool) -> None:
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-    async with serving(tmp_path, token_file=str(file), share_prefixes=share) as s:
+    async with serving(tmp_path, token_file=str(file), share_prefix_cache_across_tenants=share) as s:
         s.engine.answer = lambda request: [5]
         for token, word in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
             await read_all(s.generate(text_request(cache_salt=word), metadata=bearer(token)))

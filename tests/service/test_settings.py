@@ -27,13 +27,13 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lineclear.toml"
-    file.write_text('model = "file"\nmax_batch_size = 3\norder = "shortest"\nprefix_cache = false\n')
+    file.write_text('model = "file"\nmax_batch_size = 3\nscheduling_policy = "shortest"\nprefix_cache = false\n')
     monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
-    monkeypatch.setenv("LINECLEAR_ORDER", "priority")
-    settings, _ = load(["--config", str(file), "--order", "deadline"])
+    monkeypatch.setenv("LINECLEAR_SCHEDULING_POLICY", "priority")
+    settings, _ = load(["--config", str(file), "--scheduling-policy", "deadline"])
     assert settings.model == "file"
     assert settings.max_batch_size == 5
-    assert settings.order == "deadline"
+    assert settings.scheduling_policy == "deadline"
     assert settings.prefix_cache is False
     assert settings.max_queue_size == 1024
 
@@ -88,8 +88,8 @@ def test_policies_are_those_of_the_core() -> None:
     fields = SchedulerSettings.model_fields
     for name, entries in {
         "batching_strategy": STRATEGIES,
-        "order": QUEUE_ORDERS,
-        "victim": PREEMPTION_POLICIES,
+        "scheduling_policy": QUEUE_ORDERS,
+        "preemption_policy": PREEMPTION_POLICIES,
     }.items():
         assert set(fields[name].annotation.__args__) == set(entries)
 
@@ -99,7 +99,7 @@ def test_policies_are_those_of_the_core() -> None:
     [
         (["--max-batch-size", "0"], "^--max-batch-size 0 is not a whole number from 1 to 4096$"),
         (["--max-batch-size", "x"], "^--max-batch-size x is not a whole number"),
-        (["--order", "best"], "^--order best is not one of fifo, "),
+        (["--scheduling-policy", "best"], "^--scheduling-policy best is not one of fifo, "),
         (["--no-such-flag"], "there is no flag --no-such-flag"),
         (["--max-batch-sise", "3"], "there is no flag --max-batch-sise; is it --max-batch-size?"),
         (["--device", "cuda", "--demo"], "no flag --device; .*the worker's come after a lone `--`: -- --device cuda"),
@@ -162,7 +162,7 @@ def test_help_says_where_the_flags_of_the_worker_are(capsys: pytest.CaptureFixtu
 
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load(["--order", "best", "--max-queue-size", "0", "--victim", "me"])
+        load(["--scheduling-policy", "best", "--max-queue-size", "0", "--preemption-policy", "me"])
     assert len(str(caught.value).splitlines()) == 3
 
 

@@ -39,7 +39,7 @@ def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Ru
     """However that one ends: the pipe is closed then. Answers in progress finish, as after SIGTERM."""
     reading, writing = os.pipe()
     try:
-        server = start("--leave-with-stdin", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
+        server = start("--exit-on-stdin-close", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
         os.write(writing, b"what is written there says nothing\n")
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
         call = server.stub.Generate(request)
@@ -71,7 +71,7 @@ def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
     """A preStop hook that calls Drain, and then the kubelet's SIGTERM. A second signal ends the process at once."""
     reading, writing = os.pipe()
     server = start(
-        *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--leave-with-stdin"),
+        *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--exit-on-stdin-close"),
         stdin=reading,
         min_step_seconds=0.02,
         max_step_seconds=0.02,
@@ -205,7 +205,7 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(
         "module.Engine = Kept\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    server = start("--standstill-seconds", "1", code=code)
+    server = start("--watchdog-timeout-seconds", "1", code=code)
     live = health_pb2.HealthCheckRequest(service="liveness")
     server.popen.send_signal(signal.SIGALRM)
     if target == "loop":

@@ -44,7 +44,7 @@ def tenant(name: str) -> dict[str, Any]:
 
 
 async def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
-    async with serving(tmp_path, template=SOMETIMES, max_template_seconds=0.3) as s:
+    async with serving(tmp_path, template=SOMETIMES, max_chat_template_seconds=0.3) as s:
         with capture_logs() as logs:
             looping = tokenize(s, SLOW, "secret", **tenant("a"))
             s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
@@ -213,7 +213,7 @@ async def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path
 
 
 async def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_tokenizing=10) as s:
+    async with serving(tmp_path, max_tokenizer_queue_size=10) as s:
         flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
         await until(lambda: s.service._prompts._texts.num_waiting == 8)
         assert await outcome(detokenize(s, **tenant("b"))) == "OK"
@@ -272,7 +272,7 @@ async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Pa
 
 
 async def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
-    async with serving(tmp_path, template=SOMETIMES, template_processes=1, default_deadline_seconds=0.5) as s:
+    async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
         await until(lambda: s.service._prompts._templates.num_inside == 1)
         session = s.stub.Session()

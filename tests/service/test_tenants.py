@@ -214,7 +214,7 @@ async def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, tok
         assert not after.HasField("total_seconds")
 
 
-@pytest.mark.parametrize("settings", [{"share_stats": True}, {"token_file": ""}])
+@pytest.mark.parametrize("settings", [{"share_stats_across_tenants": True}, {"token_file": ""}])
 async def test_figures_are_whole_where_nobody_is_kept_apart(
     tmp_path: Path, token_file: str, settings: dict[str, Any]
 ) -> None:

@@ -189,7 +189,7 @@ async def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path,
 
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
 async def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str) -> None:
-    async with serving(tmp_path, request_timeout_seconds=0.2) as s:
+    async with serving(tmp_path, request_read_timeout_seconds=0.2) as s:
         s.engine.answer = lambda request: [5]
 
         def speak() -> Connection:
@@ -212,7 +212,7 @@ async def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path:
     """
     size, unfinished, streams = 256 * 1024, 4, 48
 
-    limits = {"max_unfinished_per_connection": unfinished, "max_streams_per_connection": 64}
+    limits = {"max_incomplete_requests_per_connection": unfinished, "max_streams_per_connection": 64}
     listen = {"listen": "127.0.0.1:0"} if network else {}
     async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
         s.engine.answer = lambda request: [5]
@@ -240,8 +240,8 @@ async def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path:
 GENERATE = "/lineclear.v1.InferenceService/Generate"
 CANCEL = "/lineclear.v1.InferenceService/Cancel"
 CHECK = "/grpc.health.v1.Health/Check"
-PLACES = SchedulerSettings().max_unfinished_per_connection
-FOR_EVER: dict[str, Any] = {"request_timeout_seconds": 3600.0}
+PLACES = SchedulerSettings().max_incomplete_requests_per_connection
+FOR_EVER: dict[str, Any] = {"request_read_timeout_seconds": 3600.0}
 """Requests are given up for no other reason than that others wait."""
 
 
@@ -276,7 +276,7 @@ async def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_on
 
 
 async def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_unfinished_per_connection=1, **FOR_EVER) as s:
+    async with serving(tmp_path, max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
             hostile.receive()
@@ -324,7 +324,7 @@ async def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_ot
 async def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ended(tmp_path: Path) -> None:
     """A client that sends many of them over a slow network sends them side by side."""
 
-    async with serving(tmp_path, listen="127.0.0.1:0", max_unfinished_per_connection=1, **FOR_EVER) as s:
+    async with serving(tmp_path, listen="127.0.0.1:0", max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
         s.engine.answer = lambda request: [5]
         with Connection(int(s.server.address.rpartition(":")[2])) as client:
             client.receive()

@@ -32,7 +32,7 @@ async def test_tokenize_and_detokenize_are_what_generate_does(tmp_path: Path) ->
 
 
 async def test_the_model_and_its_limits(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_batch_size=4, target_batch_tokens=1000, served_name="named") as s:
+    async with serving(tmp_path, max_batch_size=4, target_batch_tokens=1000, served_model_name="named") as s:
         model = await s.stub.GetModel(pb.GetModelRequest())
         assert (model.model_id, model.family, model.context_length) == ("named", "llama", 128)
         assert (model.vocab_size, list(model.eos_token_ids)) == (512, [EOS])
@@ -60,7 +60,7 @@ async def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
 
 
 async def test_statistics_count_what_happened(tmp_path: Path) -> None:
-    async with serving(tmp_path, order="shortest") as s:
+    async with serving(tmp_path, scheduling_policy="shortest") as s:
         empty = await s.stub.GetStats(pb.GetStatsRequest())
         assert empty.total_seconds == pb.Quantiles()
         s.engine.answer = lambda request: HELLO_IDS

@@ -84,7 +84,7 @@ def test_where_twice_as_many_come_as_can_be_served_most_who_would_wait_for_nothi
 
 def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
     now = 1000.0
-    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
+    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     for _ in range(50):
         room.reserve("", 0.001)
     assert room.min_wait_seconds() == 0.0
@@ -94,7 +94,7 @@ def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
 
 def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> None:
     now = 1000.0
-    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, refuse_hopeless=True), lambda: now)
+    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     for _ in range(80):
         room.reserve("")
     for _ in range(8):  # five a second
@@ -112,7 +112,7 @@ def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> No
 
 
 async def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -> None:
-    async with serving(tmp_path, refuse_hopeless=True) as s:
+    async with serving(tmp_path, reject_unmeetable_deadlines=True) as s:
         first = s.generate(IDS, timeout=50)
         await s.engine.next_request(1)
         s.service._quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]

@@ -14,13 +14,13 @@ from support import toy_worker
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--directory", "--log-level", "--log-format"):
+    for name in ("--model", "--socket-directory", "--log-level", "--log-format"):
         parser.add_argument(name, required=True)
-    for name in ("--num-slots", "--max-step-tokens"):
+    for name in ("--max-batch-size", "--target-batch-tokens"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--drain-timeout-seconds", type=float, required=True)
     flags = parser.parse_args()
-    shared = {"num_slots": flags.num_slots, "drain_timeout_seconds": flags.drain_timeout_seconds}
+    shared = {"num_slots": flags.max_batch_size, "drain_timeout_seconds": flags.drain_timeout_seconds}
     options = {**shared, **json.loads(os.environ.get("TOY_OPTIONS", "{}"))}
-    sys.argv = [sys.argv[0], flags.directory, json.dumps(options)]
+    sys.argv = [sys.argv[0], flags.socket_directory, json.dumps(options)]
     sys.exit(toy_worker.main())

@@ -78,7 +78,7 @@ def test_a_model_whose_fused_pass_fails_the_comparison_is_served_as_transformers
 ) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
-    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=1))
+    runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=1))
     found = InProcess(runner, CoreLimits()).serve(requests())
     again = InProcess(ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(
         requests()

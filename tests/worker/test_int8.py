@@ -114,7 +114,7 @@ def test_the_matrices_are_let_go() -> None:
 
 
 def test_a_model_built_otherwise_is_refused_by_name() -> None:
-    with pytest.raises(ModelRefused, match=r"models built like Llama.*gpt2 in float32 on cpu.*weights at auto"):
+    with pytest.raises(ModelRefused, match=r"models built like Llama.*gpt2 in float32 on cpu.*quantization at none"):
         to_int8(wrap_model(tiny_model("gpt2")))
 
 
@@ -126,16 +126,28 @@ def test_a_model_that_it_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
-    assert make_runner(WorkerSettings(weights="int8", **flags)).hello(1).dtype == "int8"
+    flags: dict[str, Any] = {
+        "model": str(tmp_path),
+        "socket_directory": "/d",
+        "num_blocks": 8,
+        "device": "cpu",
+        "threads": 1,
+    }
+    assert make_runner(WorkerSettings(quantization="int8", **flags)).hello(1).dtype == "int8"
     assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
-    with pytest.raises(ConfigurationError, match="leave --no-fused-forward away"):
-        make_runner(WorkerSettings(weights="int8", fused_forward=False, **flags))
+    with pytest.raises(ConfigurationError, match="leave --no-fused-cpu-forward away"):
+        make_runner(WorkerSettings(quantization="int8", fused_cpu_forward=False, **flags))
 
 
 def test_keys_and_values_in_bytes_are_a_setting_too(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
+    flags: dict[str, Any] = {
+        "model": str(tmp_path),
+        "socket_directory": "/d",
+        "num_blocks": 8,
+        "device": "cpu",
+        "threads": 1,
+    }
     hello = make_runner(WorkerSettings(kv_cache_dtype="int8", **flags)).hello(1)
     assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
     with pytest.raises(ModelRefused, match=r"torch_paged.*own number format"):

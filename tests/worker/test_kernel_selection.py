@@ -76,17 +76,21 @@ def test_a_processor_without_an_instruction_set_is_not_given_its_library(monkeyp
 def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_chosen", kernels.AUTO)  # and is so again at the end
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {"model": str(tmp_path), "directory": "/d", "num_blocks": 8, "device": "cpu", "threads": 1}
+    flags: dict[str, Any] = {
+        "model": str(tmp_path),
+        "socket_directory": "/d",
+        "num_blocks": 8,
+        "device": "cpu",
+        "threads": 1,
+    }
     for name in ("auto", *LIBRARIES):
-        runner = make_runner(WorkerSettings(native_kernels=name, **flags))
+        runner = make_runner(WorkerSettings(cpu_kernels=name, **flags))
         best = LIBRARIES[0] if LIBRARIES else ""
         assert library_name() == (best if name == "auto" else name)
         assert runner.hello(1).attention_backend == ("native" if LIBRARIES else "torch_paged")
-    runner = make_runner(WorkerSettings(native_kernels="none", **flags))
+    runner = make_runner(WorkerSettings(cpu_kernels="none", **flags))
     assert library_name() == ""
     assert not kernels.multiplies_bfloat16()
     assert runner.hello(1).attention_backend == "torch_paged"
-    with pytest.raises(
-        ConfigurationError, match="--native-kernels: there are no kernels 'fast' here; there are auto, no"
-    ):
-        make_runner(WorkerSettings(native_kernels="fast", **flags))
+    with pytest.raises(ConfigurationError, match="--cpu-kernels: there are no kernels 'fast' here; there are auto, no"):
+        make_runner(WorkerSettings(cpu_kernels="fast", **flags))

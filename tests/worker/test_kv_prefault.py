@@ -65,7 +65,7 @@ def test_the_pools_are_resident_at_start_only_where_that_is_asked_for(
     tiny_model("llama", head_dim=64, num_hidden_layers=2).save_pretrained(tmp_path)
     settings = WorkerSettings(
         model=str(tmp_path),
-        directory="unused",
+        socket_directory="unused",
         device="cpu",
         attention_backend=backend,
         num_blocks=4096,
@@ -128,7 +128,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
     assert not backend.calls
     tiny_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
-    flags = ["--model", str(tmp_path), "--directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
+    flags = ["--model", str(tmp_path), "--socket-directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
     assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
     assert "--preallocate-kv-cache: 4096 blocks need" in capfd.readouterr().err
 
@@ -151,7 +151,7 @@ def test_no_step_begins_memory_that_was_given_in_idle_time(ahead: bool, kv_dtype
     runner = ModelRunner(
         wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
         num_blocks=8192,
-        kv_ahead_tokens=4096 if ahead else 0,
+        kv_prefault_tokens=4096 if ahead else 0,
         kv_dtype=kv_dtype,
     )
     pool: Tensor = runner._backend._pool  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from lineclear.worker.settings import WorkerSettings
 
 
 def fingerprint(model: Path, **flags: Any) -> str:
-    settings = WorkerSettings(model=str(model), directory="/d", num_blocks=8, device="cpu", threads=1, **flags)
+    settings = WorkerSettings(model=str(model), socket_directory="/d", num_blocks=8, device="cpu", threads=1, **flags)
     return make_runner(settings).hello(1).model_fingerprint
 
 
@@ -34,7 +34,7 @@ def test_copies_are_one_model_and_every_number_format_is_another(tmp_path: Path)
     assert fingerprint(copy) == one
     others = [
         fingerprint(model, dtype="bfloat16"),
-        fingerprint(model, weights="int8"),
+        fingerprint(model, quantization="int8"),
         fingerprint(model, kv_cache_dtype="int8"),
     ]
     tiny_model("llama", seed=1, **WIDE).save_pretrained(copy)

@@ -215,7 +215,7 @@ def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Pat
     program = (
         "from lineclear.worker.settings import WorkerSettings\n"
         "from lineclear.worker.runner_factory import make_runner\n"
-        "make_runner(WorkerSettings(model='.', directory='/nowhere', device='cpu', num_blocks=64))\n"
+        "make_runner(WorkerSettings(model='.', socket_directory='/nowhere', device='cpu', num_blocks=64))\n"
     )
     # -P, as the scheduler starts its worker: the current directory is not on the path.
     done = subprocess.run(

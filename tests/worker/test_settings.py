@@ -12,20 +12,20 @@ from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
 from lineclear.worker.runner_factory import choose_device
 from lineclear.worker.settings import ConfigurationError, WorkerSettings, load
 
-REQUIRED = ["--model", "a-model", "--directory", "/run/sockets"]
+REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
 
 
 def test_a_flag_beats_a_variable_beats_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(REQUIRED).num_slots == 64
-    monkeypatch.setenv("LINECLEAR_WORKER_NUM_SLOTS", "9")
-    assert load(REQUIRED).num_slots == 9
-    assert load([*REQUIRED, "--num-slots", "7"]).num_slots == 7
-    assert load([*REQUIRED, "--num-slots=5"]).num_slots == 5
+    assert load(REQUIRED).max_batch_size == 64
+    monkeypatch.setenv("LINECLEAR_WORKER_MAX_BATCH_SIZE", "9")
+    assert load(REQUIRED).max_batch_size == 9
+    assert load([*REQUIRED, "--max-batch-size", "7"]).max_batch_size == 7
+    assert load([*REQUIRED, "--max-batch-size=5"]).max_batch_size == 5
 
 
 def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINECLEAR_WORKER_MODEL", "m")
-    monkeypatch.setenv("LINECLEAR_WORKER_DIRECTORY", "/d")
+    monkeypatch.setenv("LINECLEAR_WORKER_SOCKET_DIRECTORY", "/d")
     monkeypatch.setenv("LINECLEAR_WORKER_NOBODY_KNOWS", "this")
     assert load([]).model == "m"
 
@@ -33,12 +33,15 @@ def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ([], "--model is missing.*LINECLEAR_WORKER_MODEL.*\n--directory is missing"),
-        ([*REQUIRED, "--num-slots", "0"], "^--num-slots 0 is not a whole number from 1 to 4096$"),
+        ([], "--model is missing.*LINECLEAR_WORKER_MODEL.*\n--socket-directory is missing"),
+        ([*REQUIRED, "--max-batch-size", "0"], "^--max-batch-size 0 is not a whole number from 1 to 4096$"),
         ([*REQUIRED, "--device", "tpu"], "^--device tpu is not one of auto, cpu, cuda, mps$"),
-        ([*REQUIRED, "--kv-memory-fraction", "1"], "^--kv-memory-fraction 1 is not a number from 0 to below 1$"),
+        (
+            [*REQUIRED, "--kv-cache-memory-fraction", "1"],
+            "^--kv-cache-memory-fraction 1 is not a number from 0 to below 1$",
+        ),
         ([*REQUIRED, "--no-such-flag", "1"], "there is no flag --no-such-flag; --help lists them"),
-        ([*REQUIRED, "--num-slot", "1"], "there is no flag --num-slot; is it --num-slots?"),
+        ([*REQUIRED, "--max-batch-siz", "1"], "there is no flag --max-batch-siz; is it --max-batch-size?"),
     ],
 )
 def test_what_is_wrong_is_said(flags: list[str], problem: str) -> None:

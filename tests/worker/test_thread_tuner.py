@@ -132,14 +132,14 @@ def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
 @pytest.mark.parametrize(("threads", "tuned"), [(0, True), (1, False)])
 def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    runner = make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, threads=threads))
+    runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=threads))
     assert (runner._threads is not None) == tuned
 
 
 @needs_kernels
 @pytest.mark.parametrize(("bytes_per_thread", "threads"), [(2**28, {1}), (1, {2})], ids=["small", "large"])
 @pytest.mark.parametrize(
-    "flags", [{}, {"weights": "int8"}, {"fused_forward": False}], ids=["as it is", "int8", "plain"]
+    "flags", [{}, {"quantization": "int8"}, {"fused_cpu_forward": False}], ids=["as it is", "int8", "plain"]
 )
 def test_a_small_model_is_tried_with_one_thread(
     tmp_path: Path,
@@ -167,7 +167,7 @@ def test_a_small_model_is_tried_with_one_thread(
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     before = torch.get_num_threads()
     try:
-        make_runner(WorkerSettings(model=str(tmp_path), directory="unused", num_blocks=64, **flags))
+        make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, **flags))
         assert found == threads
         assert torch.get_num_threads() == 2
     finally:

@@ -32,7 +32,7 @@ from .results import HealthStatus
 MODULE = "lineclear.scheduler.main"
 # requirement; markers and extra == "name", as in the metadata of a package
 _REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+)[^\[;]*;\s*extra\s*==\s*['"](?:scheduler|worker)['"]\s*$""")
-_DECIDED_HERE = ("--listen", "--no-spawn-worker", "--no-leave-with-stdin")
+_DECIDED_HERE = ("--listen", "--no-spawn-worker", "--no-exit-on-stdin-close")
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _LAST_BYTES = 64 * 1024
@@ -71,7 +71,7 @@ class LocalServer:
         environment |= {"LINECLEAR_LISTEN": self.target, "LINECLEAR_LOG_FORMAT": "json"}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command(["--leave-with-stdin"]), *flags],
+                [*command(["--exit-on-stdin-close"]), *flags],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 
 _UNRECOGNISED = "unrecognized arguments: "
-_NEAR = 0.85  # a letter or two: --max-step-tokens, which the worker has, is no misspelling of --max-queue-tokens
+_NEAR = 0.85  # a letter or two: --max-model-len, which the worker has, is no misspelling of --max-queue-size
 
 
 def print_version(program: str, words: Sequence[str]) -> None:

@@ -69,7 +69,7 @@ def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: 
         device=hello.device,
         dtype=hello.dtype,
         attention_backend=hello.attention_backend,
-        native_kernels=imported.kernels_name() or imported.no_kernels,
+        cpu_kernels=imported.kernels_name() or imported.no_kernels,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
@@ -80,7 +80,7 @@ def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: 
     gc.freeze()
     try:
         limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
-        return run(runner, Path(settings.directory), supervised=supervised, limits=limits)
+        return run(runner, Path(settings.socket_directory), supervised=supervised, limits=limits)
     except SocketError as error:
         log.error("sockets_refused", reason=str(error))
         return ExitCode.CONFIGURATION

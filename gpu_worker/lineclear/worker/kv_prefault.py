@@ -60,7 +60,7 @@ class KvPrefaulter:
             raise ConfigurationError(
                 f"--preallocate-kv-cache: {num_blocks} blocks need {needed} bytes, and {free} bytes of memory are free,"
                 f" of which {_ALL_PERCENT} % may be taken; set --num-blocks to at most"
-                f" {free * _ALL_PERCENT // 100 // self._block_bytes}, lower --kv-memory-fraction, or leave"
+                f" {free * _ALL_PERCENT // 100 // self._block_bytes}, lower --kv-cache-memory-fraction, or leave"
                 " --preallocate-kv-cache away"
             )
         while self._prefaulted < num_blocks:

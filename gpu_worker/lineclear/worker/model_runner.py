@@ -41,22 +41,22 @@ class ModelRunner:
         loaded: LoadedModel,
         *,
         num_blocks: int = 0,
-        kv_memory_fraction: float = 0.0,
+        kv_cache_memory_fraction: float = 0.0,
         block_size: int = 16,
-        kv_ahead_tokens: int = 0,
+        kv_prefault_tokens: int = 0,
         num_slots: int = 64,
         max_step_tokens: int = 2048,
         attention_backend: str = "auto",
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """num_blocks 0: as many as `kv_memory_fraction` of the free memory holds. kv_dtype None: the model's.
+        """num_blocks 0: as many as `kv_cache_memory_fraction` of the free memory holds. kv_dtype None: the model's.
 
         Raises ModelRefused where it does not fit, or no backend keeps such keys and values.
         """
         self._loaded = loaded
         self._device_type = loaded.device.type  # torch would take 10 µs and more to say it, at every step
         self._kv_dtype = kv_dtype or loaded.dtype
-        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_memory_fraction)
+        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_cache_memory_fraction)
         self.capacity = Capacity(
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
@@ -74,7 +74,7 @@ class ModelRunner:
                 f"no memory is promised for {num_blocks} blocks of {size} bytes ({error}); lower --num-blocks"
             ) from error
         loaded.attach(self._backend)
-        self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=kv_ahead_tokens)
+        self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=kv_prefault_tokens)
         self._batch = InputBatch(self.capacity, loaded.device)
         self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
         self._threads: ThreadTuner | None = None

@@ -28,7 +28,7 @@ def warm_up(settings: WorkerSettings) -> None:
     Nothing that goes wrong is reported: `make_runner` will meet it again, when it counts.
     """
     with contextlib.suppress(Exception):
-        kernels.choose(settings.native_kernels)
+        kernels.choose(settings.cpu_kernels)
     with contextlib.suppress(Exception):
         import_model_class(settings.model)
 
@@ -41,13 +41,13 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     # Standard error is for log lines.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     set_verbosity_error()  # type: ignore[no-untyped-call]
-    if settings.weights == "int8" and not settings.fused_forward:
-        raise ConfigurationError("--weights int8 needs the fused forward pass; leave --no-fused-forward away")
+    if settings.quantization == "int8" and not settings.fused_cpu_forward:
+        raise ConfigurationError("--quantization int8 needs the fused forward pass; leave --no-fused-cpu-forward away")
     torch.set_num_threads(settings.threads or usable_cores())
     try:
-        kernels.choose(settings.native_kernels)
+        kernels.choose(settings.cpu_kernels)
     except ValueError as error:
-        raise ConfigurationError(f"--native-kernels: {error}") from None
+        raise ConfigurationError(f"--cpu-kernels: {error}") from None
     device = choose_device(settings.device)
     served = _prepared(settings, device)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
@@ -56,11 +56,11 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     runner = ModelRunner(
         served,
         num_blocks=settings.num_blocks,
-        kv_memory_fraction=settings.kv_memory_fraction,
-        block_size=settings.block_size_tokens,
-        kv_ahead_tokens=settings.kv_ahead_tokens,
-        num_slots=settings.num_slots,
-        max_step_tokens=settings.max_step_tokens or _STEP_TOKENS.get(device.type, _MANY_STEP_TOKENS),
+        kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+        block_size=settings.block_size,
+        kv_prefault_tokens=settings.kv_prefault_tokens,
+        num_slots=settings.max_batch_size,
+        max_step_tokens=settings.target_batch_tokens or _STEP_TOKENS.get(device.type, _MANY_STEP_TOKENS),
         attention_backend=settings.attention_backend,
         kv_dtype=kv_dtype,
     )
@@ -84,9 +84,9 @@ def _prepared(settings: WorkerSettings, device: torch.device) -> LoadedModel:
     def loaded() -> LoadedModel:
         return load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len)
 
-    if settings.weights == "int8":
+    if settings.quantization == "int8":
         return to_int8(loaded())
-    if not settings.fused_forward:
+    if not settings.fused_cpu_forward:
         return loaded()
     return build_fused(loaded()) or loaded()  # what did not stand the comparison has cost the model its matrices
 

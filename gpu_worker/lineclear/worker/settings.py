@@ -18,7 +18,7 @@ from lineclear.process import command_line, settings_base
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Weights = Literal["auto", "int8"]
+Quantization = Literal["none", "int8"]
 KvCacheDtype = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
 
@@ -56,7 +56,7 @@ class WorkerSettings(BaseSettings):
         description="Directory with config.json and safetensors weights, or the id of a Hugging Face repository whose"
         " files are in the local cache. Nothing is downloaded.",
     )
-    directory: str = SOCKETS.field(
+    socket_directory: str = SOCKETS.field(
         min_length=1,
         brief="Private directory of the sockets to the scheduler.",
         description="Private directory (mode 0700, ours) of the sockets to the scheduler.",
@@ -71,10 +71,10 @@ class WorkerSettings(BaseSettings):
         description="Number format of weights, activations and KV cache. auto is the checkpoint's own, on a GPU and on"
         " a CPU alike; a CPU without bfloat16 instructions is faster with float32.",
     )
-    weights: Weights = COMPUTATION.field(
-        "auto",
+    quantization: Quantization = COMPUTATION.field(
+        "none",
         brief="Number format of the weight matrices.",
-        description="Number format of the weight matrices. auto: dtype. int8: quantised while loading, a scale for each"
+        description="Number format of the weight matrices. none: dtype. int8: quantised while loading, a scale for each"
         " output channel, activations by rows; on a CPU only, for models built like Llama. Faster, not quite the same.",
     )
     attention_backend: AttentionBackendName = COMPUTATION.field(
@@ -87,12 +87,12 @@ class WorkerSettings(BaseSettings):
         description="Number format of the KV cache. auto: dtype. int8: a scale for each token and head, almost twice"
         " the blocks in the same memory; on a CPU with the native attention backend only.",
     )
-    fused_forward: bool = COMPUTATION.field(
+    fused_cpu_forward: bool = COMPUTATION.field(
         True,
         brief="On CPUs, use a forward pass of few operations.",
         description="On CPUs, run models built like Llama through a forward pass of few operations.",
     )
-    native_kernels: str = COMPUTATION.field(
+    cpu_kernels: str = COMPUTATION.field(
         "auto",
         brief="C++ kernels for CPUs: auto, none or a name.",
         description="C++ kernels for CPUs. auto: the best that were built and that this processor can run. none: torch"
@@ -108,7 +108,7 @@ class WorkerSettings(BaseSettings):
     )
 
     # --- how much ---
-    block_size_tokens: int = MEMORY.field(
+    block_size: int = MEMORY.field(
         16,
         ge=1,
         le=1024,
@@ -119,10 +119,10 @@ class WorkerSettings(BaseSettings):
         0,
         ge=0,
         le=2**31 - 2,
-        brief="KV blocks; 0: as many as fit in kv_memory_fraction.",
-        description="KV blocks. 0: as many as fit in kv_memory_fraction of the free memory.",
+        brief="KV blocks; 0: as many as fit in kv_cache_memory_fraction.",
+        description="KV blocks. 0: as many as fit in kv_cache_memory_fraction of the free memory.",
     )
-    kv_memory_fraction: float = MEMORY.field(
+    kv_cache_memory_fraction: float = MEMORY.field(
         0.0,
         ge=0,
         lt=1,
@@ -136,7 +136,7 @@ class WorkerSettings(BaseSettings):
         description="On a CPU, have the system give all memory of the KV cache before the first request, instead of as"
         " it is first used: no step waits for it. Refused at start where there is less.",
     )
-    kv_ahead_tokens: int = MEMORY.field(
+    kv_prefault_tokens: int = MEMORY.field(
         16384,
         ge=0,
         le=2**31 - 2,
@@ -144,7 +144,7 @@ class WorkerSettings(BaseSettings):
         description="On a CPU, positions whose KV memory the system is asked for ahead of its first use, while no step"
         " has come for 50 ms: no later one waits for it. At most 1/32 of the free memory. 0: none.",
     )
-    num_slots: int = MEMORY.field(64, ge=1, le=4096, description="Most sequences in progress at once.")
+    max_batch_size: int = MEMORY.field(64, ge=1, le=4096, description="Most sequences in progress at once.")
     max_model_len: int = MEMORY.field(
         0,
         ge=0,
@@ -152,7 +152,7 @@ class WorkerSettings(BaseSettings):
         brief="Most positions of a sequence; 0: the model's limit.",
         description="Most positions of a sequence, prompt and output together. 0: the model's limit.",
     )
-    max_step_tokens: int = MEMORY.field(
+    target_batch_tokens: int = MEMORY.field(
         0,
         ge=0,
         le=2**20,

@@ -1516,7 +1516,7 @@ class GetStatsResponse(_message.Message):
     """Counters since the scheduler started, gauges of now, and quantiles of the
     last requests that finished (at most 1024). A caller with a token or a
     certificate of its own sees, where there is no address for operators and
-    share_stats is off: uptime, requests waiting and running, draining, worker
+    share_stats_across_tenants is off: uptime, requests waiting and running, draining, worker
     without its step times, policies and release; the other fields are unset.
     """
 

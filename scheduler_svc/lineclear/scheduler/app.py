@@ -72,7 +72,7 @@ async def serve(
         link,
         service.publish,
         max_inbox=_max_inbox(settings),
-        check_every_steps=settings.check_every_steps,
+        check_every_steps=settings.invariant_check_interval_steps,
         patience=_worker_timeouts(settings),
         accepts=_same_files(files.fingerprint, leaving),
         on_joined=supervisor.worker_joined,
@@ -94,7 +94,7 @@ async def serve(
     pulse = Watchdog(
         engine.busy_seconds,
         server.set_live,
-        limit_seconds=settings.standstill_seconds,
+        limit_seconds=settings.watchdog_timeout_seconds,
         on_beat=lambda: server.set_worker_hung(engine.is_worker_hung),
     )
     pulse.start()
@@ -230,7 +230,7 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
-    core = RecordingScheduler(_core_limits(settings), settings.recorded_calls)
+    core = RecordingScheduler(_core_limits(settings), settings.min_recorded_calls)
     directory = Path(settings.recording_directory) if settings.recording_directory else None
     return core, RecordingFiles(core, directory)
 
@@ -243,21 +243,21 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_queue_size=settings.max_queue_size,
         max_queue_tokens=settings.max_queue_tokens,
         max_preemptions=settings.max_preemptions,
-        max_bypasses=settings.max_bypasses,
-        max_lone_crashes=settings.max_lone_crashes,
+        max_bypasses=settings.max_queue_overtakes,
+        max_lone_crashes=settings.max_isolated_crashes,
         # Two strikes come before; then the verdict falls when the next death would be one too many.
         max_lone_kills=max(1, settings.max_worker_crashes - 2),
         prefix_cache=settings.prefix_cache,
         cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
         strategy=settings.batching_strategy,
-        order=settings.order,
-        victim=settings.victim,
+        order=settings.scheduling_policy,
+        victim=settings.preemption_policy,
         policy=PolicySettings(
             min_batch_size=settings.min_batch_size,
             batch_timeout_seconds=settings.batch_timeout_ms / 1000,
-            ageing_seconds=settings.ageing_seconds,
-            inter_token_target_seconds=settings.inter_token_target_ms / 1000,
-            decode_stretch=settings.decode_stretch,
+            ageing_seconds=settings.priority_aging_seconds,
+            inter_token_target_seconds=settings.target_inter_token_latency_ms / 1000,
+            decode_stretch=settings.max_prefill_slowdown,
             fixed_size_timeout_seconds=_fixed_size_timeout_seconds(settings),
         ),
     )

@@ -78,7 +78,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
     leaving, guard = ShutdownController(), ExitGuard(_EXIT_SECONDS)
     leaving.listen_to_signals()
-    if settings.leave_with_stdin:
+    if settings.exit_on_stdin_close:
         leaving.listen_to_standard_input()
     model = _model(settings)
     for setting in ("listen", "admin_listen", "health_listen", "metrics_listen"):
@@ -152,9 +152,9 @@ def _worker_command(
     """The worker is told what it must share with us; the flags after `--` come last and win."""
     shared = {
         "--model": str(model),
-        "--directory": str(directory),
-        "--num-slots": str(settings.max_batch_size),
-        "--max-step-tokens": str(settings.target_batch_tokens),
+        "--socket-directory": str(directory),
+        "--max-batch-size": str(settings.max_batch_size),
+        "--target-batch-tokens": str(settings.target_batch_tokens),
         # Longer than ours: a supervisor without order may send SIGTERM to both processes at once.
         "--drain-timeout-seconds": str(settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS),
         "--log-level": settings.log_level,

@@ -27,8 +27,8 @@ from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
 from lineclear.scheduler.flag_aliases import FLAG_ALIASES
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
-Order = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
-Victim = Literal["cheapest", "newest"]
+SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
+PreemptionPolicy = Literal["cheapest", "newest"]
 
 _MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES = 4096, 2**29
 # A further Generate is refused at once when queue and batch are full. So these are left for calls that are not waiting.
@@ -85,8 +85,8 @@ class SchedulerSettings(BaseSettings):
         brief="Serve the small model that comes with lineclear.",
         description="Serve the small demonstration model that comes with lineclear.",
     )
-    served_name: str = MODEL.field("", description="Name given out as model_id. Empty: the worker's.")
-    generation_config: bool = MODEL.field(
+    served_model_name: str = MODEL.field("", description="Name given out as model_id. Empty: the worker's.")
+    use_generation_config: bool = MODEL.field(
         True,
         brief="Take sampling defaults from generation_config.json.",
         description="Take sampling defaults a request leaves open from the model's generation_config.json.",
@@ -182,14 +182,14 @@ class SchedulerSettings(BaseSettings):
         brief="Most Sessions on one connection.",
         description="Most Sessions on one connection; further ones are refused.",
     )
-    request_timeout_seconds: float = CONNECTIONS.field(
+    request_read_timeout_seconds: float = CONNECTIONS.field(
         20.0,
         gt=0,
         le=3600,
         brief="Longest time until a request is received completely.",
         description="A request that is not complete after this long is refused.",
     )
-    max_unfinished_per_connection: int = CONNECTIONS.field(
+    max_incomplete_requests_per_connection: int = CONNECTIONS.field(
         16,
         ge=1,
         le=2**20,
@@ -258,26 +258,26 @@ class SchedulerSettings(BaseSettings):
         brief="Longest wait for a batch to fill.",
         description="Longest wait for a batch to fill, where the strategy waits; of fixed_size only if it is set.",
     )
-    order: Order = BATCHING.field(
+    scheduling_policy: SchedulingPolicy = BATCHING.field(
         "fifo",
         brief="Which waiting request is next.",
         description="Which waiting request is next; fair: tenants get equally many tokens.",
     )
-    ageing_seconds: float = BATCHING.field(
+    priority_aging_seconds: float = BATCHING.field(
         30.0,
         gt=0,
         le=86_400,
         brief="Waiting time that is worth one step of priority.",
         description="Waiting this long is worth one step of priority, so that nobody starves.",
     )
-    inter_token_target_ms: float = BATCHING.field(
+    target_inter_token_latency_ms: float = BATCHING.field(
         200.0,
         gt=0,
         le=60_000,
         brief="Prompts are cut to keep this time between tokens.",
         description="Prompts are cut so that running requests wait no longer for a token.",
     )
-    decode_stretch: float = BATCHING.field(
+    max_prefill_slowdown: float = BATCHING.field(
         2.0,
         ge=1,
         le=1000,
@@ -285,20 +285,20 @@ class SchedulerSettings(BaseSettings):
         description="A prompt makes a step at most so many times as long as the tokens of running requests alone would."
         " The surplus counts once for each request that waits for its first token.",
     )
-    victim: Victim = BATCHING.field(
+    preemption_policy: PreemptionPolicy = BATCHING.field(
         "cheapest",
         brief="Which running request yields blocks to others.",
         description="Which running request yields its blocks when there are too few.",
     )
     max_preemptions: int = BATCHING.field(4, ge=0, le=1000, description="A request preempted this often is left alone.")
-    max_bypasses: int = BATCHING.field(
+    max_queue_overtakes: int = BATCHING.field(
         16,
         ge=0,
         le=10_000,
         brief="How often a request that does not fit is overtaken.",
         description="How often a request that does not fit yet may be overtaken.",
     )
-    max_lone_crashes: int = WORKER.field(
+    max_isolated_crashes: int = WORKER.field(
         1,
         ge=1,
         le=100,
@@ -310,13 +310,13 @@ class SchedulerSettings(BaseSettings):
         brief="Keep blocks of finished requests for equal prefixes.",
         description="Keep blocks of finished requests for prompts that begin the same.",
     )
-    share_prefixes: bool = SECURITY.field(
+    share_prefix_cache_across_tenants: bool = SECURITY.field(
         False,
         brief="Let tenants use each other's cached prefixes.",
         description="Let tenants profit from each other's cached prefixes. How fast an answer begins then tells one of"
         " them what another has asked.",
     )
-    share_stats: bool = SECURITY.field(
+    share_stats_across_tenants: bool = SECURITY.field(
         False,
         brief="Let tenants see the totals and times of all requests.",
         description="Let tenants see all of GetStats where there is no admin_listen: totals and times of all requests,"
@@ -342,11 +342,11 @@ class SchedulerSettings(BaseSettings):
         brief="Most prompt tokens of a tenant waiting; 0: any.",
         description="Most prompt tokens of one tenant waiting; 0: as max_queue_tokens allows.",
     )
-    refuse_hopeless: bool = REQUESTS.field(
+    reject_unmeetable_deadlines: bool = REQUESTS.field(
         False,
         brief="Refuse requests whose deadline would pass in the queue.",
         description="Refuse a request at the door whose deadline would pass in the queue, going by how fast the queue"
-        " has moved since it was last empty. With order fifo or prefill_first.",
+        " has moved since it was last empty. With scheduling_policy fifo or prefill_first.",
     )
     max_prompt_bytes: int = REQUESTS.field(
         512 * 1024,
@@ -383,7 +383,7 @@ class SchedulerSettings(BaseSettings):
         description="Threads that tokenize large inputs. One caller uses all but one of them where there are several:"
         " another caller's input does not wait for those of the first.",
     )
-    max_tokenizing: int = REQUESTS.field(
+    max_tokenizer_queue_size: int = REQUESTS.field(
         64,
         ge=1,
         le=4096,
@@ -392,7 +392,7 @@ class SchedulerSettings(BaseSettings):
         " connection, that has most of them waiting. Conversations that wait to be rendered: as max_queue_size.",
     )
     max_chat_messages: int = REQUESTS.field(1024, ge=1, le=65_536, description="Most messages of a conversation.")
-    template_processes: int = REQUESTS.field(
+    chat_template_processes: int = REQUESTS.field(
         2,
         ge=1,
         le=64,
@@ -400,7 +400,7 @@ class SchedulerSettings(BaseSettings):
         description="Processes that render conversations with the model's chat template. One caller uses all but one,"
         " as of tokenizer_threads.",
     )
-    max_template_seconds: float = REQUESTS.field(
+    max_chat_template_seconds: float = REQUESTS.field(
         2.0,
         ge=0.01,
         le=600,
@@ -469,7 +469,7 @@ class SchedulerSettings(BaseSettings):
     )
 
     # --- the flight recorder ---
-    recorded_calls: int = DIAGNOSIS.field(
+    min_recorded_calls: int = DIAGNOSIS.field(
         4096,
         ge=1,
         le=2**20,
@@ -482,7 +482,7 @@ class SchedulerSettings(BaseSettings):
         description="Where flight recordings are written: on anomalies, SIGUSR2, an order. Empty: ours in /tmp.",
     )
 
-    check_every_steps: int = DIAGNOSIS.field(
+    invariant_check_interval_steps: int = DIAGNOSIS.field(
         64,
         ge=0,
         le=2**20,
@@ -582,13 +582,13 @@ class SchedulerSettings(BaseSettings):
         brief="A stopping server answers for this long at least.",
         description="A server told to leave answers for this long at least, so that late callers are told why.",
     )
-    leave_with_stdin: bool = STOPPING.field(
+    exit_on_stdin_close: bool = STOPPING.field(
         False,
         brief="Stop when standard input ends.",
         description="Leave, as after SIGTERM, when standard input ends: a program that starts a server and holds the "
         "other end of the pipe takes it along, however it ends.",
     )
-    standstill_seconds: float = DIAGNOSIS.field(
+    watchdog_timeout_seconds: float = DIAGNOSIS.field(
         5.0,
         gt=0,
         le=3600,
@@ -669,9 +669,10 @@ class SchedulerSettings(BaseSettings):
         if self.demo and self.model:
             raise ValueError("--demo and --model exclude each other; leave one away")
         self._check_security()
-        if self.refuse_hopeless and self.order not in ("fifo", "prefill_first"):
+        if self.reject_unmeetable_deadlines and self.scheduling_policy not in ("fifo", "prefill_first"):
             raise ValueError(
-                f"--refuse-hopeless needs --order fifo or prefill_first: with {self.order} a later request may go first"
+                "--reject-unmeetable-deadlines needs --scheduling-policy fifo or prefill_first: with"
+                f" {self.scheduling_policy} a later request may be scheduled first"
             )
         if self.standby_worker and not self.spawn_worker:
             raise ValueError(

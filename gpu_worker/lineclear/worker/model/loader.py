@@ -129,14 +129,14 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         raise ModelRefused(
             "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
             f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
-            " leave --weights at auto"
+            " leave --quantization at none"
         )
     with torch.inference_mode(), trying(loaded.weight_bytes):
         wanted = paged_logits(exact)
     quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else free_after_packing(pack_int8), wanted)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
-            f"8-bit weights change its logits too much (relative error {error:.2g}): leave --weights at auto"
+            f"8-bit weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
         )
     log.info("weights_quantised", relative_error=round(error, 4))
     return replace(quantised, weights="int8")

@@ -388,15 +388,13 @@ class Engine:
         """Log every limit of ours that the worker's own is below: a step is held to the smaller one."""
         limits = self._core.limits
         caps = (
-            ("--max-batch-size", limits.max_batch_size, "--num-slots", hello.num_slots),
-            ("--target-batch-tokens", limits.target_batch_tokens, "--max-step-tokens", hello.max_step_tokens),
+            ("--max-batch-size", limits.max_batch_size, hello.num_slots),
+            ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
         )
-        for ours, asked, theirs, has in caps:
+        for flag, asked, has in caps:
             if asked > has:
-                hint = f"start the worker with {theirs} {asked}, or lower {ours}"
-                log.warning(
-                    "worker_caps_batches", flag=ours, value=asked, worker_flag=theirs, worker_value=has, hint=hint
-                )
+                hint = f"start the worker with {flag} {asked}, or lower the scheduler's"
+                log.warning("worker_caps_batches", flag=flag, value=asked, worker_value=has, hint=hint)
 
     def _send_log_level(self) -> None:
         if not self._is_level_told and self._hello is not None and self._log_level is not None:

@@ -202,8 +202,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 default_max_tokens=self._settings.default_max_tokens,
                 max_chat_messages=self._settings.max_chat_messages,
                 eos_ids=frozenset(hello.eos_token_ids),
-                defaults=self._defaults if self._settings.generation_config else {},
-                model=status_messages.served_name(self._settings, hello),
+                defaults=self._defaults if self._settings.use_generation_config else {},
+                model=status_messages.served_model_name(self._settings, hello),
                 model_fingerprint=hello.model_fingerprint,
                 vocabulary=(hello.vocab_size, hello.eos_token_ids),
             )
@@ -397,7 +397,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """The engine's figures and ours; for one tenant of several, without what tells of the others' requests."""
         stats = self._status()
-        sees_all = self._settings.admin_listen or self._settings.share_stats
+        sees_all = self._settings.admin_listen or self._settings.share_stats_across_tenants
         return (
             stats if sees_all or identity.caller(context) == identity.ANONYMOUS else status_messages.for_tenant(stats)
         )
@@ -428,10 +428,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 def _text_limits(settings: SchedulerSettings) -> TextLimits:
     return TextLimits(
         threads=settings.tokenizer_threads,
-        max_busy=settings.max_tokenizing,
+        max_busy=settings.max_tokenizer_queue_size,
         max_conversations=settings.max_queue_size,
-        template_processes=settings.template_processes,
-        template_seconds=settings.max_template_seconds,
+        template_processes=settings.chat_template_processes,
+        template_seconds=settings.max_chat_template_seconds,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
 
@@ -442,7 +442,7 @@ def _quota_limits(settings: SchedulerSettings) -> QuotaLimits:
         tokens=settings.max_queue_tokens,
         requests_per_tenant=settings.max_queue_size_per_tenant,
         tokens_per_tenant=settings.max_queue_tokens_per_tenant,
-        refuse_hopeless=settings.refuse_hopeless,
+        reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
     )
 
 

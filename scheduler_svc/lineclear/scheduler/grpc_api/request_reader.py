@@ -184,15 +184,15 @@ def _is_shared(peer: str) -> bool:
 def _overdue(timeout_seconds: float) -> DeadlineExceeded:
     limit = f"{timeout_seconds:g}"
     return DeadlineExceeded(
-        f"the request was not complete after {limit} s, the server's --request-timeout-seconds",
-        metadata={"request_timeout_seconds": limit},
+        f"the request was not complete after {limit} s, the server's --request-read-timeout-seconds",
+        metadata={"request_read_timeout_seconds": limit},
     )
 
 
 def _displaced(count: int) -> QueueFull:
     return QueueFull(
         f"the request was not complete while others waited; {count} are read at once"
-        " (the server's --max-unfinished-per-connection)",
+        " (the server's --max-incomplete-requests-per-connection)",
         retry_after_seconds=1.0,
         metadata={"limit": str(count)},
     )
@@ -201,8 +201,8 @@ def _displaced(count: int) -> QueueFull:
 def request_reader(settings: SchedulerSettings) -> RequestReader:
     """The bounds that the settings ask for."""
     return RequestReader(
-        settings.request_timeout_seconds,
-        settings.max_unfinished_per_connection,
+        settings.request_read_timeout_seconds,
+        settings.max_incomplete_requests_per_connection,
         settings.max_sessions_per_connection,
     )
 

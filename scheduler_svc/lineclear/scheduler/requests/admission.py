@@ -234,7 +234,7 @@ class Admission:
 
     def _salt(self, ticket: RequestContext, message: pb.GenerateRequest) -> bytes:
         """Which cached prefixes the request may share: its caller's, or those with the request's salt among them."""
-        owner = identity.ANONYMOUS if self._settings.share_prefixes else ticket.caller
+        owner = identity.ANONYMOUS if self._settings.share_prefix_cache_across_tenants else ticket.caller
         return identity.cache_salt(owner, message.cache_salt)
 
     def _answer_text(self, checked: ValidatedRequest) -> AnswerText | None:

@@ -33,7 +33,7 @@ class QuotaLimits:
     tokens: int
     requests_per_tenant: int = 0
     tokens_per_tenant: int = 0
-    refuse_hopeless: bool = False
+    reject_unmeetable_deadlines: bool = False
     """Whoever's deadline would pass before he begins."""
 
 
@@ -67,7 +67,7 @@ class QueueQuota:
             self._refuse_tokens(self._num_tokens, limits.tokens)
         if limits.requests_per_tenant and mine >= limits.requests_per_tenant:
             self._refuse(f"{mine} requests of this tenant are waiting", "_of_tenant", mine, limits.requests_per_tenant)
-        if limits.refuse_hopeless and seconds < (wait := self.min_wait_seconds()):
+        if limits.reject_unmeetable_deadlines and seconds < (wait := self.min_wait_seconds()):
             self.num_refused += 1
             raise DeadlineUnreachable(
                 f"{self._num_requests} requests are waiting; the deadline, in {seconds:.1f} s, would pass in the queue",

@@ -15,9 +15,9 @@ from lineclear.wire.messages import Hello
 DEMO_NAME = "lineclear-demo"
 
 
-def served_name(settings: SchedulerSettings, hello: Hello) -> str:
+def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
     """The name that requests may call the model by."""
-    return settings.served_name or (DEMO_NAME if settings.demo else hello.model_id)
+    return settings.served_model_name or (DEMO_NAME if settings.demo else hello.model_id)
 
 
 def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool, version: str) -> pb.GetModelResponse:
@@ -37,7 +37,7 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
     limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, most_seconds) * 1e6))
     limits.max_deadline.FromMicroseconds(round(most_seconds * 1e6))
     return pb.GetModelResponse(
-        model_id=served_name(settings, hello),
+        model_id=served_model_name(settings, hello),
         family=hello.family,
         context_length=hello.max_model_len,
         vocab_size=hello.vocab_size,
@@ -76,7 +76,7 @@ def stats(
         output_tokens_per_second=figures.tokens_per_second(now),
         worker=_worker_status(snapshot),
         batching_strategy=settings.batching_strategy,
-        order=settings.order,
+        order=settings.scheduling_policy,
         server_version=version,
     )
 

@@ -115,7 +115,7 @@ class TemplatePool:
         if exit_code == -signal.SIGPROF:
             return not_taken(
                 f"the model's chat template takes more than {self._cpu_seconds:g} s of CPU time for this conversation; "
-                "send fewer or shorter messages, or raise --max-template-seconds"
+                "send fewer or shorter messages, or raise --max-chat-template-seconds"
             )
         return QueueFull("the process of the chat template ended; retry", retry_after_seconds=1.0)
 
