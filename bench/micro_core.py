@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from bench.figures import Figure, arguments, main
 from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
 from bench.measure import median
-from lineclear.scheduler.core.scheduler import CoreLimits, Request, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.wire.messages import Sampling, StepPlan, StepResult
 

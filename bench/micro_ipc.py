@@ -26,7 +26,9 @@ from bench.measure import percentile
 from bench.micro_wire import decodes
 from lineclear.process.logging_setup import configure
 from lineclear.scheduler.core.events import Event, Finished
-from lineclear.scheduler.core.scheduler import CoreLimits, Request, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_link import Arrival, WorkerLink
 from lineclear.wire.messages import Hello, Sampling, StepResult

@@ -10,10 +10,12 @@ from typing import Any
 from support.events import flat
 from support.toy import ToyRunner, expected
 
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PolicySettings
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling, StepPlan, StepResult
 
@@ -141,7 +143,7 @@ class Rig:
 
     def saw(self, events: list[Event]) -> list[Event]:
         """Note what a call of the core gave, and look into the core."""
-        self.core.check()
+        invariants.check(self.core)
         told = list(flat(events))
         self.events += told
         return told

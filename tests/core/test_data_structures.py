@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from lineclear.scheduler.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
+from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.wire.messages import Sampling
@@ -21,7 +21,7 @@ def test_blocks_come_from_the_lowest_up_and_those_used_once_before_any_that_neve
     pool = BlockPool(8, 2)
     first = pool.take(4)
     assert first == [0, 1, 2, 3]
-    pool.publish(0, chain_key(root_key(b"", b""), (0, 0)), (0, 0))
+    pool.publish(0, BlockHasher(b"")(b"", None, (0, 0)), (0, 0))
     pool.release(first)
     assert sorted(pool.take(3)) == [1, 2, 3], "a cached prefix stays"
     assert pool.take(1) == [4]
@@ -67,7 +67,7 @@ class Pool(RuleBasedStateMachine):
     def publish(self, table: list[int], content: tuple[bytes, tuple[int, int]]) -> None:
         if table and any(held is table for held in self.held):
             salt, tokens = content
-            key = chain_key(root_key(b"", salt), tokens)
+            key = BlockHasher(b"")(salt, None, tokens)
             self.pool.publish(table[0], key, tokens)
             known = [block for block, _ in self.contents.values()]
             if key not in self.contents and table[0] not in known and table[0] not in self.dirty:
@@ -76,7 +76,7 @@ class Pool(RuleBasedStateMachine):
     @rule(target=tables, content=_CONTENTS)
     def share(self, content: tuple[bytes, tuple[int, int]]) -> list[int]:
         salt, tokens = content
-        key = chain_key(root_key(b"", salt), tokens)
+        key = BlockHasher(b"")(salt, None, tokens)
         block = self.pool.find(key, tokens)
         assert (block is not None) == (key in self.contents)
         if block is None:

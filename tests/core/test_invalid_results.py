@@ -11,8 +11,9 @@ import pytest
 from core.harness import Rig, answer
 
 from lineclear.errors import InternalError, NonFiniteLogits
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Failed, Finished
-from lineclear.scheduler.core.scheduler import BadResult
+from lineclear.scheduler.core.inflight_step import BadResult
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_result_that_cannot_be_is_refused_whole(change: dict[str, object]) -> 
     with pytest.raises(BadResult):
         rig.core.apply(replace(good, **change), rig.now)
     assert rig.core.snapshot() == before
-    rig.core.check()
+    invariants.check(rig.core)
     rig.core.apply(good, rig.now)
     with pytest.raises(BadResult):
         rig.core.apply(good, rig.now)  # twice

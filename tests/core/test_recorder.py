@@ -10,10 +10,9 @@ import pytest
 from core.harness import Rig, make_request
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.flight_recorder import recorder, replay
-from lineclear.scheduler.flight_recorder.core_state import KEY_BYTES
-from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.flight_recorder.recorder import KEY_BYTES, RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles, write
 
 MARKS = (77001, 77002, 77003)
@@ -128,7 +127,7 @@ def test_a_core_that_decides_otherwise_is_told_from_this_one(
     path = tmp_path / "flight.jsonl"
     write(path, rig.recorded.recording())
     assert replay.main([str(path)]) == 0
-    monkeypatch.setattr("lineclear.scheduler.core.planner._ENOUGH", 1)
+    monkeypatch.setattr("lineclear.scheduler.core.planner._MAX_FREE_CHUNK", 1)
     monkeypatch.setattr(
         "lineclear.scheduler.core.planner.StepPlanner._plan_decodes",
         lambda planning: planning._plan_decodes_one_by_one(),

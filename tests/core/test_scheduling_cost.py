@@ -8,6 +8,7 @@ import pytest
 from core.harness import Rig, make_request
 from support.work import count_calls
 
+from lineclear.scheduler.core import invariants
 from lineclear.wire.messages import Logprobs
 
 LARGE = 100_000
@@ -71,7 +72,7 @@ def test_cancelling_all_costs_a_constant_for_each() -> None:
     rig = crowd(count)
     total = count_calls(lambda: [rig.core.cancel(f"r{number}", None, 0.0) for number in reversed(range(count))])
     assert total < 60 * count
-    rig.core.check()
+    invariants.check(rig.core)
     assert len(rig.core._fresh._heap) < 200
     assert len(rig.core._deadlines) < 200
 

@@ -14,7 +14,7 @@ from support.inprocess import InProcess
 from support.kernel_variants import LIBRARIES, needs_kernels
 from support.service import DEMO_MODEL
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker import kernels

@@ -11,7 +11,7 @@ import torch
 from support.families import CONFIGS, VOCAB_SIZE, tiny_model
 from support.inprocess import InProcess
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.model.loaded_model import LoadedModel

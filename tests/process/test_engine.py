@@ -25,7 +25,7 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.app import _max_inbox
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import EngineStuck
 from lineclear.scheduler.settings import SchedulerSettings

@@ -13,7 +13,7 @@ from support.toy_worker import ToyOptions
 
 from lineclear.errors import ModelChanged, ModelReplaced
 from lineclear.scheduler.core.events import Failed, Finished
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 

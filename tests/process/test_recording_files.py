@@ -12,7 +12,7 @@ from support.engine_harness import ENVIRONMENT, World, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles

@@ -15,7 +15,7 @@ from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine.worker_link import CLOSED
 from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor

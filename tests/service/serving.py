@@ -29,7 +29,8 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.grpc_api.admin_service import AdminService

@@ -14,9 +14,11 @@ from simulation.scenario import Scenario, poison
 from support.events import flat
 
 from lineclear.errors import Cancelled, DeviceOutOfMemory, LineclearError, PoisonRequest
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import BadResult, Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
@@ -194,5 +196,5 @@ class Watched:
 
     def _settled(self) -> None:
         assert self.oracle is not None
-        self.core.check()
+        invariants.check(self.core)
         self.oracle.settled(self.core.snapshot())

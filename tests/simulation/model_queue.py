@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from simulation.invariant_error import hold
 from simulation.model_request import Track
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 
 

@@ -14,7 +14,7 @@ from simulation.model_queue import Turns
 from simulation.model_request import Track
 
 from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, PromptTooLong
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.messages import Hello

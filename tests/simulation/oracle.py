@@ -41,9 +41,8 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import CoreSnapshot
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.core.stats import Counters
+from lineclear.scheduler.core.stats import CoreSnapshot, Counters
 from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]

@@ -12,7 +12,7 @@ from simulation.model_request import Track
 from simulation.model_state import Crowd, Flight
 
 from lineclear.scheduler.core.events import Event, Preempted, Started
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.wire.messages import Hello, Row, SlotInit, StepPlan
 
 _SMALL_STEPS = 200

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from support.toy import expected, fingerprint
 
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
-from lineclear.scheduler.core.scheduler import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 

@@ -10,7 +10,7 @@ import simulation.checked_scheduler
 from simulation.scenario import draw
 from simulation.world import World
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
 
@@ -58,7 +58,7 @@ def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found > 20
 
 
-@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 2"}']])
+@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 3"}']])
 def test_what_is_no_recording_is_refused(lines: list[str]) -> None:
     with pytest.raises(NotARecording):
         replay(map(json.loads, lines))

@@ -23,7 +23,8 @@ from support.toy import expected, expected_logprobs
 from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_link import WorkerLink

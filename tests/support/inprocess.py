@@ -10,8 +10,10 @@ from itertools import count
 
 from support.events import flat
 
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.codec import decode, encode
@@ -58,7 +60,7 @@ class InProcess:
             else:
                 self._apply()
             steps_left -= 1
-            self.core.check()
+            invariants.check(self.core)
         self._settle()
         return {r.request_id: self._output(r.request_id, first) for r in requests}
 
@@ -101,7 +103,7 @@ class InProcess:
         """Apply what was planned beyond the ends of the requests."""
         while self._flights:
             self._apply()
-        self.core.check()
+        invariants.check(self.core)
 
     def _output(self, request_id: str, first: int) -> list[int]:
         output: list[int] = []

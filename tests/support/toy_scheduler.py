@@ -18,7 +18,8 @@ from support.engine_harness import request
 
 from lineclear.process.logging_setup import configure
 from lineclear.scheduler.core.events import Event, Finished
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor

@@ -11,7 +11,7 @@ from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.kernel_variants import needs_kernels
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.cpu.fused_decoder import FAMILIES

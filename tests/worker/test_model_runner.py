@@ -11,7 +11,7 @@ from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.kernels import NONE

@@ -13,7 +13,7 @@ from support.inprocess import Failure, InProcess
 from support.kernel_variants import needs_kernels
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Sampling, StepPlan
 from lineclear.worker.cpu.fused_decoder import FusedDecoder

@@ -21,8 +21,9 @@ from prometheus_client.core import Metric
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.admin_operations import AdminOperations
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PolicySettings
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts

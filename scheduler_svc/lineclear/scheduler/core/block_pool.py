@@ -1,38 +1,47 @@
-"""Blocks of keys and values, and who owns them. Knows nothing of requests or devices.
+"""KV blocks: reference counts and an LRU of cached prefixes (PagedAttention, Kwon et al. 2023; vLLM's BlockPool).
 
-A block is in exactly one place: held (reference count >= 1), free and empty, or free and *cached*: it still holds a
-prefix that a later request may share, and is evicted, longest unused first, when blocks are short.
+A block is in exactly one state: used (reference count >= 1), free and empty, or free and *cached*. A cached block keeps
+a prefix that a later request can share. When no empty block is left, the least recently used cached block is evicted.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
+from typing import Any
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks are free than were asked for."""
+    """Fewer blocks are free than requested."""
 
 
-def root_key(secret: bytes, salt: bytes) -> bytes:
-    """The parent of every first block: requests with different salts share nothing."""
-    return blake2b(salt, key=secret[:64], digest_size=32).digest()
+BlockHash = Callable[[bytes, bytes | None, tuple[int, ...]], bytes]
+"""(cache salt, key of the block before or None, tokens) -> prefix-cache key of a full block."""
 
 
-def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """256-bit key of a full block, given the key of the block before it."""
-    return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
+class BlockHasher:
+    """The BlockHash of a serving core: 256-bit keys, chained from block to block and keyed with `secret`.
+
+    Requests with different cache salts share no block.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret[:64]
+
+    def __call__(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+        parent = parent or blake2b(cache_salt, key=self._secret, digest_size=32).digest()
+        return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
 
 
 class PendingWrites:
-    """A reason to doubt what is in some blocks; told from others by identity."""
+    """Rows in flight that still write to released blocks. Compared by identity."""
 
 
 class BlockPool:
-    """Hands out `num_blocks` blocks of `block_size` positions, counts references, remembers prefixes."""
+    """Allocate `num_blocks` blocks of `block_size` positions, count references and index cached prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -43,31 +52,31 @@ class BlockPool:
         self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> key, tokens
         self._by_key: dict[bytes, int] = {}
         self._tainted: set[int] = set()
-        self._pending: dict[int, PendingWrites] = {}  # free and empty, and perhaps dirty
+        self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._to_zero: list[int] = []
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can hand out, cached ones included."""
+        """Number of blocks that `take` can hand out, cached blocks included."""
         return len(self._empty) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that still hold a prefix."""
+        """Number of free blocks that keep a prefix."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds."""
+        """Number of blocks with a reference."""
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks, evicting the longest unused cached ones when no empty ones are left.
+        """Hand out `count` blocks; evict the least recently used cached blocks when no empty block is left.
 
-        Raises OutOfBlocks and changes nothing if that many are not free.
+        Raises OutOfBlocks, and changes nothing, if fewer than `count` blocks are free.
         """
         if count > self.num_free:
-            raise OutOfBlocks(f"{count} blocks asked, {self.num_free} free")
+            raise OutOfBlocks(f"{count} blocks requested, {self.num_free} free")
         taken = []
         for _ in range(count):
             if self._empty:
@@ -84,14 +93,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold published blocks once more."""
+        """Add a reference to each of the published `blocks`."""
         for block in blocks:
             assert block in self._published
             self._cached.pop(block, None)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one hold of each block back. The tail goes first, so that the head of a prefix outlives it."""
+        """Drop a reference of each block, last block first, so that the head of a prefix is evicted after its tail."""
         for block in reversed(blocks):
             assert self._references[block] > 0
             self._references[block] -= 1
@@ -102,40 +111,39 @@ class BlockPool:
                     self._empty.append(block)
 
     def release_tainted(self, blocks: Sequence[int]) -> None:
-        """Give back blocks whose content is not to be trusted: nobody shares them again, and whoever takes one next,
-        when its last holder has let go, gets it zeroed."""
+        """Release blocks with non-finite values: unpublish them, and zero each before it is handed out again."""
         for block in blocks:
             self._unpublish(block)
             self._tainted.add(block)
         self.release(blocks)
 
-    def release_pending(self, blocks: Sequence[int], doubt: PendingWrites) -> None:
-        """Give back blocks that nobody else holds or knows of, and whose content is not known yet to be trusted.
+    def release_pending(self, blocks: Sequence[int], writes: PendingWrites) -> None:
+        """Release unshared, unpublished blocks to which the rows of `writes` are still in flight.
 
-        Until `settle` whoever takes one gets it zeroed, and the others are taken first.
+        Until `resolve_pending`, such a block is zeroed when it is handed out, and other empty blocks go first.
         """
         for block in blocks:
             assert self._references[block] == 1
             assert block not in self._published
             self._references[block] = 0
-            self._pending[block] = doubt
+            self._pending[block] = writes
             self._empty.appendleft(block)
 
-    def resolve_pending(self, doubt: PendingWrites, *, dirty: bool) -> None:
-        """What became of a doubt, for the blocks that nobody has taken meanwhile."""
-        for block in [block for block, other in self._pending.items() if other is doubt]:
+    def resolve_pending(self, writes: PendingWrites, *, tainted: bool) -> None:
+        """Settle the blocks of `writes` that are still free: all values were finite, or the blocks are `tainted`."""
+        for block in [block for block, other in self._pending.items() if other is writes]:
             del self._pending[block]
-            if dirty:
+            if tainted:
                 self._tainted.add(block)
 
     def drain_to_zero(self) -> tuple[int, ...]:
-        """Blocks handed out since the last call that the worker must fill with zeros before it uses them."""
+        """Return the blocks handed out since the last call that the worker must zero before use."""
         blocks = tuple(self._to_zero)
         self._to_zero.clear()
         return blocks
 
     def publish(self, block: int, key: bytes, tokens: tuple[int, ...]) -> None:
-        """Offer a held, full block to others under its key, unless it is dirty. The first block with a key keeps it."""
+        """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it."""
         assert self._references[block] > 0
         assert len(tokens) == self.block_size
         if key not in self._by_key and block not in self._published and block not in self._tainted:
@@ -143,12 +151,12 @@ class BlockPool:
             self._published[block] = (key, tokens)
 
     def find(self, key: bytes, tokens: tuple[int, ...]) -> int | None:
-        """The block published under `key`, if it holds just these tokens."""
+        """Return the block published under `key` if it has exactly these tokens."""
         block = self._by_key.get(key)
         return block if block is not None and self._published[block][1] == tokens else None
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds the block."""
+        """Return whether the block has no reference."""
         return self._references[block] == 0
 
     def _unpublish(self, block: int) -> None:
@@ -157,28 +165,51 @@ class BlockPool:
             del self._by_key[key]
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache; held blocks stay held."""
+        """Empty the prefix cache; used blocks stay used."""
         for block in list(self._published):
             self._unpublish(block)
         self._empty.extend(self._cached)
         self._cached.clear()
 
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Every invariant, given the block tables of all holders. AssertionError on a breach."""
+    def dump(self, pending: Sequence[PendingWrites]) -> dict[str, Any]:
+        """Return a copy of the state, without tokens; `pending` are the values that `load` gets in the same order."""
+        return {
+            "references": list(self._references),
+            "empty": list(self._empty),
+            "cached": list(self._cached),
+            "published": [(block, key) for block, (key, _) in self._published.items()],
+            "tainted": sorted(self._tainted),
+            "pending": [[block, pending.index(writes)] for block, writes in self._pending.items()],
+            "to_zero": list(self._to_zero),
+        }
+
+    def load(self, state: dict[str, Any], pending: Sequence[PendingWrites], token: int) -> None:
+        """Restore a dump that went through JSON; every published token becomes `token`."""
+        self._references = state["references"]
+        self._empty = deque(state["empty"])
+        self._cached = OrderedDict.fromkeys(state["cached"])
+        self._published = {block: (bytes.fromhex(key), (token,) * self.block_size) for block, key in state["published"]}
+        self._by_key = {key: block for block, (key, _) in self._published.items()}
+        self._tainted = set(state["tainted"])
+        self._pending = {block: pending[index] for block, index in state["pending"]}
+        self._to_zero = state["to_zero"]
+
+    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Check every invariant, given the block tables of all running sequences. Raises AssertionError."""
         references = [0] * self.num_blocks
-        for table in holders:
+        for table in block_tables:
             assert len(set(table)) == len(table), "a block twice in one table"
             for block in table:
                 references[block] += 1
         assert references == self._references, "reference counts and tables disagree"
         # Sets of all blocks would cost a millisecond, and a serving engine checks between two steps.
-        empty, num_held = set(self._empty), self.num_blocks - references.count(0)
-        assert len(empty) == len(self._empty), "a block twice among the empty ones"
-        assert num_held + len(empty) + len(self._cached) == self.num_blocks, "a block in two places or in none"
+        empty, num_used = set(self._empty), self.num_blocks - references.count(0)
+        assert len(empty) == len(self._empty), "a block twice in the list of empty blocks"
+        assert num_used + len(empty) + len(self._cached) == self.num_blocks, "a block in two states or in none"
         assert empty.isdisjoint(self._cached), "a block both empty and cached"
-        assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and held"
+        assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and used"
         assert self._cached.keys() <= self._published.keys()
         assert empty.isdisjoint(self._published), "an empty block in the prefix index"
         assert {key: block for block, (key, _) in self._published.items()} == self._by_key
-        assert self._pending.keys() <= empty, "doubt of what somebody holds"
-        assert not self._tainted & self._published.keys(), "a dirty block in the prefix index"
+        assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
+        assert not self._tainted & self._published.keys(), "a tainted block in the prefix index"

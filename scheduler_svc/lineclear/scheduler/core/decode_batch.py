@@ -1,46 +1,47 @@
-"""Who decodes: the sequences that take one position in every step, kept so that going on costs next to nothing.
+"""The decode batch: every running sequence that computes one position in each step, kept as columns.
 
-All of them advance together, by one position a *beat*, so a member's place follows from the beat alone: its row
-computes position `origin + beat`. Nothing is written to a member while it just goes on; what its fields would say is
-made good by `settle`. What is due at a beat (a new block, the last row) is looked up, not looked for. Decides nothing:
-planning lets in, takes out and beats.
+All members advance together by one position per *decode step*, so the position of a member's row follows from the
+number of the decode step alone: `decode_offset + decode_step`. A member's own fields are not written while it stays in
+the batch; `sync` brings them up to date. Members that need a block or have their last row are looked up by remainder
+and by decode step, so a step costs nothing per member in Python calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from lineclear.scheduler.core.sequence import NOT_DECODING, Sequence, State
+from lineclear.scheduler.core.sequence import Sequence, State
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a beat, as columns; they serve every beat until somebody joins or leaves."""
+    """The rows of a decode step as columns, one entry a sequence; valid until a sequence joins or leaves."""
 
     sequences: tuple[Sequence, ...] = ()
     request_ids: tuple[str, ...] = ()
-    outputs: tuple[list[int], ...] = ()
-    """Their `tokens`."""
-    stops: tuple[frozenset[int], ...] = ()
+    token_lists: tuple[list[int], ...] = ()
+    """Each sequence's `tokens`, to append to."""
+    stop_token_ids: tuple[frozenset[int], ...] = ()
     slots: tuple[int, ...] = ()
-    origins: tuple[int, ...] = ()
-    firsts: tuple[int, ...] = ()
-    """Plus the beat: the index, among the outputs, of the token that the beat samples."""
+    offsets: tuple[int, ...] = ()
+    """Each sequence's `decode_offset`: plus the decode step, the position of its row."""
+    index_offsets: tuple[int, ...] = ()
+    """Plus the decode step: the index, among the output tokens, of the token that the row samples."""
 
 
 class DecodeBatch:
-    """The members, over blocks of `block_size` positions. Beats are counted from 1."""
+    """The members, over blocks of `block_size` positions. Decode steps are counted from 1."""
 
     def __init__(self, block_size: int) -> None:
-        self.beat = 0  # the last that was planned
-        self._size = block_size
-        self._step = 0  # in which it was planned
-        self._rows: dict[Sequence, tuple[object, ...]] = {}  # member -> its entries in the columns, by joining
-        self._cached_rows: DecodeRows | None = None  # until the next change
-        self._sum_of_origins = 0
-        self._wheel: list[dict[Sequence, None]] = [{} for _ in range(block_size)]  # by origin modulo the block size
-        self._ends: dict[int, dict[Sequence, None]] = {}  # beat of the last row -> who
-        self._confirmed = (0, 0, 0.0)  # the last beat whose tokens came back, its step, and when
+        self.decode_step = 0  # the last one planned
+        self._block_size = block_size
+        self._step = 0  # the step that has it
+        self._rows: dict[Sequence, tuple[object, ...]] = {}  # member -> its entries in the columns, in joining order
+        self._cached_rows: DecodeRows | None = None  # until a member joins or leaves
+        self._sum_of_offsets = 0
+        self._by_remainder: list[dict[Sequence, None]] = [{} for _ in range(block_size)]  # decode_offset % block_size
+        self._by_last_step: dict[int, dict[Sequence, None]] = {}  # decode step of the last row -> members
+        self._confirmed = (0, 0, 0.0)  # the last decode step with a result, the step that had it, and the time
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -49,97 +50,126 @@ class DecodeBatch:
         return iter(tuple(self._rows))
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         """Planned positions of all members together."""
-        return self._sum_of_origins + len(self._rows) * (self.beat + 1)
+        return self._sum_of_offsets + len(self._rows) * (self.decode_step + 1)
 
     def join(self, sequence: Sequence) -> None:
-        """`sequence`, which lacks one position and has sampled before, takes part from the next beat on."""
+        """Add a running sequence that lacks one position and has sampled before, from the next decode step on."""
         assert sequence.state is State.RUNNING
         assert sequence.num_unplanned == 1
-        offset = self.beat + 1
-        origin = sequence.num_planned - offset
-        sequence.decode_joined_at, sequence.decode_offset = offset, origin
+        sequence.in_decode_batch = True
+        sequence.decode_joined_at = self.decode_step + 1
+        sequence.decode_offset = sequence.num_planned - sequence.decode_joined_at
         self._add(sequence)
 
     def _add(self, sequence: Sequence) -> None:
-        """Put a sequence whose `joined` and `origin` are right where beats find it."""
-        origin, request = sequence.decode_offset, sequence.request
+        """Index a sequence whose decode fields are set."""
+        offset, request = sequence.decode_offset, sequence.request
         self._rows[sequence] = (
             sequence,
             request.request_id,
             sequence.tokens,
             sequence.stop_token_ids,
             sequence.slot,
-            origin,
-            origin + 1 - sequence.prompt_len,
+            offset,
+            offset + 1 - sequence.prompt_len,
         )
-        self._sum_of_origins += origin
-        self._wheel[origin % self._size][sequence] = None
-        self._ends.setdefault(sequence.max_len - 2 - origin, {})[sequence] = None
+        self._sum_of_offsets += offset
+        self._by_remainder[offset % self._block_size][sequence] = None
+        self._by_last_step.setdefault(sequence.max_len - 2 - offset, {})[sequence] = None
         self._cached_rows = None
 
     def leave(self, sequence: Sequence) -> None:
-        """A member takes no further part; its fields are made good."""
+        """Remove a member and bring its fields up to date."""
         self.sync(sequence)
-        sequence.decode_joined_at = NOT_DECODING
-        origin = sequence.decode_offset
+        sequence.in_decode_batch = False
+        offset = sequence.decode_offset
         del self._rows[sequence]
-        self._sum_of_origins -= origin
-        del self._wheel[origin % self._size][sequence]
-        end = sequence.max_len - 2 - origin
-        del self._ends[end][sequence]
-        if not self._ends[end]:
-            del self._ends[end]
+        self._sum_of_offsets -= offset
+        del self._by_remainder[offset % self._block_size][sequence]
+        last = sequence.max_len - 2 - offset
+        del self._by_last_step[last][sequence]
+        if not self._by_last_step[last]:
+            del self._by_last_step[last]
         self._cached_rows = None
 
     def sync(self, sequence: Sequence) -> None:
-        """Write down what beats planned and heard have made of a member."""
-        sequence.num_planned = sequence.decode_offset + self.beat + 1
+        """Write what decode steps planned and confirmed into the fields of a member."""
+        sequence.num_planned = sequence.decode_offset + self.decode_step + 1
         sequence.num_known = sequence.num_planned + 1
-        if self.beat >= sequence.decode_joined_at:
+        if self.decode_step >= sequence.decode_joined_at:
             sequence.planned_step = self._step
-        offset, step, at = self._confirmed
-        if offset >= sequence.decode_joined_at:
-            sequence.num_computed = sequence.decode_offset + offset + 1
+        decode_step, step, at = self._confirmed
+        if decode_step >= sequence.decode_joined_at:
+            sequence.num_computed = sequence.decode_offset + decode_step + 1
             sequence.last_step, sequence.last_token_at = step, at
 
-    # --- beats ------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------------------------
 
     def needing_block(self) -> list[Sequence]:
-        """Whose row in the next beat needs a further block."""
-        beat, size = self.beat + 1, self._size
-        return [s for s in self._wheel[-beat % size] if s.decode_offset + beat == len(s.blocks) * size]
+        """Return the members whose row in the next decode step needs a further block."""
+        step, size = self.decode_step + 1, self._block_size
+        return [s for s in self._by_remainder[-step % size] if s.decode_offset + step == len(s.blocks) * size]
 
     def next_step(self, step: int) -> DecodeRows:
-        """One position more for every member, in `step`. The rows."""
-        self.beat += 1
+        """Advance every member by one position, in plan `step`, and return the rows."""
+        self.decode_step += 1
         self._step = step
         if self._cached_rows is None:
             self._cached_rows = DecodeRows(*zip(*self._rows.values(), strict=True))
         return self._cached_rows
 
     def finishing(self) -> list[Sequence]:
-        """Who had the last row of all in the last beat."""
-        return list(self._ends.get(self.beat, ()))
+        """Return the members whose last row of all is in the last decode step."""
+        return list(self._by_last_step.get(self.decode_step, ()))
 
     def completing_block(self) -> list[Sequence]:
-        """Whose block the last beat fills."""
-        return list(self._wheel[-(self.beat + 1) % self._size])
+        """Return the members whose row in the last decode step fills a block."""
+        return list(self._by_remainder[-(self.decode_step + 1) % self._block_size])
 
-    def on_result(self, beat: int, step: int, now: float) -> None:
-        """The tokens of `beat` came back. To be called for every beat, in order."""
-        self._confirmed = (beat, step, now)
+    def left_since(self, rows: DecodeRows, decode_step: int) -> list[int]:
+        """Return the indices in `rows`, planned as `decode_step`, of the sequences that left the batch afterwards."""
+        if rows is self._cached_rows:
+            return []
+        return [
+            index
+            for index, sequence in enumerate(rows.sequences)
+            if not sequence.in_decode_batch or sequence.decode_joined_at > decode_step
+        ]
+
+    def on_result(self, decode_step: int, step: int, now: float) -> None:
+        """Confirm the tokens of `decode_step`. Call it for every decode step, in order."""
+        self._confirmed = (decode_step, step, now)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the state; sequences by number."""
+        return {
+            "members": [s.number for s in self._rows],
+            "decode_step": self.decode_step,
+            "step": self._step,
+            "confirmed": list(self._confirmed),
+        }
+
+    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Restore a dump into a new decode batch."""
+        self.decode_step, self._step, self._confirmed = state["decode_step"], state["step"], tuple(state["confirmed"])
+        for number in state["members"]:
+            self._add(sequences[number])
 
     def check(self) -> None:
-        """Every invariant of the settled members. AssertionError on a breach."""
-        assert self.positions == sum(s.num_planned for s in self._rows)
+        """Check every invariant of members that are up to date. Raises AssertionError."""
+        assert self.num_positions == sum(s.num_planned for s in self._rows)
         for s in self._rows:
             assert s.state is State.RUNNING
-            assert s.decode_joined_at <= self.beat + 1
-            assert s.num_unplanned == 1, "takes part and does not lack just one position"
-            assert s in self._wheel[s.decode_offset % self._size]
-            assert s in self._ends[s.max_len - 2 - s.decode_offset]
-        assert sum(map(len, self._wheel)) == sum(map(len, self._ends.values())) == len(self._rows)
+            assert s.in_decode_batch
+            assert s.decode_joined_at <= self.decode_step + 1
+            assert s.num_unplanned == 1, "a member that does not lack exactly one position"
+            assert s in self._by_remainder[s.decode_offset % self._block_size]
+            assert s in self._by_last_step[s.max_len - 2 - s.decode_offset]
+        indexed = sum(map(len, self._by_remainder)), sum(map(len, self._by_last_step.values()))
+        assert indexed == (len(self._rows), len(self._rows))
         if self._cached_rows is not None:
             assert self._cached_rows.sequences == tuple(self._rows)

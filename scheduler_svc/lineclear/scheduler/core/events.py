@@ -1,4 +1,4 @@
-"""What the core tells the shell: everything that happened to a request, as data, in order."""
+"""The core's events: everything that happened to requests and workers, as data, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lineclear.wire.messages import Logprobs
 
 
 class FinishReason(Enum):
-    """Why an answer is complete. STOP_STRING is found by the shell, which knows the text; the rest by the core."""
+    """Why an answer is complete. The shell, which has the text, finds STOP_STRING; the core finds the others."""
 
     STOP_EOS = 1
     STOP_TOKEN = 2
@@ -24,7 +24,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """A request's account. Times are seconds of the clock the core is given; None where it never came to that."""
+    """A request's statistics. Times are seconds on the core's clock; None if the request did not get that far."""
 
     arrival: float
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Started:
 
 
 class TokensReady(NamedTuple):
-    """A row of StepTokens by itself. `first_index` counts output tokens from 0; `logprobs` is empty or one a token."""
+    """Confirmed tokens of one request. `first_index` counts output tokens from 0; `logprobs` has none or all."""
 
     request_id: str
     first_index: int
@@ -69,14 +69,14 @@ class TokensReady(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The confirmed tokens of a step, one for each request, as columns. Iterating gives them request by request."""
+    """The confirmed tokens of a step as columns, one row a request. Iterating yields a TokensReady per row."""
 
     request_ids: Column[str]
     indices: Column[int]
-    """Of each token among its request's output tokens, from 0."""
+    """Index of each token in its request's output, from 0."""
     tokens: Column[int]
     logprobs: Column[Logprobs | None] = ()
-    """Empty when nobody asked."""
+    """Empty if no request of the step asks for logprobs."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,7 +89,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. After it comes no event of this request."""
+    """The answer is complete. The last event of its request."""
 
     request_id: str
     reason: FinishReason
@@ -99,7 +99,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended without an answer. After it comes no event of this request."""
+    """The request ended with an error. The last event of its request."""
 
     request_id: str
     error: LineclearError
@@ -108,21 +108,21 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The request gave its blocks to an older one and waits again."""
+    """The request lost its blocks to an older one and waits again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker is there; `epoch` names it."""
+    """A worker joined as `epoch`."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker is gone; what it held will be computed again."""
+    """The worker of `epoch` was lost; its requests will be computed again."""
 
     epoch: int
 

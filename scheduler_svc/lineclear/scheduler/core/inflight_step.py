@@ -1,13 +1,13 @@
-"""A plan without its result yet, and what the result says of each sample. What follows from it is not decided here."""
+"""A plan that waits for its result, and the tokens of a result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain, compress, count
 from operator import contains
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, StepTokens
@@ -18,64 +18,89 @@ _T = TypeVar("_T")
 
 
 class BadResult(ValueError):
-    """A result that no correct worker gives for the plan it belongs to. Nothing of it was applied."""
+    """A result that no correct worker returns for its plan. Nothing of it was applied."""
 
 
 @dataclass(slots=True)
 class InflightStep:
-    """Whose rows a plan has: those of a beat, and the chunks."""
+    """The sequences of a plan's rows: first those of the decode batch, then the chunks."""
 
     step: int
-    decode_offset: int
-    """Of its decodes, if it has any."""
+    decode_step: int
+    """Number of the decode step, if the plan has one."""
     decode_rows: DecodeRows
     completing_block: list[Sequence]
-    """Those of the crew whose row fills a block."""
-    owners: list[tuple[Sequence, int, int]]
-    """Of each chunk: sequence, its residence, end position."""
-    samples: list[Sequence]
-    """Of the chunks."""
+    """Sequences of `decode_rows` whose row fills a block."""
+    chunk_rows: list[tuple[Sequence, int, int]]
+    """Of each chunk: sequence, its admission_count, end position."""
+    chunk_samples: list[Sequence]
+    """Sequences of the chunks that sample, in the order of the result."""
     num_tokens: int
     kv_tokens: int
 
     @property
     def num_rows(self) -> int:
-        """Decodes and chunks."""
-        return len(self.decode_rows.sequences) + len(self.owners)
+        """Number of decodes and chunks."""
+        return len(self.decode_rows.sequences) + len(self.chunk_rows)
 
     @property
     def num_samples(self) -> int:
-        """Tokens its result must have."""
-        return len(self.decode_rows.sequences) + len(self.samples)
+        """Number of tokens that the result must have."""
+        return len(self.decode_rows.sequences) + len(self.chunk_samples)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Of every row."""
-        return chain(self.decode_rows.sequences, (sequence for sequence, _, _ in self.owners))
+        """Return the sequence of every row."""
+        return chain(self.decode_rows.sequences, (sequence for sequence, _, _ in self.chunk_rows))
 
     def sampled(self) -> Iterator[Sequence]:
-        """Of every sample, in the result's order."""
-        return chain(self.decode_rows.sequences, self.samples)
+        """Return the sequence of every sample, in the order of the result."""
+        return chain(self.decode_rows.sequences, self.chunk_samples)
 
     def check(self, result: StepResult) -> None:
-        """Raises BadResult for a result that cannot be this plan's."""
+        """Raises BadResult for a result that does not fit this plan."""
         n = self.num_samples
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
-            raise BadResult(f"{len(result.tokens)} tokens for {n} samples")
+            raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
         if not all(0 <= index < n for index in result.bad_rows):
             raise BadResult(f"a bad row beyond the {n} samples")
-        if not 0.0 <= result.step_seconds < float("inf"):  # NaN fails this too
+        if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the state; sequences by number."""
+        rows = self.decode_rows
+        return {
+            "numbers": [self.step, self.decode_step, self.num_tokens, self.kv_tokens],
+            "decodes": [[s.number for s in rows.sequences], rows.slots, rows.offsets, rows.index_offsets],
+            "completing_block": [s.number for s in self.completing_block],
+            "chunk_rows": [[s.number, admission, end] for s, admission, end in self.chunk_rows],
+            "chunk_samples": [s.number for s in self.chunk_samples],
+        }
+
+    @classmethod
+    def load(cls, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> InflightStep:
+        """Return the step of a dump that went through JSON."""
+        step, decode_step, num_tokens, kv_tokens = state["numbers"]
+        numbers, *columns = state["decodes"]
+        members = tuple(sequences[number] for number in numbers)
+        ids, tokens = tuple(s.request.request_id for s in members), tuple(s.tokens for s in members)
+        rows = DecodeRows(members, ids, tokens, tuple(s.stop_token_ids for s in members), *map(tuple, columns))
+        completing_block, chunk_samples = (
+            [sequences[number] for number in state[name]] for name in ("completing_block", "chunk_samples")
+        )
+        chunk_rows = [(sequences[number], admission, end) for number, admission, end in state["chunk_rows"]]
+        return cls(step, decode_step, rows, completing_block, chunk_rows, chunk_samples, num_tokens, kv_tokens)
 
 
 class ResultTokens:
-    """The confirmed tokens of one result, put together for their event."""
+    """Collects the confirmed tokens of one result as the columns of a StepTokens event."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
         self._request_ids: list[str] = []
         self._indices: list[int] = []
         self._tokens: list[int] = []
-        self._logprobs: list[Logprobs | None] = []  # stays empty when nobody asked
+        self._logprobs: list[Logprobs | None] = []  # empty if no row asks for logprobs
 
     def add(self, sequence: Sequence, sample: int) -> None:
         """Append the result's token `sample` to its sequence."""
@@ -86,32 +111,32 @@ class ResultTokens:
         self._tokens.append(token)
         self._logprobs += self._result.logprobs[sample : sample + 1]
 
-    def add_decode_rows(self, flight: InflightStep, without: SequenceOf[int]) -> list[Sequence]:
-        """Append the tokens of a beat, but for the rows `without`, in ascending order. Returns whom a token may end.
+    def add_decode_rows(self, flight: InflightStep, skipped: SequenceOf[int]) -> list[Sequence]:
+        """Append the tokens of the decode rows, without the `skipped` rows, which are in ascending order.
 
-        Costs a few dozen nanoseconds a row: nothing is called or looked up for each of them. To be called first.
+        Returns the sequences whose token is a stop token. Call it before `add`. It calls no Python function per row, so
+        a row costs a few dozen nanoseconds.
         """
-        crew, beat = flight.decode_rows, flight.decode_offset
-        self._request_ids = _without_rows(crew.request_ids, without)
-        self._indices = [first + beat for first in _without_rows(crew.firsts, without)]
-        self._tokens = _without_rows(self._result.tokens[: len(crew.sequences)], without)
-        self._logprobs = _without_rows(
-            self._result.logprobs[: len(crew.sequences)], without if self._result.logprobs else ()
-        )
-        for output, token in zip(_without_rows(crew.outputs, without), self._tokens, strict=True):
-            output.append(token)
-        hits = [*compress(count(), map(contains, _without_rows(crew.stops, without), self._tokens))]
-        return [_without_rows(crew.sequences, without)[row] for row in hits]
+        rows, decode_step = flight.decode_rows, flight.decode_step
+        self._request_ids = _without(rows.request_ids, skipped)
+        self._indices = [offset + decode_step for offset in _without(rows.index_offsets, skipped)]
+        self._tokens = _without(self._result.tokens[: len(rows.sequences)], skipped)
+        logprobs = self._result.logprobs[: len(rows.sequences)]
+        self._logprobs = _without(logprobs, skipped if logprobs else ())
+        for tokens, token in zip(_without(rows.token_lists, skipped), self._tokens, strict=True):
+            tokens.append(token)
+        stopped = [*compress(count(), map(contains, _without(rows.stop_token_ids, skipped), self._tokens))]
+        return [_without(rows.sequences, skipped)[row] for row in stopped]
 
     def event(self) -> list[Event]:
-        """What is told of them, if there are any."""
+        """Return the StepTokens event, or nothing without tokens."""
         if not self._tokens:
             return []
         return [StepTokens(self._request_ids, self._indices, self._tokens, self._logprobs)]
 
 
-def _without_rows(column: tuple[_T, ...], without: SequenceOf[int]) -> list[_T]:
+def _without(column: tuple[_T, ...], skipped: SequenceOf[int]) -> list[_T]:
     kept = list(column)
-    for row in reversed(without):
+    for row in reversed(skipped):
         del kept[row]
     return kept

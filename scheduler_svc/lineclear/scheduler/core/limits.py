@@ -1,19 +1,49 @@
-"""Who cannot join the queue: no room in it now, or a request that no worker like this one could ever run.
-
-Decides nothing about who is next, and keeps nothing.
-"""
+"""The core's limits, and the checks of a request against the queue and against the worker."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
 from lineclear.errors import KvCapacityExceeded, ModelChanged, ModelReplaced, PromptTooLong, QueueFull
+from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.core.stats import CoreLimits
 from lineclear.wire.messages import Hello
 
 
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """The bounds that the core keeps and the policies it follows. Names and meaning: docs/configuration.md."""
+
+    max_batch_size: int = 64
+    target_batch_tokens: int = 0  # 0: as many as the worker takes
+    pipeline_depth: int = 2
+    max_queue_size: int = 1024
+    max_queue_tokens: int = 1_000_000
+    max_preemptions: int = 4
+    max_bypasses: int = 16
+    max_lone_crashes: int = 1
+    max_lone_kills: int = 3
+    prefix_cache: bool = True
+    cache_secret: bytes = b""
+    strategy: str = "continuous"
+    order: str = "fifo"
+    victim: str = "cheapest"
+    policy: PolicySettings = field(default_factory=PolicySettings)
+
+    def dump(self) -> dict[str, Any]:
+        """Return the limits without the secret."""
+        return {name: value for name, value in asdict(self).items() if name != "cache_secret"}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> CoreLimits:
+        """Return the limits of a dump, with an empty secret."""
+        return cls(**state | {"policy": PolicySettings(**state["policy"])})
+
+
 def check_queue(request: Request, waiting: RequestQueue, limits: CoreLimits) -> None:
-    """Raises QueueFull. A single request may be longer than all may be together."""
+    """Raises QueueFull. An empty queue takes any one request, even one over `max_queue_tokens`."""
     if len(waiting) >= limits.max_queue_size:
         raise QueueFull(
             f"{len(waiting)} requests are waiting, the limit is {limits.max_queue_size}; retry later",
@@ -29,12 +59,12 @@ def check_queue(request: Request, waiting: RequestQueue, limits: CoreLimits) -> 
         )
 
 
-def check_model(request: Request, hello: Hello, began_on: str = "") -> None:
-    """Raises ModelChanged for a request that began on another model (fingerprint `began_on`), or names another one.
+def check_model(request: Request, hello: Hello, started_on: str = "") -> None:
+    """Raises ModelChanged if the request started on another model (fingerprint `started_on`) or names another one.
 
-    Raises ModelReplaced for one that has not begun, and was validated with other figures than the worker's.
+    Raises ModelReplaced if it has not started and was validated with another vocabulary than the worker's.
     """
-    wanted = request.model_fingerprint or began_on
+    wanted = request.model_fingerprint or started_on
     if wanted and wanted != hello.model_fingerprint:
         raise ModelChanged(
             f"the model is now {hello.model_fingerprint}, the request is for {wanted}; what was received of its answer "
@@ -50,7 +80,7 @@ def check_model(request: Request, hello: Hello, began_on: str = "") -> None:
 
 
 def check_capacity(request: Request, hello: Hello) -> None:
-    """Raises PromptTooLong or CannotFit for a request that the worker could never run, even alone."""
+    """Raises PromptTooLong or KvCapacityExceeded for a request that the worker cannot run even alone."""
     total = len(request.prompt) + request.max_tokens
     if total > hello.max_model_len:
         raise PromptTooLong(

@@ -1,51 +1,55 @@
-"""One step's plan: which positions of which sequences. Decodes, prompts and admissions compete for tokens and blocks.
+"""Builds one StepPlan: which positions of which sequences, within the step's tokens and the free blocks.
 
-Running sequences come first, oldest first, so that nobody who has begun is starved by who has not.
+Running sequences go first, oldest first, so that waiting requests never starve them. Prompts are computed in chunks
+beside the decodes, without stalling them (Sarathi-Serve, Agrawal et al. 2024).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, Preempted, Started
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.policies import BatchingState, BatchingStrategy, PreemptionPolicy, QueueOrder
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.stats import CoreLimits, Counters
+from lineclear.scheduler.core.stats import Counters
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.wire.messages import Decodes, Row, SlotInit
 
-_LOOKAHEAD = 8  # how many that do not fit are passed over in a step before admission gives up
-_SMALLEST_CHUNK, _ENOUGH = 8, 16  # a step may take as many prompt tokens as decodes, within these, whatever it costs
+_MAX_SKIPPED = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
+_MIN_CHUNK, _MAX_FREE_CHUNK = 8, 16
+"""Prompt tokens a step may always take, even above the latency target: as many as decodes, within these bounds."""
 
 
 @dataclass(slots=True)
 class PlannerState:
-    """What planning reads and moves; the core's own state, under names."""
+    """The state of the core that planning reads and writes."""
 
     limits: CoreLimits
     strategy: BatchingStrategy
     queue_order: QueueOrder
     preemption_policy: PreemptionPolicy
     fresh: RequestQueue
-    """Never ran."""
+    """Requests that have not started."""
     resuming: RequestQueue
-    """Ran, and will run again."""
+    """Requests that have started and wait again, after a preemption or a worker loss."""
     batch: RunningBatch
     poison: PoisonDetector
     step_time: StepTimeModel
     counters: Counters
     draining: bool = False
     refusing: bool = False
-    """The queue was full for a request, and nobody has left it for a slot since."""
+    """A request was rejected because the queue is full, and no request has started since."""
     model_fingerprint: str = ""
     """Of the joined worker, or of the last one."""
 
     def batching_state(self, now: float) -> BatchingState:
-        """What the strategy sees."""
+        """Return what the batching strategy decides by."""
         oldest = self.fresh.oldest()
         return BatchingState(
             now=now,
@@ -55,29 +59,45 @@ class PlannerState:
             oldest_arrival=None if oldest is None else oldest.arrival,
             draining=self.draining,
             refusing=self.refusing,
-            kv_tokens=self.batch.positions if self.strategy.reads_kv_tokens else 0,
+            kv_tokens=self.batch.num_positions if self.strategy.reads_kv_tokens else 0,
             model=self.step_time,
         )
 
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the flags, the step time model and the policies' states."""
+        return {
+            "flags": [self.draining, self.refusing, self.model_fingerprint],
+            "step_time": self.step_time.dump(),
+            "strategy": self.strategy.dump(),
+            "queue_order": self.queue_order.dump(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a dump."""
+        self.draining, self.refusing, self.model_fingerprint = state["flags"]
+        self.step_time.load(state["step_time"])
+        self.strategy.load(state["strategy"])
+        self.queue_order.load(state["queue_order"])
+
 
 class StepPlanner:
-    """The making of one plan. After `run`, `decodes`, `chunks` and the rest hold it; no rows: nothing can run now."""
+    """Builds one plan. After `run`, `decodes`, `chunks` and the rest hold it; without rows, nothing can run now."""
 
-    def __init__(self, world: PlannerState, step: int, budget: int, now: float) -> None:
-        self._state = world
-        self._batch = world.batch
+    def __init__(self, state: PlannerState, step: int, budget: int, now: float) -> None:
+        self._state = state
+        self._batch = state.batch
         self._step = step
         self._budget = budget
         self._now = now
-        self._short_of_blocks = False  # somebody running had to wait or to yield: nobody joins in this step
+        self._is_short_of_blocks = False  # a running sequence waited or was preempted: no request joins in this step
         self._prompt_tokens = 0
         self._prompt_kv_tokens = 0
         self.decodes = Decodes()
-        self.decode_rows = DecodeRows()  # whose rows the decodes are
+        self.decode_rows = DecodeRows()  # the sequences of `decodes`
         self.completing_block: list[Sequence] = []  # those of them whose row fills a block
         self.chunks: list[Row] = []
-        self.owners: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, its residence, end position
-        self.samples: list[Sequence] = []  # of the chunks
+        self.chunk_rows: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, admission_count, end position
+        self.chunk_samples: list[Sequence] = []
         self.inits: list[SlotInit] = []
         self.events: list[Event] = []
         self.num_tokens = 0
@@ -95,30 +115,30 @@ class StepPlanner:
             self._admit()
 
     def run_isolated(self, sequence: Sequence) -> None:
-        """Fill the step with what `sequence` can do, at the cost of anybody; nobody else has a row."""
-        residents = self._batch
-        residents.dissolve_decode()
+        """Plan a step for `sequence` alone; preempt other sequences if it needs their blocks."""
+        batch = self._batch
+        batch.dissolve_decode()
         if sequence.state is State.WAITING:
             if sequence.in_flight == 0 and self._preempt_for_blocks(sequence):
-                self._start(sequence, residents.cached_prefix(sequence))
+                self._start(sequence, batch.cached_prefix(sequence))
         elif sequence.num_unplanned > 0:
-            grown = sequence.num_planned == len(sequence.blocks) * residents.pool.block_size
-            if grown:
+            needs_block = sequence.num_planned == len(sequence.blocks) * batch.pool.block_size
+            if needs_block:
                 if not self._preempt_for_blocks(sequence):
                     return
-                sequence.blocks += residents.pool.take(1)
+                sequence.blocks += batch.pool.take(1)
             count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
-            self._add(sequence, count, tuple(sequence.blocks[-1:]) if grown else ())
+            self._add(sequence, count, tuple(sequence.blocks[-1:]) if needs_block else ())
 
     def _preempt_for_blocks(self, sequence: Sequence) -> bool:
-        """Preempt others, the youngest first, until a slot and blocks are free for what `sequence` does next."""
-        residents = self._batch
-        for other in (*reversed([s for s in residents.by_age() if s is not sequence]), None):
+        """Preempt others, youngest first, until a slot and blocks are free for the next row of `sequence`."""
+        batch = self._batch
+        for other in (*reversed([s for s in batch.by_age() if s is not sequence]), None):
             if sequence.state is State.RUNNING:
-                enough = residents.pool.num_free > 0
+                enough = batch.pool.num_free > 0
             else:
-                shared = residents.cached_prefix(sequence)
-                enough = bool(residents.free_slots) and self._fits(sequence, shared, headroom=0)
+                shared = batch.cached_prefix(sequence)
+                enough = bool(batch.free_slots) and self._fits(sequence, shared, headroom=0)
             if enough:
                 return True
             if other is not None:
@@ -126,59 +146,54 @@ class StepPlanner:
         return False
 
     def _plan_decodes(self) -> None:
-        """Running sequences that lack one position: in one beat while tokens and blocks suffice for all of them."""
-        residents, room = self._batch, self._budget - self.num_tokens
-        ready = [s for s in residents.not_decoding_by_age() if s.num_unplanned == 1 and s.planned_step != self._step]
-        if room <= 0 or not (ready or residents.decode_batch):
+        """Plan the sequences that lack one position: as one decode step if tokens and blocks suffice for all."""
+        batch, tokens_left = self._batch, self._budget - self.num_tokens
+        ready = [s for s in batch.not_decoding_by_age() if s.num_unplanned == 1 and s.planned_step != self._step]
+        if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
-        beginners = []  # first tokens, and positions computed again, are put to account as chunks
+        singles = []  # first tokens and recomputed positions are counted one by one, as chunks
         for sequence in ready:
-            first = sequence.first_token_at is None and not sequence.in_flight
-            if first or sequence.num_planned < sequence.max_computed_before:
-                beginners.append(sequence)
+            is_first = sequence.first_token_at is None and not sequence.in_flight
+            if is_first or sequence.num_planned < sequence.max_computed_before:
+                singles.append(sequence)
             else:
-                residents.join_decode(sequence)
-        growing = residents.decode_batch.needing_block()
-        if len(residents.decode_batch) + len(beginners) > room or len(growing) > residents.pool.num_free:
+                batch.join_decode(sequence)
+        growing = batch.decode_batch.needing_block()
+        if len(batch.decode_batch) + len(singles) > tokens_left or len(growing) > batch.pool.num_free:
             self._plan_decodes_one_by_one()
             return
-        if residents.decode_batch:
+        if batch.decode_batch:
             self._plan_decode_batch(growing)
-        for sequence in beginners:
+        for sequence in singles:
             self._add(sequence, 1, ())
 
     def _plan_decode_batch(self, growing: list[Sequence]) -> None:
-        """A row for everybody who takes part; a further block for those who need one."""
-        residents, decoding = self._batch, self._batch.decode_batch
-        grown = []
-        for sequence, block in zip(growing, residents.pool.take(len(growing)), strict=True):
+        """Plan a row for every member of the decode batch, and a further block for the `growing` members."""
+        batch, decode_batch = self._batch, self._batch.decode_batch
+        new_blocks = []
+        for sequence, block in zip(growing, batch.pool.take(len(growing)), strict=True):
             sequence.blocks.append(block)
-            grown.append((sequence.slot, block))
-        self.decode_rows = decode_rows = decoding.next_step(self._step)
-        beat = decoding.beat
-        self.decodes = Decodes(
-            decode_rows.slots, tuple([origin + beat for origin in decode_rows.origins]), tuple(grown)
-        )
-        self.completing_block = decoding.completing_block()
-        self.num_tokens += len(decode_rows.slots)
-        self.kv_tokens += decoding.positions
-        for sequence in decoding.finishing():
-            residents.leave_decode(sequence)
+            new_blocks.append((sequence.slot, block))
+        self.decode_rows = rows = decode_batch.next_step(self._step)
+        decode_step = decode_batch.decode_step
+        self.decodes = Decodes(rows.slots, tuple([offset + decode_step for offset in rows.offsets]), tuple(new_blocks))
+        self.completing_block = decode_batch.completing_block()
+        self.num_tokens += len(rows.slots)
+        self.kv_tokens += decode_batch.num_positions
+        for sequence in decode_batch.finishing():
+            batch.leave_decode(sequence)
 
     def _plan_decodes_one_by_one(self) -> None:
-        """One by one, the oldest first: tokens or blocks do not suffice for all of them."""
-        residents = self._batch
-        residents.dissolve_decode()
-        size = residents.pool.block_size
-        for sequence in residents.by_age():
+        """Plan decodes oldest first, when tokens or blocks do not suffice for all of them."""
+        batch = self._batch
+        batch.dissolve_decode()
+        size = batch.pool.block_size
+        for sequence in batch.by_age():
             if self.num_tokens >= self._budget:
                 break
-            # Preempted by an older one in this very pass, in this step already, or not one position short:
-            if (
-                sequence.state is not State.RUNNING
-                or sequence.planned_step == self._step
-                or sequence.num_unplanned != 1
-            ):
+            # Skip sequences preempted in this pass, sequences with a row already, and those that do not lack one.
+            is_running = sequence.state is State.RUNNING
+            if not is_running or sequence.planned_step == self._step or sequence.num_unplanned != 1:
                 continue
             if sequence.num_planned < len(sequence.blocks) * size:
                 self._add(sequence, 1, ())
@@ -187,14 +202,14 @@ class StepPlanner:
                 self._add(sequence, 1, (block,))
 
     def _take_block_or_preempt(self, sequence: Sequence) -> int | None:
-        """A block, at the cost of a younger sequence if need be; None when nobody who could yield is left.
+        """Take a block, preempting younger sequences if necessary; None if no sequence may be preempted.
 
-        Waiting then is safe: either somebody older progresses, or the younger ones are pinned, hold all they can ever
-        need, and will end.
+        Then `sequence` waits, and that is safe: an older sequence progresses, or the younger ones are pinned, have all
+        blocks they need, and will finish.
         """
         pool = self._batch.pool
         while pool.num_free == 0:
-            self._short_of_blocks = True
+            self._is_short_of_blocks = True
             younger = [
                 other
                 for other in self._batch.running
@@ -214,7 +229,7 @@ class StepPlanner:
         self.events.append(Preempted(victim.request.request_id))
 
     def _plan_prefills(self) -> None:
-        """Prompts begun in earlier steps. Their blocks are theirs since admission."""
+        """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
         for sequence in self._batch.not_decoding_by_age():
             if sequence.num_unplanned > 1 and sequence.planned_step != self._step:
                 count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
@@ -223,65 +238,71 @@ class StepPlanner:
                 self._add_prompt(sequence, count, ())
 
     def _prompt_tokens_left(self, position: int) -> int:
-        """Tokens of a prompt, from `position` on, that this step can still take without keeping its decodes."""
-        room = self._budget - self.num_tokens
+        """Return how many tokens of a prompt, from `position` on, fit into this step without delaying its decodes."""
+        tokens_left = self._budget - self.num_tokens
         decodes = self.num_tokens - self._prompt_tokens
         if decodes and self._state.limits.policy.inter_token_target_seconds > 0:
             seconds = self._max_step_seconds(decodes)
             fitting = self._state.step_time.more_within(seconds, self.num_tokens, self.kv_tokens, position)
             if fitting is not None:
-                least = min(max(_SMALLEST_CHUNK, decodes), _ENOUGH)
-                room = min(room, max(least - self._prompt_tokens, int(fitting)))
-        return room
+                free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK)
+                tokens_left = min(tokens_left, max(free_chunk - self._prompt_tokens, int(fitting)))
+        return tokens_left
 
     def _max_step_seconds(self, decodes: int) -> float:
-        """Seconds this step may take: so much more than its decodes alone for each request that waits for its first
-        token, and never more than the target.
+        """Return how long this step may take: longer than its decodes alone by a share for each request that waits for
+        its first token, and at most the inter-token target.
         """
-        world, policy = self._state, self._state.limits.policy
-        expecting = len(world.fresh) + len(world.resuming) + len(self._batch.running) - decodes
+        state, policy = self._state, self._state.limits.policy
+        expecting = len(state.fresh) + len(state.resuming) + len(self._batch.running) - decodes
         stretch = 1 + (policy.decode_stretch - 1) * expecting
-        alone = world.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
-        return min(policy.inter_token_target_seconds, stretch * alone)
+        decodes_alone = state.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
+        return min(policy.inter_token_target_seconds, stretch * decodes_alone)
 
     def _admit(self) -> None:
-        """Who waits joins, by rank. One that does not fit is passed over a bounded number of times, then waited for."""
-        world, residents = self._state, self._batch
-        if self._short_of_blocks or not (world.fresh or world.resuming):
+        """Admit waiting sequences by queue key.
+
+        A sequence that does not fit may be overtaken a bounded number of times; then admission waits for it.
+        """
+        state, batch = self._state, self._batch
+        if self._is_short_of_blocks or not (state.fresh or state.resuming):
             return
-        room = world.strategy.max_joins(world.batching_state(self._now)) if world.fresh and residents.free_slots else 0
-        passed_over: list[Sequence] = []
-        while residents.free_slots and self._prompt_tokens_left(0) > 0 and len(passed_over) < _LOOKAHEAD:
-            sequence = self._next(room > 0, passed_over)
-            # Samples in flight when it was preempted: their values are not known here yet, and its turn is now.
+        is_open = state.fresh and batch.free_slots
+        joins_left = state.strategy.max_joins(state.batching_state(self._now)) if is_open else 0
+        skipped: list[Sequence] = []
+        while batch.free_slots and self._prompt_tokens_left(0) > 0 and len(skipped) < _MAX_SKIPPED:
+            sequence = self._next(joins_left > 0, skipped)
+            # The values of samples in flight are not known here yet, and no later sequence may overtake this one.
             if sequence is None or sequence.in_flight > 0:
                 return
-            shared = residents.cached_prefix(sequence)
-            # Those who run each need a block every `block_size` steps.
-            if not self._fits(sequence, shared, headroom=-(-len(residents.running) // 4)):
-                passed_over.append(sequence)
+            shared = batch.cached_prefix(sequence)
+            # Each running sequence needs a block every `block_size` steps.
+            if not self._fits(sequence, shared, headroom=-(-len(batch.running) // 4)):
+                skipped.append(sequence)
                 continue
-            # A token deep in a context may cost more than this step has time for: then its prompt begins the next one.
-            if self._prompt_tokens_left(len(shared) * residents.pool.block_size) <= 0:
+            # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
+            if self._prompt_tokens_left(len(shared) * batch.pool.block_size) <= 0:
                 return
-            if any(other.overtaken_count >= world.limits.max_bypasses for other in passed_over):
+            if any(other.overtaken_count >= state.limits.max_bypasses for other in skipped):
                 return
-            for other in passed_over:
+            for other in skipped:
                 other.overtaken_count += 1
-            if sequence in world.fresh:
-                room -= 1
-                world.strategy.on_join()
-                world.refusing = False
+            if sequence in state.fresh:
+                joins_left -= 1
+                state.strategy.on_join()
+                state.refusing = False
             self._start(sequence, shared)
 
-    def _next(self, with_fresh: bool, passed_over: list[Sequence]) -> Sequence | None:
+    def _next(self, with_fresh: bool, skipped: list[Sequence]) -> Sequence | None:
         queues = (self._state.resuming, self._state.fresh) if with_fresh else (self._state.resuming,)
-        heads = [s for queue in queues for s in queue.first(len(passed_over) + 1) if s not in passed_over]
+        heads = [s for queue in queues for s in queue.first(len(skipped) + 1) if s not in skipped]
         return min(heads, key=lambda s: s.queue_key, default=None)
 
     def _fits(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
-        """Whether there are blocks for all that is known of it and one position more (for all it can ever need, if it
-        is pinned) beside the `shared` ones of its cached prefix, and `headroom` are left."""
+        """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.
+
+        The `shared` blocks of the cached prefix count as present. A pinned sequence needs all blocks it can ever use.
+        """
         pool = self._batch.pool
         positions = sequence.max_len - 1 if sequence.pinned else min(sequence.num_known + 1, sequence.max_len - 1)
         needed = -(-max(positions, 1) // pool.block_size)
@@ -289,20 +310,20 @@ class StepPlanner:
         return available >= needed or available - sum(map(pool.is_free, shared)) >= needed - len(shared)
 
     def _start(self, sequence: Sequence, shared: list[int]) -> None:
-        world = self._state
-        (world.fresh if sequence in world.fresh else world.resuming).remove(sequence)
+        state = self._state
+        (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
         positions = sequence.max_len - 1 if sequence.pinned else sequence.num_known
         taken = self._batch.admit(sequence, shared, positions)
         start = sequence.num_planned
-        world.counters.looked_up_tokens += len(sequence.tokens)
-        world.counters.cached_tokens += start
+        state.counters.looked_up_tokens += len(sequence.tokens)
+        state.counters.cached_tokens += start
         if sequence.started_at is None:
-            world.queue_order.on_start(sequence)
+            state.queue_order.on_start(sequence)
             sequence.started_at = self._now
             sequence.cached_tokens = start
-            world.counters.prompt_tokens += sequence.prompt_len
+            state.counters.prompt_tokens += sequence.prompt_len
             request_id = sequence.request.request_id
-            self.events.append(Started(request_id, sequence.slot, self._step, start, world.model_fingerprint))
+            self.events.append(Started(request_id, sequence.slot, self._step, start, state.model_fingerprint))
         request = sequence.request
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
@@ -322,7 +343,7 @@ class StepPlanner:
         end = start + count
         sample = end == sequence.num_known
         self.chunks.append(Row(sequence.slot, start, count, sample, new_blocks))
-        self.owners.append((sequence, sequence.admission_count, end))
+        self.chunk_rows.append((sequence, sequence.admission_count, end))
         if start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - start
             sequence.recomputed_tokens += again
@@ -330,7 +351,7 @@ class StepPlanner:
         sequence.num_planned = end
         sequence.planned_step = self._step
         if sample:
-            self.samples.append(sequence)
+            self.chunk_samples.append(sequence)
             sequence.num_known += 1
         self.num_tokens += count
         self.kv_tokens += count * (start + end + 1) // 2

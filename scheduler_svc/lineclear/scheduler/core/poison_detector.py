@@ -1,35 +1,36 @@
-"""Who may have brought a worker down. Strikes only select suspects; a verdict needs a crash while running alone.
+"""Finds the request that crashes workers (a poison pill).
 
-When a worker is lost with plans in flight, everybody who had a row in them is struck. Who is struck twice without
-having got past the place of the first time is run alone, one suspect at a time, until it has got past it or the worker
-is lost again. So a request that kills workers costs three of them and fails, and the others lose nothing but time.
+When a worker is lost, every sequence with a row in flight gets a crash count. After two crashes without progress past
+the position of the first, a sequence is isolated: it runs alone until it passes that position or the worker is lost
+again. Only a crash while it runs alone proves a request poisonous. So a poison request costs three workers, and other
+requests lose only time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.sequence import Sequence, State
 
-_FATAL_CRASHES = 2  # from so many on, a suspect runs alone
-_PROBATION = 2  # positions past those in flight at the loss: the last of them is surely a decode of its own
+_ISOLATE_AFTER_CRASHES = 2
+_CLEAR_POSITIONS = 2  # to compute past those in flight at the loss: the last of them is a decode row of its own step
 
 
 class WorkerLoss(Enum):
     """How a worker was lost."""
 
     CLEAN = 0
-    """It said goodbye, or has to join again: nobody is struck."""
+    """It said goodbye or has to join again: no request is suspected."""
     KILLED = 1
-    """Somebody killed it, or nobody knows. It takes many in a row to say something against who was running."""
+    """It was killed, or the cause is unknown. Only several kills in a row count against a request that ran alone."""
     CRASHED = 2
-    """It died by itself, hung, or a step of it failed."""
+    """It exited by itself, hung, or failed a step."""
 
 
 class PoisonDetector:
-    """The struck among the live sequences."""
+    """The suspects: live sequences with a crash count."""
 
     def __init__(self, max_lone_crashes: int, max_lone_kills: int) -> None:
         self._max_crashes, self._max_kills = max_lone_crashes, max_lone_kills
@@ -38,48 +39,55 @@ class PoisonDetector:
     def __len__(self) -> int:
         return len(self._suspects)
 
-    def record_crash(self, flights: Iterable[InflightStep]) -> Sequence | None:
-        """Everybody who has a row in `flights` gets a strike. Returns the one that ran alone, if it was one.
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._suspects)
 
-        To be called before anything else is done about the loss, and with nobody decoding in beats.
+    def record_crash(self, flights: Iterable[InflightStep]) -> Sequence | None:
+        """Count a crash for every live sequence with a row in `flights`; return the sequence if it ran alone.
+
+        Call it first of all after a loss, with the decode batch dissolved.
         """
-        everybody = {sequence: None for flight in flights for sequence in flight.sequences()}
-        for sequence in everybody:
+        in_flight = list({sequence: None for flight in flights for sequence in flight.sequences()})
+        for sequence in in_flight:
             if sequence.state is not State.FINISHED:
                 sequence.crash_count += 1
-                reached = (
-                    sequence.num_planned or sequence.num_known - 1
-                )  # nothing is planned of who was preempted meanwhile
-                sequence.clear_position = min(max(sequence.clear_position, reached + _PROBATION), sequence.max_len - 1)
+                reached = sequence.num_planned or sequence.num_known - 1  # after a preemption nothing is planned
+                clear = min(reached + _CLEAR_POSITIONS, sequence.max_len - 1)
+                sequence.clear_position = max(sequence.clear_position, clear)
                 self._suspects[sequence] = None
-        (*others, last) = everybody or (None,)
-        return None if others or last is None or last.state is State.FINISHED else last
+        if len(in_flight) != 1 or in_flight[0].state is State.FINISHED:
+            return None
+        return in_flight[0]
 
     def is_poison(self, sequence: Sequence, loss: WorkerLoss) -> bool:
-        """A worker was lost while `sequence`, just struck, ran alone. The first time of all proves nothing."""
+        """Return whether a loss while `sequence` ran alone proves it poisonous. Its first crash never counts."""
         if sequence.crash_count > 1:
             sequence.isolated_crashes += loss is WorkerLoss.CRASHED
             sequence.isolated_kills += loss is WorkerLoss.KILLED
         return sequence.isolated_crashes / self._max_crashes + sequence.isolated_kills / self._max_kills >= 1.0
 
     def next_isolated(self) -> Sequence | None:
-        """Who has to run with nobody beside it: the oldest of those struck too often."""
+        """Return the oldest sequence that must run alone, or None."""
         if not self._suspects:
             return None
-        return min(
-            (s for s in self._suspects if s.crash_count >= _FATAL_CRASHES), key=lambda s: s.queue_key, default=None
-        )
+        isolated = (s for s in self._suspects if s.crash_count >= _ISOLATE_AFTER_CRASHES)
+        return min(isolated, key=lambda s: s.queue_key, default=None)
 
     def clear_passed(self) -> None:
-        """Forget the strikes of those who have got past the place where they were struck."""
+        """Clear every suspect that computed past its `clear_position`."""
         for sequence in [s for s in self._suspects if s.num_computed >= s.clear_position]:
             self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It is innocent, or has ended."""
+        """Clear a sequence that passed its position or has ended."""
         if self._suspects:
             self._suspects.pop(sequence, None)
             sequence.crash_count = sequence.isolated_crashes = sequence.isolated_kills = sequence.clear_position = 0
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._suspects)
+    def dump(self) -> list[int]:
+        """Return the suspects' numbers."""
+        return [s.number for s in self._suspects]
+
+    def load(self, state: Iterable[int], sequences: Mapping[int, Sequence]) -> None:
+        """Restore a dump."""
+        self._suspects = {sequences[number]: None for number in state}

@@ -1,6 +1,7 @@
-"""What can be chosen by a setting: who may join and when (strategies), who is next (orders), who yields (victims).
+"""Policies chosen by a setting: batching strategies, queue orders and preemption policies.
 
-Each is a small class and an entry in a dict. They see numbers and sequences, never sockets or clocks.
+A batching strategy says how many waiting requests may join the running batch, a queue order which is next, a preemption
+policy which running sequence gives up its blocks. Each is a class or function and an entry in a dict.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The numbers by which policies decide, and planning cuts prompts."""
+    """The numbers that policies and chunked prefill use. Names and meaning: docs/configuration.md."""
 
     min_batch_size: int = 1
     batch_timeout_seconds: float = 0.05
@@ -25,149 +26,164 @@ class PolicySettings:
     inter_token_target_seconds: float = 0.2
     decode_stretch: float = 2.0
     fixed_size_timeout_seconds: float | None = None
-    """How long a batch of `fixed_size` waits to fill; None: until the requests' deadlines."""
+    """Longest wait of `fixed_size` for a full batch; None: until the requests' deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingState:
-    """The situation in which a strategy decides."""
+    """What a batching strategy decides by."""
 
     now: float
     num_waiting: int
-    """Requests that never ran. Preempted ones rejoin whatever the strategy says."""
+    """Requests that have not started. Preempted requests rejoin regardless of the strategy."""
     num_active: int
-    """Requests that ran and have not ended, preempted ones included."""
+    """Requests that have started and not ended, preempted ones included."""
     num_slots: int
     oldest_arrival: float | None
-    """Of those that never ran."""
+    """Arrival of the oldest request that has not started."""
     draining: bool
     refusing: bool
-    """A request was refused because the queue is full, and nobody has left the queue for a slot since."""
+    """A request was rejected because the queue is full, and no request has started since."""
     kv_tokens: int
-    """Keys and values the running sequences read in a step."""
+    """Keys and values that the running sequences read in a step."""
     model: StepTimeModel
 
     def has_waited(self, seconds: float) -> bool:
-        """Whether the oldest waiting request has waited this long."""
-        # Not `now - arrival >= seconds`: at the very moment `arrival + seconds` that may be false by a rounding error.
+        """Return whether the oldest waiting request has waited `seconds`."""
+        # Not `now - arrival >= seconds`: a rounding error may make that false at `arrival + seconds`.
         return self.oldest_arrival is not None and self.now >= self.oldest_arrival + seconds
 
 
 class BatchingStrategy(Protocol):
-    """When waiting requests may join the running ones."""
+    """Decides when waiting requests may join the running batch."""
 
     reads_kv_tokens: bool
-    """Whether it looks at `View.kv_tokens`, which costs a walk over the running sequences."""
+    """Whether it uses `BatchingState.kv_tokens`, which costs a walk over the running sequences."""
 
-    def max_joins(self, view: BatchingState) -> int:
-        """How many may join now; slots and blocks limit them besides."""
+    def max_joins(self, state: BatchingState) -> int:
+        """Return how many requests may join now; free slots and blocks limit them further."""
         ...
 
     def on_join(self) -> None:
-        """One of them joined."""
+        """Count a request that joined."""
         ...
 
-    def next_wakeup(self, view: BatchingState) -> float | None:
-        """When time alone will change the answer."""
+    def next_wakeup(self, state: BatchingState) -> float | None:
+        """Return the time at which the answer changes without any event."""
+        ...
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the state, in JSON's types."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a dump."""
         ...
 
 
 class Continuous:
-    """Whoever waits joins at the next step. An idle engine may wait for `min_batch_size` of them or the timeout."""
+    """Iteration-level scheduling (Orca, Yu et al. 2022): waiting requests join at the next step.
+
+    An idle engine waits for `min_batch_size` requests or the timeout.
+    """
 
     reads_kv_tokens = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def max_joins(self, view: BatchingState) -> int:
-        return view.num_slots if self._may_begin(view) else 0
+    def max_joins(self, state: BatchingState) -> int:
+        return state.num_slots if self._is_open(state) else 0
 
     def on_join(self) -> None:
         pass
 
-    def next_wakeup(self, view: BatchingState) -> float | None:
-        if view.oldest_arrival is None or self._may_begin(view):
+    def next_wakeup(self, state: BatchingState) -> float | None:
+        if state.oldest_arrival is None or self._is_open(state):
             return None
-        return view.oldest_arrival + self._settings.batch_timeout_seconds
+        return state.oldest_arrival + self._settings.batch_timeout_seconds
 
-    def _may_begin(self, view: BatchingState) -> bool:
+    def dump(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _is_open(self, state: BatchingState) -> bool:
         return (
-            view.num_active > 0
-            or view.draining
-            or view.num_waiting >= min(self._settings.min_batch_size, view.num_slots)
-            or view.has_waited(self._settings.batch_timeout_seconds)
+            state.num_active > 0
+            or state.draining
+            or state.num_waiting >= min(self._settings.min_batch_size, state.num_slots)
+            or state.has_waited(self._settings.batch_timeout_seconds)
         )
 
 
 class FixedSize:
-    """Static batching: exactly as many as there are slots begin together, and nobody joins until all have ended.
+    """Static batching: as many requests as there are slots start together, and none joins until all have ended.
 
-    A smaller batch begins when the queue has to refuse requests, because it would never fill, and after a timeout if
-    one is set.
+    A smaller batch starts when the queue rejects requests, because it cannot fill further, or after a timeout if one is
+    set.
     """
 
     reads_kv_tokens = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._timeout_seconds = settings.fixed_size_timeout_seconds
-        self._places = 0  # of the batch being admitted, which may take several steps
-        self._begun_at = float("-inf")
+        self._joins_left = 0  # of the batch being admitted, which may take several steps
+        self._batch_started_at = float("-inf")
 
-    def max_joins(self, view: BatchingState) -> int:
-        # Who was there when the batch began belongs to it, even when its first members have ended already.
-        if self._places and view.oldest_arrival is not None and view.oldest_arrival <= self._begun_at:
-            return self._places
-        full = view.num_waiting >= view.num_slots or view.refusing or view.draining or self._is_due(view)
-        self._places = view.num_slots if full and view.num_active == 0 else 0
-        self._begun_at = view.now
-        return self._places
+    def max_joins(self, state: BatchingState) -> int:
+        # Requests that were waiting when the batch started belong to it, even if its first members have ended.
+        if self._joins_left and state.oldest_arrival is not None and state.oldest_arrival <= self._batch_started_at:
+            return self._joins_left
+        full = state.num_waiting >= state.num_slots or state.refusing or state.draining or self._is_due(state)
+        self._joins_left = state.num_slots if full and state.num_active == 0 else 0
+        self._batch_started_at = state.now
+        return self._joins_left
 
     def on_join(self) -> None:
-        self._places -= 1
+        self._joins_left -= 1
 
-    def next_wakeup(self, view: BatchingState) -> float | None:
-        if self._timeout_seconds is None or view.oldest_arrival is None or view.num_active or self._is_due(view):
+    def next_wakeup(self, state: BatchingState) -> float | None:
+        if self._timeout_seconds is None or state.oldest_arrival is None or state.num_active or self._is_due(state):
             return None
-        return view.oldest_arrival + self._timeout_seconds
+        return state.oldest_arrival + self._timeout_seconds
 
-    def _is_due(self, view: BatchingState) -> bool:
-        return self._timeout_seconds is not None and view.has_waited(self._timeout_seconds)
+    def dump(self) -> dict[str, Any]:
+        return {"joins_left": self._joins_left, "batch_started_at": self._batch_started_at}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._joins_left, self._batch_started_at = state["joins_left"], state["batch_started_at"]
+
+    def _is_due(self, state: BatchingState) -> bool:
+        return self._timeout_seconds is not None and state.has_waited(self._timeout_seconds)
 
 
 class DynamicTimeout(Continuous):
     """Waiting requests join in groups: when they fill the free slots, or when one has waited for the timeout."""
 
-    def max_joins(self, view: BatchingState) -> int:
-        return view.num_slots if self._due(view) else 0
-
-    def next_wakeup(self, view: BatchingState) -> float | None:
-        if view.oldest_arrival is None or self._due(view):
-            return None
-        return view.oldest_arrival + self._settings.batch_timeout_seconds
-
-    def _due(self, view: BatchingState) -> bool:
-        free = view.num_slots - view.num_active
-        full = view.num_waiting >= max(1, free) or (
-            self._settings.min_batch_size > 1 and view.num_waiting >= self._settings.min_batch_size
+    def _is_open(self, state: BatchingState) -> bool:
+        free = state.num_slots - state.num_active
+        full = state.num_waiting >= max(1, free) or (
+            self._settings.min_batch_size > 1 and state.num_waiting >= self._settings.min_batch_size
         )
-        return full or view.draining or view.has_waited(self._settings.batch_timeout_seconds)
+        return full or state.draining or state.has_waited(self._settings.batch_timeout_seconds)
 
 
 class Adaptive(Continuous):
-    """As many as keep a step within the inter-token target; the longer the queue, the more the target gives way."""
+    """As many requests join as keep a step within the inter-token target. A long queue raises the target."""
 
     reads_kv_tokens = True
 
-    def max_joins(self, view: BatchingState) -> int:
-        if not self._may_begin(view):
+    def max_joins(self, state: BatchingState) -> int:
+        if not self._is_open(state):
             return 0
-        pressure = view.num_waiting / view.num_slots
+        pressure = state.num_waiting / state.num_slots
         seconds = self._settings.inter_token_target_seconds * (1.0 + pressure)
-        rows = view.model.tokens_within(seconds, view.kv_tokens)
+        rows = state.model.tokens_within(seconds, state.kv_tokens)
         if rows is None:
-            return view.num_slots
-        return max(0 if view.num_active else 1, int(rows) - view.num_active)
+            return state.num_slots
+        return max(0 if state.num_active else 1, int(rows) - state.num_active)
 
 
 STRATEGIES: dict[str, Callable[[PolicySettings], BatchingStrategy]] = {
@@ -179,34 +195,34 @@ STRATEGIES: dict[str, Callable[[PolicySettings], BatchingStrategy]] = {
 
 
 class QueueOrder(Protocol):
-    """Who is served first. The key never changes, so a queue is sorted once and waiting is bounded."""
+    """Orders requests by a key that never changes, so the queue is sorted once and every wait is bounded."""
 
     prefill_first: bool
-    """Prompts are computed before decodes in a step."""
+    """Whether a step computes prompts before decodes."""
 
     def key(self, request: Request, now: float) -> float:
-        """The lower, the sooner; equal keys go by arrival. Asked once, for a request that is let in."""
+        """Return the key of an admitted request: lowest first, equal keys by arrival. Called once a request."""
         ...
 
     def on_start(self, sequence: Sequence) -> None:
-        """It leaves the queue for a slot, for the first time."""
+        """Note that a request got its first slot."""
         ...
 
     def on_finish(self, sequence: Sequence) -> None:
-        """It is over, whether it ever began or not."""
+        """Note that a request ended, started or not."""
         ...
 
     def dump(self) -> dict[str, Any]:
-        """What the order remembers, in JSON's types."""
+        """Return a copy of the state, in JSON's types."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a dump."""
         ...
 
 
 class Fifo:
-    """By arrival."""
+    """First in, first out."""
 
     prefill_first = False
 
@@ -230,27 +246,27 @@ class Fifo:
 
 
 class PrefillFirst(Fifo):
-    """By arrival, and prompts before decodes: the shortest time to the first token, at the price of pauses."""
+    """By arrival, prompts before decodes: the shortest time to the first token, with pauses between later tokens."""
 
     prefill_first = True
 
 
 class Priority(Fifo):
-    """By priority, 0 first. Waiting for `ageing_seconds` is worth one class, so nobody waits for ever."""
+    """By priority, 0 first. A wait of `ageing_seconds` counts as one priority class, so no request starves."""
 
     def key(self, request: Request, now: float) -> float:
         return now + request.priority * self._settings.ageing_seconds
 
 
 class Shortest(Fifo):
-    """By the most tokens a request can take. Waiting for `ageing_seconds` is worth 256 tokens."""
+    """By prompt tokens plus `max_tokens`, fewest first. A wait of `ageing_seconds` counts as 256 tokens."""
 
     def key(self, request: Request, now: float) -> float:
         return now + (len(request.prompt) + request.max_tokens) / 256 * self._settings.ageing_seconds
 
 
 class Deadline(Fifo):
-    """Earliest deadline first. A request without one counts as due 256 ageing times after its arrival."""
+    """Earliest deadline first. A request without deadline counts as due after 256 times `ageing_seconds`."""
 
     def key(self, request: Request, now: float) -> float:
         return request.deadline if request.deadline is not None else now + 256 * self._settings.ageing_seconds
@@ -267,14 +283,14 @@ QUEUE_ORDERS: dict[str, Callable[[PolicySettings], QueueOrder]] = {
 
 
 def newest(candidates: Collection[Sequence]) -> Sequence:
-    """The youngest yields."""
+    """Return the youngest sequence."""
     return max(candidates, key=lambda s: s.queue_key)
 
 
 def cheapest(candidates: Collection[Sequence]) -> Sequence:
-    """Who loses least yields: the fewest computed positions that no cached block keeps; of equals the youngest.
+    """Return the sequence with the fewest positions to recompute, those in cached blocks excluded; then the youngest.
 
-    After vLLM's RFC 54644, which measured a quarter to a third less recomputation than with `newest`.
+    From vLLM's RFC 54644, which measured a quarter to a third less recomputation than with `newest`.
     """
     return min(candidates, key=lambda s: (s.num_planned - s.num_published, -s.queue_key[0], -s.queue_key[1]))
 

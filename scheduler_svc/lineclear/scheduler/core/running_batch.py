@@ -1,39 +1,40 @@
-"""Who runs, and what they hold: slots, blocks and cached prefixes. Decides nothing about who should.
+"""The running sequences with their slots, KV blocks and cached prefixes.
 
-The only place where a sequence takes a slot or gives it back, so that nothing can be lost between the states.
+Only this class gives a sequence a slot or takes it back, so that no slot or block is lost between two states.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from lineclear.scheduler.core.block_pool import BlockPool, PendingWrites, chain_key, root_key
+from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
 from lineclear.scheduler.core.decode_batch import DecodeBatch
-from lineclear.scheduler.core.sequence import NOT_DECODING, Sequence, State
+from lineclear.scheduler.core.sequence import BLANK_TOKEN, Sequence, State
 
 
 class InflightRows(PendingWrites):
-    """Who left its blocks before all its rows were heard of; their values may turn out not to be finite."""
+    """Rows in flight of a sequence that was removed; up to `last_step` they may prove to be non-finite."""
 
     def __init__(self, sequence: Sequence, last_step: int) -> None:
         self.sequence, self.last_step = sequence, last_step
 
 
 class RunningBatch:
-    """Running sequences over `num_slots` slots and a block pool: those that are `decoding`, and the `loose` others.
+    """Running sequences over `num_slots` slots and a block pool: those in the decode batch, and the others.
 
-    Without a worker all are empty.
+    Empty without a worker.
     """
 
-    def __init__(self, secret: bytes, prefix_cache: bool) -> None:
-        self._secret = secret
+    def __init__(self, block_hash: BlockHash, prefix_cache: bool) -> None:
+        self._block_hash = block_hash
         self._prefix_cache = prefix_cache
         self.reset(0, 0, 1)
 
     def reset(self, num_slots: int, num_blocks: int, block_size: int) -> None:
-        """Start empty, over the capacity of a worker that joined."""
-        self.running: dict[Sequence, None] = {}  # an ordered set, by entering
+        """Start empty, with the capacity of a worker that joined."""
+        self.running: dict[Sequence, None] = {}  # an ordered set, by admission
         self.not_decoding: dict[Sequence, None] = {}
         self.decode_batch = DecodeBatch(block_size)
         self._pending: list[InflightRows] = []
@@ -42,9 +43,9 @@ class RunningBatch:
         self.pool = BlockPool(num_blocks, block_size)
 
     def admit(self, sequence: Sequence, shared: list[int], positions: int) -> list[int]:
-        """WAITING -> RUNNING with blocks for `positions`: the `shared` ones of its cached prefix, and those returned.
+        """WAITING -> RUNNING with blocks for `positions`: the `shared` blocks of its cached prefix and those returned.
 
-        The caller has made sure of a slot and of enough free blocks, and has taken the sequence off its queue.
+        The caller has checked that a slot and enough blocks are free, and has removed the sequence from its queue.
         """
         assert sequence.state is State.WAITING
         size = self.pool.block_size
@@ -58,19 +59,19 @@ class RunningBatch:
         self.running[sequence] = self.not_decoding[sequence] = None
         return taken
 
-    def remove(self, sequence: Sequence, state: State, *, dirty: bool = False) -> None:
-        """RUNNING -> `state`, giving back slot and blocks; `dirty` blocks are zeroed before anybody reuses them."""
+    def remove(self, sequence: Sequence, state: State, *, tainted: bool = False) -> None:
+        """RUNNING -> `state`, releasing slot and blocks; `tainted` blocks are zeroed before they are used again."""
         assert sequence.state is State.RUNNING
-        if sequence.decode_joined_at != NOT_DECODING:
+        if sequence.in_decode_batch:
             self.leave_decode(sequence)
         del self.running[sequence], self.not_decoding[sequence]
-        if dirty:
+        if tainted:
             self.pool.release_tainted(sequence.blocks)
         elif sequence.num_planned > sequence.num_computed:
             first = sequence.num_computed // self.pool.block_size
-            doubt = InflightRows(sequence, sequence.planned_step)
-            self._pending.append(doubt)
-            self.pool.release_pending(sequence.blocks[first:], doubt)
+            writes = InflightRows(sequence, sequence.planned_step)
+            self._pending.append(writes)
+            self.pool.release_pending(sequence.blocks[first:], writes)
             self.pool.release(sequence.blocks[:first])
         else:
             self.pool.release(sequence.blocks)
@@ -78,57 +79,60 @@ class RunningBatch:
         _reset_sequence(sequence, state, computed=sequence.num_planned)  # plans in flight will run
 
     def resolve_pending(self, step: int, bad: Collection[Sequence]) -> None:
-        """The rows of `step` are heard of; those of `bad` had values that are not finite."""
+        """Settle the pending writes up to `step`; rows of the sequences in `bad` had non-finite values."""
         if self._pending:
-            for doubt in self._pending:
-                if doubt.sequence in bad:
-                    self.pool.resolve_pending(doubt, dirty=True)
-                elif doubt.last_step <= step:
-                    self.pool.resolve_pending(doubt, dirty=False)
-            self._pending = [doubt for doubt in self._pending if doubt.last_step > step]
+            for writes in self._pending:
+                if writes.sequence in bad:
+                    self.pool.resolve_pending(writes, tainted=True)
+                elif writes.last_step <= step:
+                    self.pool.resolve_pending(writes, tainted=False)
+            self._pending = [writes for writes in self._pending if writes.last_step > step]
 
     def remove_all(self) -> list[Sequence]:
-        """The worker is gone with all blocks: every running sequence waits again. Returns them, oldest first.
+        """Move every running sequence to WAITING after a worker loss and drop all blocks. Returns them, oldest first.
 
-        The decode batch has been disbanded: what its members have computed must be written down first.
+        Dissolve the decode batch first, so that the sequences' fields are up to date.
         """
-        assert not len(self.decode_batch), "sequences that are decoding cannot be evicted"
-        evicted = self.by_age()
-        for sequence in evicted:
+        assert not len(self.decode_batch), "dissolve the decode batch before remove_all"
+        removed = self.by_age()
+        for sequence in removed:
             _reset_sequence(sequence, State.WAITING, computed=sequence.num_computed)
         self.reset(0, 0, 1)
-        return evicted
+        return removed
 
     def by_age(self) -> list[Sequence]:
-        """All that run, the oldest first."""
+        """Return all running sequences, oldest first."""
         return sorted(self.running, key=lambda s: s.queue_key)
 
     def not_decoding_by_age(self) -> list[Sequence]:
-        """Those of them that do not take part in beats."""
+        """Return the running sequences outside the decode batch, oldest first."""
         return sorted(self.not_decoding, key=lambda s: s.queue_key)
 
     @property
-    def positions(self) -> int:
-        """Planned positions of all together: the keys and values that a step reads."""
-        return self.decode_batch.positions + sum(s.num_planned for s in self.not_decoding)
+    def num_positions(self) -> int:
+        """Planned positions of all running sequences: the keys and values that a step reads."""
+        return self.decode_batch.num_positions + sum(s.num_planned for s in self.not_decoding)
 
     def join_decode(self, sequence: Sequence) -> None:
-        """A loose sequence takes part in beats from now on."""
+        """Add a running sequence to the decode batch."""
         del self.not_decoding[sequence]
         self.decode_batch.join(sequence)
 
     def leave_decode(self, sequence: Sequence) -> None:
-        """It does not any more."""
+        """Remove a sequence from the decode batch; it keeps running."""
         self.decode_batch.leave(sequence)
         self.not_decoding[sequence] = None
 
     def dissolve_decode(self) -> None:
-        """Nobody does."""
+        """Remove every sequence from the decode batch."""
         for sequence in self.decode_batch:
             self.leave_decode(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Published blocks that hold its leading tokens; never the last token, which must be computed."""
+        """Return the published blocks with the leading tokens of `sequence`, never with its last token.
+
+        The last token must be computed, because the next token is sampled there.
+        """
         found: list[int] = []
         if self._prefix_cache:
             size = self.pool.block_size
@@ -141,7 +145,7 @@ class RunningBatch:
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the blocks that computed positions have filled since the last call to the prefix cache."""
+        """Publish the blocks that computed positions have filled since the last call."""
         size = self.pool.block_size
         if not self._prefix_cache or sequence.num_computed - sequence.num_published < size:
             return
@@ -150,16 +154,38 @@ class RunningBatch:
         sequence.num_published = sequence.num_computed // size * size
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, tuple[int, ...]]:
-        """Prefix-cache key and tokens of its block `index`, all of whose tokens are confirmed."""
+        """Return prefix-cache key and tokens of block `index`, whose tokens are all confirmed."""
         size, keys = self.pool.block_size, sequence.block_keys
         tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
         if index == len(keys):
-            keys.append(self.new_key(sequence, keys[-1] if keys else None, tokens))
+            keys.append(self._block_hash(sequence.request.cache_salt, keys[-1] if keys else None, tokens))
         return keys[index], tokens
 
-    def new_key(self, sequence: Sequence, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
-        """The key of a block whose predecessor has the key `parent`."""
-        return chain_key(parent or root_key(self._secret, sequence.request.cache_salt), tokens)
+    def pending_sequences(self) -> list[Sequence]:
+        """Return the sequences whose pending writes are not resolved; some have finished."""
+        return [writes.sequence for writes in self._pending]
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the state; sequences by number."""
+        return {
+            "running": [s.number for s in self.running],
+            "not_decoding": [s.number for s in self.not_decoding],
+            "decode_batch": self.decode_batch.dump(),
+            "pending": [[writes.sequence.number, writes.last_step] for writes in self._pending],
+            "capacity": [self.num_slots, self.pool.num_blocks, self.pool.block_size],
+            "free_slots": list(self.free_slots),
+            "pool": self.pool.dump(self._pending),
+        }
+
+    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Restore a dump that went through JSON."""
+        self.reset(*state["capacity"])
+        self.running = {sequences[number]: None for number in state["running"]}
+        self.not_decoding = {sequences[number]: None for number in state["not_decoding"]}
+        self.decode_batch.load(state["decode_batch"], sequences)
+        self._pending = [InflightRows(sequences[number], last_step) for number, last_step in state["pending"]]
+        self.free_slots = state["free_slots"]
+        self.pool.load(state["pool"], self._pending, BLANK_TOKEN)
 
 
 def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:

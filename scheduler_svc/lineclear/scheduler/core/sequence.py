@@ -1,31 +1,34 @@
-"""One request and what the scheduler keeps of it while it lives. Decides nothing; `core` moves it through its states.
+"""A request and the scheduler's state of it.
 
-A sequence's *known* tokens are the confirmed ones plus the samples in flight, whose values only the worker has. One
-rule drives everything: `planned` positions catch up with `known`. Prefill, chunked prefill, decode, a prefix hit and
-resuming after a preemption or the worker's death are all the distance between the two.
+A sequence's *known* tokens are its confirmed tokens plus the samples in flight, whose values only the worker has. One
+rule drives all planning: `num_planned` catches up with `num_known`. As in vLLM there is no prefill or decode phase:
+prefill, chunked prefill, decode, a prefix-cache hit, and resuming after a preemption or a worker loss are all the
+distance between the two numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
+from typing import Any
 
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Sampling
 
-NOT_DECODING = 1 << 62
-"""The beat at which somebody joined who is no member of the decoding ones."""
+BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
+"""The tokens of a core that was loaded from a dump: dumps have no content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, validated. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
+    """A validated request. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
-    `deadline` is on the clock the core is given. Requests share cached prefixes only within one `cache_salt`.
-    `tenant` stands for whose share it takes, where shares matter; it names nobody.
-    `output` is the beginning of the answer where another server made that, of fewer than `max_tokens` tokens.
-    `model_fingerprint` is the model that must run it; empty: the one that is there when it begins. `vocabulary` is the
-    vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
+    `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt`. `tenant` is the
+    hashed tenant id that the fair order counts by.
+    `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
+    `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
+    `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
     """
 
     request_id: str
@@ -43,12 +46,46 @@ class Request:
     vocabulary: tuple[int, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
-        """Lengths, never content."""
+        """Return lengths, never content."""
         return f"Request({self.request_id!r}, prompt_len={len(self.prompt)}, max_tokens={self.max_tokens})"
+
+    def dump(self) -> tuple[Any, ...]:
+        """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
+        sizes = len(self.prompt), len(self.output), self.max_tokens
+        return *sizes, self.priority, self.deadline, self.tenant, self.model_fingerprint, self.vocabulary
+
+    @classmethod
+    def load(
+        cls,
+        number: int,
+        prompt_len: int,
+        output_len: int,
+        max_tokens: int,
+        priority: int,
+        deadline: float | None,
+        tenant: str,
+        model_fingerprint: str,
+        vocabulary: Any,
+    ) -> Request:
+        """Return a request of the dumped shape with `number` as its id and blank tokens."""
+        return cls(
+            str(number),
+            (BLANK_TOKEN,) * prompt_len,
+            Sampling(stop_ids=(BLANK_STOP, BLANK_EOS)),
+            max_tokens,
+            frozenset({BLANK_EOS}),
+            frozenset({BLANK_STOP}),
+            priority,
+            deadline,
+            tenant=tenant,
+            output=(BLANK_TOKEN,) * output_len,
+            model_fingerprint=model_fingerprint,
+            vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
+        )
 
 
 class State(Enum):
-    """WAITING -> RUNNING -> FINISHED, and RUNNING -> WAITING when preempted or when the worker is lost."""
+    """WAITING -> RUNNING -> FINISHED, and RUNNING -> WAITING on a preemption or a worker loss."""
 
     WAITING = 1
     RUNNING = 2
@@ -56,7 +93,7 @@ class State(Enum):
 
 
 class Sequence:
-    """A live request. Owned by the core; nobody else writes to it."""
+    """A live request. Only the core writes to it."""
 
     __slots__ = (
         "admission_count",
@@ -69,6 +106,7 @@ class Sequence:
         "decode_joined_at",
         "decode_offset",
         "first_token_at",
+        "in_decode_batch",
         "isolated_crashes",
         "isolated_kills",
         "last_step",
@@ -97,33 +135,33 @@ class Sequence:
 
     def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
         self.request = request
-        self.queue_key = queue_key  # the lower, the older: who is served first and who never yields to whom
+        self.queue_key = queue_key  # lower: served earlier, and never preempted for a higher key; ends in the number
         self.arrival = now
         self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
         self.prompt_len = len(request.prompt)
-        self.max_len = self.prompt_len + request.max_tokens  # `known` never exceeds it
+        self.max_len = self.prompt_len + request.max_tokens  # upper bound of `num_known`
         self.stop_token_ids = frozenset(request.sampling.stop_ids)
         self.state = State.WAITING
-        # `decoding` owns these two. While it takes part in beats, fields marked * are as old as its last settle.
-        self.decode_joined_at = NOT_DECODING  # the first beat of its part
-        self.decode_offset = 0
+        # Owned by DecodeBatch. While in the decode batch, fields marked * are as of the last `sync`.
+        self.in_decode_batch = False
+        self.decode_joined_at = 0  # its first decode step
+        self.decode_offset = 0  # position of its row, minus the decode step
         # While running:
         self.slot = -1
         self.blocks: list[int] = []
         self.num_planned = 0  # * positions in plans, sent or applied
         self.num_computed = 0  # * positions in applied plans
         self.planned_step = 0  # * the last step it has a row in
-        self.admission_count = 0  # grows when it takes a slot: tells rows of an earlier stay from those of this one
+        self.admission_count = 0  # tells rows of an earlier admission from rows of this one
         # Always:
-        self.num_known = len(self.tokens)  # * tokens and the samples in flight
+        self.num_known = len(self.tokens)  # * tokens and samples in flight
         self.block_keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
-        self.num_published = 0  # leading positions in blocks that the prefix cache knows
-        self.max_computed_before = 0  # most positions computed in earlier stays: what a new one computes again
+        self.num_published = 0  # leading positions in blocks that were offered to the prefix cache
+        self.max_computed_before = 0  # most positions computed in earlier admissions: computing them again is counted
         self.preemptions = self.recoveries = self.overtaken_count = 0
-        self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = (
-            0  # owned by `suspects`; the mark is a position
-        )
-        self.pinned = False  # preempted too often: holds all the blocks it can ever need and is no victim any more
+        # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.
+        self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
+        self.pinned = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
         self.cached_tokens = self.recomputed_tokens = 0
         self.last_step = 0  # *
         self.started_at: float | None = None
@@ -131,22 +169,27 @@ class Sequence:
         self.last_token_at: float | None = None  # *
 
     @property
+    def number(self) -> int:
+        """Order of arrival from 1, unique in a core."""
+        return self.queue_key[1]
+
+    @property
     def num_outputs(self) -> int:
-        """Confirmed output tokens."""
+        """Number of confirmed output tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def in_flight(self) -> int:
-        """Samples planned, not yet applied."""
+        """Number of samples planned and not yet applied."""
         return self.num_known - len(self.tokens)
 
     @property
     def num_unplanned(self) -> int:
-        """Positions that can be planned now. The last output is sampled but never computed."""
+        """Number of positions that can be planned now. The last output token is sampled but never computed."""
         return min(self.num_known, self.max_len - 1) - self.num_planned
 
     def stats(self, now: float, completion_tokens: int | None = None) -> RequestStats:
-        """The account so far, closed at `now`."""
+        """Return the request's statistics, ended at `now`."""
         return RequestStats(
             arrival=self.arrival,
             prompt_tokens=self.prompt_len,
@@ -161,3 +204,27 @@ class Sequence:
             ended_at=now,
             last_step=self.last_step,
         )
+
+    def dump(self) -> list[Any]:
+        """Return a copy of the state; of tokens only their number."""
+        lengths = self.state.value, len(self.tokens), tuple(self.blocks), tuple(self.block_keys)
+        return [*self.request.dump(), *lengths, _plain_values(self)]
+
+    @classmethod
+    def load(cls, entry: list[Any]) -> Sequence:
+        """Return a sequence in the state of a dump that went through JSON, with blank tokens."""
+        *request, state, num_tokens, blocks, keys, values = entry
+        fields = dict(zip(_PLAIN, values, strict=True))
+        key, number = fields.pop("queue_key")
+        sequence = cls(Request.load(number, *request), (key, number), 0.0)
+        sequence.tokens = [BLANK_TOKEN] * num_tokens
+        sequence.state = State(state)
+        sequence.blocks = list(blocks)
+        sequence.block_keys = [bytes.fromhex(key) for key in keys]
+        for name, value in fields.items():
+            setattr(sequence, name, value)
+        return sequence
+
+
+_PLAIN = tuple(sorted({*Sequence.__slots__} - {"block_keys", "blocks", "request", "state", "stop_token_ids", "tokens"}))
+_plain_values = attrgetter(*_PLAIN)

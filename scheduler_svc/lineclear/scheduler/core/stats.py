@@ -1,36 +1,13 @@
-"""The core's limits and its books: what it may do, what it has done, how it stands."""
+"""The core's counters and gauges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-from lineclear.scheduler.core.policies import PolicySettings
-
-
-@dataclass(frozen=True, slots=True)
-class CoreLimits:
-    """The bounds the core holds, and the policies it follows. Names and meaning: docs/configuration.md."""
-
-    max_batch_size: int = 64
-    target_batch_tokens: int = 0  # as many as the worker takes
-    pipeline_depth: int = 2
-    max_queue_size: int = 1024
-    max_queue_tokens: int = 1_000_000
-    max_preemptions: int = 4
-    max_bypasses: int = 16
-    max_lone_crashes: int = 1
-    max_lone_kills: int = 3
-    prefix_cache: bool = True
-    cache_secret: bytes = b""
-    strategy: str = "continuous"
-    order: str = "fifo"
-    victim: str = "cheapest"
-    policy: PolicySettings = field(default_factory=PolicySettings)
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
 class Counters:
-    """What was done since the core was made. `looked_up_tokens` is what `cached_tokens` is a share of."""
+    """Totals since the core was created. `cached_tokens` of `looked_up_tokens` were prefix-cache hits."""
 
     requests_admitted: int = 0
     requests_rejected: int = 0
@@ -49,7 +26,7 @@ class Counters:
     wasted_samples: int = 0
 
     def copy(self) -> Counters:
-        """The figures of now."""
+        """Return a copy."""
         return replace(self)
 
 

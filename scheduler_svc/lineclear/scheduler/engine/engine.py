@@ -19,9 +19,11 @@ import structlog
 
 from lineclear.errors import LineclearError, PoisonRequest, QueueFull
 from lineclear.process.logging_setup import exception_location
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event, Failed, RequestStats
+from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import BadResult, Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot, StepTime
 from lineclear.scheduler.engine.worker_link import CLOSED, Arrival, WorkerGone, WorkerLink
@@ -350,7 +352,7 @@ class Engine:
         unchecked, every = self._num_unchecked_steps, self._check_every_steps
         if every and unchecked and (unchecked >= every or self._monitor.is_idle):
             begin = time.perf_counter()
-            self._core.check(with_waiting_prompts=False)
+            invariants.check(self._core, with_waiting_prompts=False)
             self._num_unchecked_steps = 0
             self._counters.checks += 1
             self._counters.check_seconds += time.perf_counter() - begin

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lineclear.scheduler.core.scheduler import CoreSnapshot
+from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.scheduler.engine.worker_link import LinkCounters
 from lineclear.wire.messages import Hello
 

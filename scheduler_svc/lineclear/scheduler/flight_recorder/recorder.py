@@ -1,9 +1,8 @@
-"""The flight recorder: a core that keeps what it was told and what it decided, bounded and without content.
+"""The flight recorder: a core that keeps its last calls and decisions, bounded and without content.
 
-Every call that can change a decision becomes a record; what the core learns from content (a token ended an answer, the
-digest of a new prefix) is recorded as the fact that it was. Records follow a checkpoint of the whole state, so that
-`replay` can start in the middle of a life. When a segment is full a new checkpoint begins the next one, and of old
-segments one is kept.
+Every call that can change a decision becomes a record. What the core learns from content is recorded as a fact: that a
+token ended an answer, or the key of a new prefix block. Records follow a checkpoint of the whole state, so `replay` can
+start in the middle of a life. A full segment is followed by a new checkpoint, and only one older segment is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from lineclear.errors import LineclearError
+from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.events import (
     Event,
     Failed,
@@ -24,60 +24,60 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import CoreLimits, Scheduler
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.flight_recorder.core_state import KEY_BYTES, dump_core, limits_of, request_shape, to_json_types
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 2"
-_MAX_LIVE_AT_CHECKPOINT = 8192  # it stops the engine for about a microsecond each
+FORMAT = "lineclear flight recording 3"
+"""Raise the number when records or checkpoints change: `replay` refuses other formats."""
+KEY_BYTES = 8
+"""Recorded bytes of a prefix-cache key."""
+_MAX_LIVE_AT_CHECKPOINT = 8192  # a checkpoint stops the engine for about a microsecond per live request
 
 
 class RecordingScheduler(Scheduler):
-    """A Scheduler that remembers its last `max_records` to twice as many calls."""
+    """A Scheduler that records its last `max_records` calls, up to twice as many."""
 
     def __init__(self, limits: CoreLimits, max_records: int = 4096) -> None:
-        super().__init__(limits)
+        super().__init__(limits, self._recorded_hash)
         self._max_records = max_records
-        self._numbers: dict[str, int] = {}
-        self._keys = bytearray()  # a prompt of 32k tokens has 2,048 of them, so they are kept without an object each
-        make = self._batch.new_key
-
-        def new_key(*arguments: Any) -> bytes:
-            key = make(*arguments)
-            self._keys += key[:KEY_BYTES]
-            return key
-
-        self._batch.new_key = new_key  # type: ignore[assignment, method-assign]
+        self._hash = BlockHasher(limits.cache_secret)
+        self._keys = bytearray()  # of the current call; a prompt of 32k tokens has 2,048, so no object for each
+        self._num_admitted = 0
+        self._numbers: dict[str, int] = {}  # of live requests, by arrival
+        self._vocab_size = 0
+        self._undrained: list[Event] = []
         self._earlier: tuple[dict[str, Any], list[list[Any]]] | None = None
-        self._core_state: dict[str, Any] | None = dump_core(self)
+        self._checkpoint: dict[str, Any] | None = self.dump()
         self._records: list[list[Any]] = []
 
     def recording(self) -> Iterator[Any]:
-        """Header, checkpoint and records up to now, in JSON's types, for any thread to go through.
+        """Return header, checkpoint and records in JSON's types, for any thread to iterate.
 
-        Only the header while too many requests live for a checkpoint.
+        Only the header while more requests are live than a checkpoint may have.
         """
-        entries: list[Any] = [{"format": FORMAT, "limits": limits_of(self.limits)}]
+        entries: list[Any] = [{"format": FORMAT, "limits": self.limits.dump()}]
         records: list[list[Any]] = []
-        if self._core_state is not None:
-            checkpoint, earlier = self._earlier or (self._core_state, [])
+        if self._checkpoint is not None:
+            checkpoint, earlier = self._earlier or (self._checkpoint, [])
             entries.append(checkpoint)
             records += earlier + self._records
-        return map(to_json_types, chain(entries, map(_as_written, records)))
+        return map(to_json_types, chain(entries, map(_with_separate_keys, records)))
 
     # --- the calls --------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> list[Event]:
-        number = self._numbers.get(request.request_id, self._num_arrivals + 1)
+        number = self._numbers.get(request.request_id, self._num_admitted + 1)
         try:
             events = super().submit(request, now)
         except LineclearError as error:
-            self._record("submit", now, [number, *request_shape(request)], type(error).__name__)
+            self._record("submit", now, [number, *request.dump()], type(error).__name__)
             raise
         self._numbers[request.request_id] = number
-        self._record("submit", now, [number, *request_shape(request)], "Admitted")
+        self._num_admitted += 1
+        self._record("submit", now, [number, *request.dump()], "Admitted")
         return events
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
@@ -104,31 +104,36 @@ class RecordingScheduler(Scheduler):
 
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
-        self._record("forget", 0.0, [], [])
+        self._record("clear_prefix_cache", 0.0, [], [])
 
     def on_worker_change(self, hello: Hello | None, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         events = super().on_worker_change(hello, now, loss)
+        self._vocab_size = 0 if hello is None else hello.vocab_size
         fields = None if hello is None else {name: getattr(hello, name) for name in hello.__slots__}
-        self._record("reset", now, [fields, loss.name], self._summary(events))
+        self._record("on_worker_change", now, [fields, loss.name], self._summary(events))
         return events
 
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
         events = super().on_step_error(error, now)
-        self._record("fail_step", now, [error.epoch, error.step, error.kind.value], self._summary(events))
+        self._record("on_step_error", now, [error.epoch, error.step, error.kind.value], self._summary(events))
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        considers = self._hello is not None and len(self._inflight) < self.limits.pipeline_depth and bool(self._live)
-        before = len(self._events)
+        could_plan = self.can_plan
         plan = super().plan(now)
-        if considers:
-            self._record("plan", now, [], [plan_summary(plan), self._summary(self._events[before:])])
+        if could_plan:
+            events = super().drain_events()
+            self._undrained += events
+            self._record("plan", now, [], [plan_summary(plan), self._summary(events)])
         return plan
 
+    def drain_events(self) -> list[Event]:
+        events, self._undrained = self._undrained, []
+        return events
+
     def apply(self, result: StepResult, now: float) -> list[Event]:
-        vocab_size = 0 if self._hello is None else self._hello.vocab_size
         events = super().apply(result, now)
-        tokens = result.tokens
+        tokens, vocab_size = result.tokens, self._vocab_size
         void: list[int] = []
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             void = [row for row, token in enumerate(tokens) if not 0 <= token < vocab_size]
@@ -143,6 +148,11 @@ class RecordingScheduler(Scheduler):
 
     # --- the records ------------------------------------------------------------------------------------------------
 
+    def _recorded_hash(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+        key = self._hash(cache_salt, parent, tokens)
+        self._keys += key[:KEY_BYTES]
+        return key
+
     def _summary(self, events: Iterable[Event]) -> list[Any]:
         found = event_summary(events, lambda request_id: self._numbers[request_id])
         for event in events:
@@ -153,28 +163,38 @@ class RecordingScheduler(Scheduler):
     def _record(self, call: str, now: float, facts: list[Any], outcome: Any) -> None:
         keys = bytes(self._keys)
         self._keys.clear()
-        if self._core_state is not None:
+        if self._checkpoint is not None:
             self._records.append([call, now, facts, keys, outcome])
-        if len(self._records) >= self._max_records or self._core_state is None:
-            self._begin_segment()
+        if len(self._records) >= self._max_records or self._checkpoint is None:
+            self._start_segment()
 
-    def _begin_segment(self) -> None:
-        if len(self._live) > _MAX_LIVE_AT_CHECKPOINT:
-            self._earlier = self._core_state = None
+    def _start_segment(self) -> None:
+        if self.num_live > _MAX_LIVE_AT_CHECKPOINT:
+            self._earlier = self._checkpoint = None
         else:
-            self._earlier = None if self._core_state is None else (self._core_state, self._records)
-            self._core_state = dump_core(self)
+            self._earlier = None if self._checkpoint is None else (self._checkpoint, self._records)
+            self._checkpoint = self.dump()
         self._records = []
 
 
-def _as_written(record: list[Any]) -> list[Any]:
-    """A record as the file has it, its keys apart."""
+def _with_separate_keys(record: list[Any]) -> list[Any]:
     call, now, facts, keys, outcome = record
     return [call, now, facts, [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)], outcome]
 
 
+def to_json_types(value: Any) -> Any:
+    """Return the value in JSON's types, with keys cut to KEY_BYTES."""
+    if isinstance(value, bytes):
+        return value[:KEY_BYTES].hex()
+    if isinstance(value, dict):
+        return {name: to_json_types(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_types(entry) for entry in value]
+    return value
+
+
 def plan_summary(plan: StepPlan | None) -> list[Any] | None:
-    """What a plan decides: decodes as a digest, for there are many; of new owners the lengths."""
+    """Return what a plan decides: its decodes as a hash, of new slots only the lengths."""
     if plan is None:
         return None
     inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks] for init in plan.inits]
@@ -182,7 +202,7 @@ def plan_summary(plan: StepPlan | None) -> list[Any] | None:
 
 
 def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> list[Any]:
-    """What events say, without content."""
+    """Return what events say, without content."""
     found: list[Any] = []
     for event in events:
         if isinstance(event, StepTokens):

@@ -1,4 +1,4 @@
-"""Flight recordings as files: written aside, by a thread of their own, readable by the owner only, and never many."""
+"""Writes flight recordings to a few private files, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLOSE_SECONDS = 10.0
 
 
 class _WriteJob(NamedTuple):
-    """A recording to be written."""
+    """A recording to write."""
 
     path: Path
     entries: Iterable[Any]
@@ -36,9 +36,9 @@ class _WriteJob(NamedTuple):
 
 
 class RecordingFiles:
-    """Writes the recording of `core` into `directory` as flight-0.jsonl to flight-3.jsonl, the oldest one again.
+    """Writes the recording of `core` to flight-0.jsonl ... flight-3.jsonl in `directory`, replacing the oldest file.
 
-    The thread that writes is there from the start: anomalies are recorded when a new thread may not be had.
+    The thread starts with the object, since an anomaly may leave the process unable to start threads.
     """
 
     def __init__(self, core: RecordingScheduler, directory: Path | None = None) -> None:
@@ -51,9 +51,9 @@ class RecordingFiles:
         self._thread.start()
 
     def dump(self, reason: str) -> None:
-        """Write what is recorded now, unless that was done a moment ago. On the thread that owns the core.
+        """Start to write the recording unless one was written in the last 10 seconds. On the core's thread.
 
-        Never raises: a recording that cannot be made must not harm the engine.
+        Never raises: a failed recording must not stop the engine.
         """
         try:
             if time.monotonic() - self._last >= _SECONDS_BETWEEN:
@@ -62,9 +62,9 @@ class RecordingFiles:
             log.warning("recording_failed", problem=type(error).__name__, places=exception_location(error))
 
     def write(self, reason: str) -> Future[Path]:
-        """Begin to write what is recorded now. On the thread that owns the core.
+        """Start to write the recording. On the core's thread.
 
-        The future has the file, or the OSError. While a file is being written, that one is all there is.
+        The future returns the path or raises OSError. While a file is being written, its future is returned instead.
         """
         if self._writing is not None and not self._writing.done():
             return self._writing
@@ -76,31 +76,31 @@ class RecordingFiles:
         return written
 
     def wait(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Return when no file is being written, at the latest after `timeout_seconds`."""
+        """Wait for the file that is being written, at most `timeout_seconds`."""
         if self._writing is not None:
             wait((self._writing,), timeout_seconds)
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Finish the file that is being written, if `timeout_seconds` is enough, and end the thread."""
+        """Finish the file that is being written and stop the thread, within `timeout_seconds`."""
         self._jobs.put(None)
         self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        while (order := self._jobs.get()) is not None:
-            _write(*order)
+        while (job := self._jobs.get()) is not None:
+            _write(*job)
 
 
 def private_directory(path: Path) -> Path:
-    """`path`, made if it is not there. Raises OSError if others could read or write in it."""
+    """Create `path` if it is missing. Raises OSError if another user may read or write in it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError(f"{path} must be a directory of ours with mode 0700")
+        raise OSError(f"{path} must be a directory owned by this user with mode 0700")
     return path
 
 
 def default_directory() -> Path:
-    """Where recordings are written when no setting says it."""
+    """Return the directory of recordings if no setting names one."""
     return Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
 
 
@@ -117,11 +117,11 @@ def _write(path: Path, entries: Iterable[Any], reason: str, written: Future[Path
 
 
 def write(path: Path, entries: Iterable[Any]) -> None:
-    """A recording, one entry a line, in place of whatever was at `path`."""
-    aside = path.with_suffix(".part")
-    aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    """Write a recording, one entry a line, and move it over `path`."""
+    partial = path.with_suffix(".part")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         for entry in entries:
             file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-    aside.rename(path)
+    partial.rename(path)

@@ -1,7 +1,7 @@
-"""`lineclear-scheduler replay FILE`: runs the core again over a flight recording and compares every decision.
+"""`lineclear-scheduler replay FILE`: runs the core over a flight recording and compares every decision.
 
-A core made from the recording's checkpoint is told what the recorded one was told. The first call it answers otherwise
-is printed, with both answers.
+A core loaded from the recording's checkpoint gets the recorded calls. The first call with another outcome is printed,
+with both outcomes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,11 @@ from typing import Any
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.flight_recorder.core_state import (
-    EOS,
-    NORMAL,
-    STOP,
-    blank_request,
-    hello_from,
-    load_core,
-    to_json_types,
-)
-from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary
+from lineclear.scheduler.core.scheduler import Scheduler, load_hello
+from lineclear.scheduler.core.sequence import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, Request
+from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary, to_json_types
 from lineclear.wire.messages import StepError, StepErrorKind, StepResult
 
 
@@ -35,11 +28,11 @@ class NotARecording(Exception):
 
 
 class Divergence(Exception):
-    """The core decides otherwise than it did."""
+    """The core decides otherwise than recorded."""
 
 
 def main(arguments: list[str]) -> int:
-    """Replay the file that `arguments` name. 0: all decisions are the same, 1: one is not, 2: not a recording."""
+    """Replay the file in `arguments`. Returns 0: all decisions are the same, 1: one differs, 2: not a recording."""
     if len(arguments) != 1:
         print("usage: lineclear-scheduler replay FILE", file=sys.stderr)
         return 2
@@ -57,33 +50,34 @@ def main(arguments: list[str]) -> int:
 
 
 def replay(recording: Iterable[Any]) -> int:
-    """Run a recording; how many calls it has. Raises Divergence, or NoRecording for what is none."""
+    """Replay a recording and return its number of calls. Raises Divergence or NotARecording."""
     entries = iter(recording)
     header = next(entries, None)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise NotARecording(f"it does not begin as a {FORMAT!r} does")
+        found = repr(header["format"])[:60] if isinstance(header, dict) and "format" in header else "another file"
+        raise NotARecording(f"its format is {found}, this version replays only {FORMAT!r}")
     checkpoint = next(entries, None)
     if checkpoint is None:
-        raise NotARecording("it is empty: too many requests lived for a checkpoint")
-    player, count = _Replayer(load_core(checkpoint)), 0
+        raise NotARecording("it has no records: too many requests were live for a checkpoint")
+    replayer, count = _Replayer(CoreLimits.load(header["limits"]), checkpoint), 0
     for call, now, facts, keys, outcome in entries:
         count += 1
-        answer = to_json_types(player.play(call, now, facts, keys))
+        answer = to_json_types(replayer.play(call, now, facts, keys))
         if answer != outcome:
             raise Divergence(f"call {count}, {call} at {now}:\n  recorded {outcome}\n  now      {answer}")
     return count
 
 
 class _Replayer:
-    """A core, and what it has to be told instead of content."""
+    """A core with recorded facts in place of content. Its private methods are named after the recorded calls."""
 
-    def __init__(self, core: Scheduler) -> None:
-        self._core = core
+    def __init__(self, limits: CoreLimits, checkpoint: dict[str, Any]) -> None:
         self._keys: deque[bytes] = deque()
-        core._batch.new_key = self._next_key  # type: ignore[assignment, method-assign]
+        self._core = Scheduler(limits, self._next_key)
+        self._core.load(checkpoint)
 
     def play(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
-        """The core's answer to one recorded call."""
+        """Return the core's answer to one recorded call."""
         self._keys = deque(map(bytes.fromhex, keys))
         answer = getattr(self, f"_{call}")(now, *facts)
         if self._keys:
@@ -92,19 +86,19 @@ class _Replayer:
 
     def _next_key(self, *_: Any) -> bytes:
         if not self._keys:
-            raise Divergence("the core makes a prefix key that it did not make")
+            raise Divergence("the core makes a prefix key that was not recorded")
         return self._keys.popleft()
 
     def _submit(self, now: float, *request: Any) -> str:
         try:
-            self._core.submit(blank_request(*request), now)
+            self._core.submit(Request.load(*request), now)
         except LineclearError as error:
             return type(error).__name__
         return "Admitted"
 
     def _cancel(self, now: float, number: int) -> Any:
         self._core.cancel(str(number), None, now)
-        return []  # with what error is the shell's affair
+        return []  # the shell chose the error
 
     def _finish(self, now: float, number: int, num_tokens: int) -> Any:
         return event_summary(self._core.finish(str(number), num_tokens, now), int)
@@ -116,16 +110,15 @@ class _Replayer:
         self._core.drain(now)
         return []
 
-    def _forget(self, now: float) -> Any:
+    def _clear_prefix_cache(self, now: float) -> Any:
         self._core.clear_prefix_cache()
         return []
 
-    def _reset(self, now: float, hello: dict[str, Any] | None, loss: str) -> Any:
-        return event_summary(
-            self._core.on_worker_change(None if hello is None else hello_from(hello), now, WorkerLoss[loss]), int
-        )
+    def _on_worker_change(self, now: float, fields: dict[str, Any] | None, loss: str) -> Any:
+        hello = None if fields is None else load_hello(fields)
+        return event_summary(self._core.on_worker_change(hello, now, WorkerLoss[loss]), int)
 
-    def _fail_step(self, now: float, epoch: int, step: int, kind: int) -> Any:
+    def _on_step_error(self, now: float, epoch: int, step: int, kind: int) -> Any:
         return event_summary(self._core.on_step_error(StepError(epoch, step, StepErrorKind(kind)), now), int)
 
     def _plan(self, now: float) -> Any:
@@ -142,9 +135,8 @@ class _Replayer:
         void: list[int],
         stops: list[list[int]],
     ) -> Any:
-        ends = {number: EOS if reason == FinishReason.STOP_EOS.value else STOP for number, reason in stops}
-        flight = self._core._inflight[0]
-        tokens = [ends.get(sequence.queue_key[1], NORMAL) for sequence in flight.sampled()]
+        last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
+        tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples()]
         for row in void:
             tokens[row] = -1
         result = StepResult(epoch, step, tuple(tokens), (), frozenset(bad), step_seconds)

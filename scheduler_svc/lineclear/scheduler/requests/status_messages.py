@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lineclear.scheduler.core.scheduler import CoreSnapshot
+from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.requests.request_stats import Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
