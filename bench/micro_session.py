@@ -59,12 +59,12 @@ async def by_session(channel: grpc.aio.Channel, count: int, length: int) -> int:
         pb.SessionResponse.FromString,
     )()
     for handle in range(count):
-        await call.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=handle, request=request(length))))
+        await call.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=request(length))]))
     await call.done_writing()
     messages = finished = 0
     while isinstance(message := await call.read(), pb.SessionResponse):
         messages += 1
-        finished += sum(piece.response.HasField("finished") for piece in message.pieces)
+        finished += sum(event.response.HasField("finished") for event in message.events)
     assert finished == count
     return messages
 

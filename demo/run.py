@@ -42,7 +42,7 @@ class Run:
     @property
     def steps(self) -> int:
         """From the first step that worked on a prompt to the last token."""
-        return max(a.timings.last_step for a in self.answers) - min(a.started.step for a in self.answers) + 1
+        return max(a.timings.last_step for a in self.answers) - min(a.started.first_step for a in self.answers) + 1
 
 
 def server(model: str, slots: int, strategy: str) -> LocalServer:
@@ -86,7 +86,7 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
         async for delta in stream:
             if printer is not None:
                 if delta.started is not None:
-                    printer.say(index, f"-> slot {delta.started.slot}, step {delta.started.step}: «{prompt}»")
+                    printer.say(index, f"-> slot {delta.started.slot}, step {delta.started.first_step}: «{prompt}»")
                 printer.add(index, delta.text)
     if printer is not None:
         printer.flush(index)
@@ -126,11 +126,13 @@ def report(continuous: Run, static: Run, slots: int) -> bool:
     """Print the admission log and the comparison; whether both gave the same tokens."""
     print("\nAdmission log (continuous batching)")
     print("  request  slot  from step  to step  tokens  queued s")
-    in_order = sorted(enumerate(continuous.answers), key=lambda item: (item[1].started.step, item[1].started.slot))
+    in_order = sorted(
+        enumerate(continuous.answers), key=lambda item: (item[1].started.first_step, item[1].started.slot)
+    )
     for index, a in in_order:
         print(
-            f"  [{index + 1}]      {a.started.slot:4}  {a.started.step:9}  {a.timings.last_step:7}"
-            f"  {a.usage.completion_tokens:6}  {a.timings.queue_seconds:8.3f}"
+            f"  [{index + 1}]      {a.started.slot:4}  {a.started.first_step:9}  {a.timings.last_step:7}"
+            f"  {a.usage.completion_tokens:6}  {a.timings.queue_time_seconds:8.3f}"
         )
     tokens = sum(a.usage.completion_tokens for a in continuous.answers)
     same = [a.token_ids for a in continuous.answers] == [a.token_ids for a in static.answers]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import reliability
 from google.protobuf import descriptor_pb2 as pb
+from google.rpc.code_pb2 import Code
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from lineclear.errors import LineclearError, UnknownStatus, tree
 from lineclear.exit_codes import TABLE, of_grpc
-from lineclear.grpc_status import CODE_NUMBERS
 from lineclear.process import settings_base
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
@@ -105,7 +105,12 @@ def protocol() -> str:
     """The page of the gRPC interface and its errors."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set.binpb"
-        flags = ["--include_source_info", "--include_imports", f"--descriptor_set_out={out}", f"-I{ROOT / 'protos'}"]
+        flags = [
+            "--include_source_info",
+            "--include_imports",
+            f"--descriptor_set_out={out}",
+            *(f"-I{ROOT / root}" for root in ("protos", "third_party")),
+        ]
         subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *flags, *PUBLIC], check=True)
         files = {file.name: file for file in pb.FileDescriptorSet.FromString(out.read_bytes()).file}
     lines = ["# Protocol", "", "Made from `protos/` by `docs/generate.py`; do not edit.", ""]
@@ -147,7 +152,7 @@ def exit_codes() -> str:
         "",
         "| code | gRPC code |",
         "|---|---|",
-        *(f"| {of_grpc(number)} | {code} |" for code, number in CODE_NUMBERS.items() if code != "OK"),
+        *(f"| {of_grpc(number)} | {code} |" for code, number in Code.items() if code != "OK"),
         "",
     ]
     return "\n".join(lines)

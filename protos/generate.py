@@ -1,8 +1,8 @@
-"""Writes the Python stubs and their type stubs from the .proto files, in place.
+"""Write the Python stubs and their type stubs from the .proto files, in place.
 
     python protos/generate.py [--out FOLDER]
 
-Run with the oldest grpcio-tools we support (pinned in the `dev` extra): stubs refuse runtimes older than their maker.
+Run with the oldest supported grpcio-tools (pinned in the `dev` extra): stubs refuse runtimes older than their compiler.
 """
 
 import argparse
@@ -10,21 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-PROTOS = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.proto"))
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def generate(out: Path) -> None:
-    """Compile every .proto below this folder into `out`, which keeps the package layout. Raises CalledProcessError."""
-    plugin = Path(sys.executable).with_name("protoc-gen-mypy")
-    grpc_plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
-    public = [p for p in PROTOS if not p.startswith("lineclear/wire/")]
-    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
-    mypy = [f"--plugin=protoc-gen-mypy={plugin}", f"--mypy_out=quiet:{out}"]
-    subprocess.run([*protoc, f"--python_out={out}", *mypy, *PROTOS], check=True)
-    services = [p for p in public if p.endswith(("admin.proto", "inference.proto"))]
-    mypy_grpc = [f"--plugin=protoc-gen-mypy_grpc={grpc_plugin}", f"--mypy_grpc_out=quiet:{out}"]
-    subprocess.run([*protoc, f"--grpc_python_out={out}", *mypy_grpc, *services], check=True)
+    """Compile the .proto files of each source root into the same root below `out`. Raises CalledProcessError."""
+    bin_folder = Path(sys.executable).parent
+    include = [f"-I{ROOT / root}" for root in ("protos", "common", "third_party")]
+    for root in ("protos", "common"):
+        files = sorted(str(path.relative_to(ROOT / root)) for path in (ROOT / root).rglob("*.proto"))
+        to = out / root
+        to.mkdir(exist_ok=True)
+        mypy = [f"--plugin={bin_folder / 'protoc-gen-mypy'}", f"--mypy_out=quiet:{to}", f"--python_out={to}"]
+        grpc = [f"--plugin={bin_folder / 'protoc-gen-mypy_grpc'}", f"--mypy_grpc_out=quiet:{to}"]
+        protoc = [sys.executable, "-m", "grpc_tools.protoc", *include]
+        subprocess.run([*protoc, *mypy, *files], check=True)
+        if services := [name for name in files if "\nservice " in (ROOT / root / name).read_text()]:
+            subprocess.run([*protoc, *grpc, f"--grpc_python_out={to}", *services], check=True)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ def test_readme_make_targets_exist() -> None:
 
 def test_readme_stubs_are_generated(tmp_path: Path) -> None:
     make, protoc = (c for c in commands() if c == "mkdir stubs" or "grpc_tools" in c)
-    (tmp_path / "protos").symlink_to(REPOSITORY / "protos")
+    for root in ("protos", "third_party"):
+        (tmp_path / root).symlink_to(REPOSITORY / root)
     script = f"{make} && {protoc.replace('.venv/bin/python', sys.executable)}"
     subprocess.run(script, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
     made = {p.name for p in (tmp_path / "stubs/lineclear/v1").iterdir()}

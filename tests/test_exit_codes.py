@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from client.command import spawn
+from google.rpc.code_pb2 import Code
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.exit_codes import COMMAND, TABLE, ExitCode, of_grpc
-from lineclear.grpc_status import CODE_NUMBERS
 
 LINECLEAR = [sys.executable, "-m", "lineclear.cli"]
 SCHEDULER = [sys.executable, "-m", "lineclear.scheduler.main"]
 WORKER = [sys.executable, "-m", "lineclear.worker.main"]
-OF_GRPC = {of_grpc(number) for code, number in CODE_NUMBERS.items() if code != "OK"}
+OF_GRPC = {of_grpc(number) for code, number in Code.items() if code != "OK"}
 OF_SHELLS = {*range(124, 166)}
 """timeout (124, 125, 137), docker run (125), not executable (126), not found (127), signals (128 + n)."""
 
@@ -45,7 +45,7 @@ def test_a_server_that_is_not_there_is_not_a_wrong_configuration(tmp_path: Path)
     nobody = f"unix:{tmp_path}/nobody"
     asked = run([*LINECLEAR, "generate", "x", "--target", nobody, "--max-attempts", "1"])
     served = run([*LINECLEAR, "serve", "--model", "/absent"])
-    assert asked == of_grpc(CODE_NUMBERS["UNAVAILABLE"])
+    assert asked == of_grpc(Code.UNAVAILABLE)
     assert served == ExitCode.CONFIGURATION
     assert asked != served
 

@@ -13,9 +13,7 @@ twice the limit; beyond that gRPC ends the whole session."""
 MAX_PIECE_BYTES = 1024 * 1024
 """Streamed answers are cut into messages of about this size."""
 
-MAX_SESSION_ORDERS = 32
-"""Most orders in one message of a session. A server obeys them in one go: more would hold up what it sends."""
+MAX_SESSION_COMMANDS = 32
+"""Most commands in one SessionRequest. The server handles them in one go, so more would delay its responses."""
 MAX_GATHERED_BYTES = 64 * 1024
-"""Most bytes of the orders that share a message. One that is larger goes alone, and fails alone if it is too large."""
-SESSION_ORDERS_KEY = "lineclear-session-orders"
-"""Initial metadata of a session, in which a server says how many orders it takes in a message."""
+"""Most bytes of the commands that share a message. A larger one is sent alone, and fails alone if it is too large."""

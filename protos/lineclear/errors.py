@@ -75,7 +75,7 @@ class TokenOutOfVocabulary(InvalidRequest):
 class MalformedMessage(InvalidRequest):
     """The message is not what the schema says (for instance a string that is not UTF-8)."""
 
-    reason = "MALFORMED"
+    reason = "MALFORMED_MESSAGE"
 
 
 class RequestTooLarge(LineclearError):
@@ -137,7 +137,7 @@ class KvCapacityExceeded(LineclearError):
     """The request alone needs more KV blocks than the pool has."""
 
     code = "FAILED_PRECONDITION"
-    reason = "EXCEEDS_KV_CAPACITY"
+    reason = "KV_CAPACITY_EXCEEDED"
 
 
 class NoChatTemplate(LineclearError):
@@ -179,21 +179,21 @@ class ServerStarting(LineclearError):
     """No worker has joined yet."""
 
     code = "UNAVAILABLE"
-    reason = "STARTING"
+    reason = "SERVER_STARTING"
 
 
 class ServerDraining(LineclearError):
     """The server is leaving and takes no new requests."""
 
     code = "UNAVAILABLE"
-    reason = "DRAINING"
+    reason = "SERVER_DRAINING"
 
 
 class ShutdownInterrupted(LineclearError):
     """The server left before the answer was complete."""
 
     code = "UNAVAILABLE"
-    reason = "DRAINED"
+    reason = "SHUTDOWN_INTERRUPTED"
 
 
 class WorkerUnavailable(LineclearError):
@@ -234,7 +234,7 @@ class DeadlineExceeded(LineclearError):
 class DeadlineUnreachable(DeadlineExceeded):
     """The deadline would pass in the queue; refused at the door, before any work. Only where a setting asks for it."""
 
-    reason = "PREDICTED"
+    reason = "DEADLINE_UNREACHABLE"
 
 
 class Cancelled(LineclearError):
@@ -262,14 +262,14 @@ class InternalError(LineclearError):
     """A bug of ours. `metadata["incident_id"]` is in the server's log."""
 
     code = "INTERNAL"
-    reason = "INTERNAL"
+    reason = "INTERNAL_ERROR"
 
 
 class DataLoss(LineclearError):
     """The stream skipped or repeated a token index. Found by the client library."""
 
     code = "DATA_LOSS"
-    reason = "INDEX_GAP"
+    reason = "DATA_LOSS"
 
 
 class Unsupported(LineclearError):

@@ -1,13 +1,15 @@
-"""Errors over the wire: a LineclearError to the bytes of a google.rpc.Status and back.
+"""Convert a LineclearError to a google.rpc.Status and back.
 
-The bytes travel in the trailer `grpc-status-details-bin`, where every gRPC language looks for them.
+gRPC carries the Status in the trailer `grpc-status-details-bin` (the `grpc_status` package packs and unpacks it). A
+Session and GetResult carry it in their messages. Every gRPC language reads it with its own google.rpc types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
+from google.rpc.code_pb2 import Code
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from lineclear.errors import (
     DOMAIN,
@@ -23,78 +25,65 @@ from lineclear.errors import (
     Violation,
     tree,
 )
-from lineclear.wire.v1 import status_pb2
 
 TRAILER = "grpc-status-details-bin"
-CODE_NUMBERS = {
-    "OK": 0, "CANCELLED": 1, "UNKNOWN": 2, "INVALID_ARGUMENT": 3, "DEADLINE_EXCEEDED": 4, "NOT_FOUND": 5,
-    "ALREADY_EXISTS": 6, "PERMISSION_DENIED": 7, "RESOURCE_EXHAUSTED": 8, "FAILED_PRECONDITION": 9, "ABORTED": 10,
-    "OUT_OF_RANGE": 11, "UNIMPLEMENTED": 12, "INTERNAL": 13, "UNAVAILABLE": 14, "DATA_LOSS": 15, "UNAUTHENTICATED": 16,
-}  # fmt: skip
-_PREFIX = "type.googleapis.com/google.rpc."
 
 
-def to_trailer(error: LineclearError) -> bytes:
-    """A serialized google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where they apply."""
-    status = status_pb2.Status(code=CODE_NUMBERS[error.code], message=str(error))
-
-    def add(name: str, detail: Message) -> None:
-        status.details.add(type_url=_PREFIX + name, value=detail.SerializeToString())
-
-    add("ErrorInfo", status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+def to_status(error: LineclearError) -> Status:
+    """Return a Status with ErrorInfo, and with BadRequest and RetryInfo where they apply."""
+    status = Status(code=Code.Value(error.code), message=str(error))
+    status.details.add().Pack(ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
     if error.violations:
-        violations = [status_pb2.BadRequest.FieldViolation(field=f, description=d) for f, d in error.violations]
-        add("BadRequest", status_pb2.BadRequest(field_violations=violations))
+        violations = [BadRequest.FieldViolation(field=f, description=d) for f, d in error.violations]
+        status.details.add().Pack(BadRequest(field_violations=violations))
     if error.retry_after_seconds is not None:
-        retry = status_pb2.RetryInfo()
+        retry = RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
-        add("RetryInfo", retry)
-    return status.SerializeToString()
+        status.details.add().Pack(retry)
+    return status
 
 
-def from_trailer(code: str, message: str, trailer: bytes | None) -> LineclearError:
-    """The error a call ended with: `code` is the name of its gRPC code, `trailer` the details, if any came.
+def from_status(status: Status) -> LineclearError:
+    """Return the error of a Status.
 
-    A status that no lineclear server wrote (a proxy's, the transport's) becomes the class that fits its code.
+    A Status without a reason of the domain `lineclear` becomes the class that fits its code. Details of unknown types
+    are ignored, and so are details that cannot be parsed.
     """
-    reason, retry = "", None
-    metadata: dict[str, str] = {}
-    violations: list[Violation] = []
-    try:
-        for detail in status_pb2.Status.FromString(trailer or b"").details:
-            if detail.type_url == _PREFIX + "ErrorInfo":
-                info = status_pb2.ErrorInfo.FromString(detail.value)
-                if info.domain == DOMAIN:
-                    reason, metadata = info.reason, dict(info.metadata)
-            elif detail.type_url == _PREFIX + "BadRequest":
-                found = status_pb2.BadRequest.FromString(detail.value).field_violations
-                violations = [Violation(v.field, v.description) for v in found]
-            elif detail.type_url == _PREFIX + "RetryInfo":
-                retry = status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
-    except DecodeError:
-        pass  # somebody else's trailer: the code and the sentence are all there is
-    return make(code, reason, message, retry_after_seconds=retry, metadata=metadata, violations=violations)
-
-
-def make(
-    code: str,
-    reason: str,
-    message: str,
-    *,
-    retry_after_seconds: float | None,
-    metadata: Mapping[str, str],
-    violations: Sequence[Violation],
-) -> LineclearError:
-    """The error of these parts, however they travelled."""
-    error = _kind(code, reason)(
-        message, retry_after_seconds=retry_after_seconds, metadata=metadata, violations=violations
+    info, request, retry = ErrorInfo(), BadRequest(), RetryInfo()
+    for detail in status.details:
+        for message in (info, request, retry):
+            if detail.Is(message.DESCRIPTOR):
+                try:
+                    message.ParseFromString(detail.value)
+                except DecodeError:
+                    message.Clear()
+    code = Code.Name(status.code) if status.code in Code.values() else "UNKNOWN"
+    is_known = info.domain == DOMAIN
+    error = _class_of(code, info.reason if is_known else "")(
+        status.message,
+        retry_after_seconds=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        metadata=info.metadata if is_known else {},
+        violations=[Violation(v.field, v.description) for v in request.field_violations],
     )
     if isinstance(error, UnknownStatus):
-        error.code, error.reason = code, reason or code
+        error.code, error.reason = code, info.reason if is_known else code
     return error
 
 
-# What a status without our reason most likely is. Codes that are not here stay a Foreign error.
+def from_trailer(code: str, message: str, trailer: bytes | None) -> LineclearError:
+    """Return the error of a call: `code` is the name of its gRPC code, `trailer` the serialized Status, if any.
+
+    The code and the message of the call win over those in the trailer, which a proxy may have written.
+    """
+    try:
+        status = Status.FromString(trailer or b"")
+    except DecodeError:
+        status = Status()
+    status.code, status.message = Code.Value(code), message
+    return from_status(status)
+
+
+# The class of a status without a known reason, by its code. All other codes become an UnknownStatus.
 _BY_CODE: dict[str, type[LineclearError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
@@ -106,6 +95,6 @@ _BY_CODE: dict[str, type[LineclearError]] = {
 }
 
 
-def _kind(code: str, reason: str) -> type[LineclearError]:
+def _class_of(code: str, reason: str) -> type[LineclearError]:
     known = {kind.reason: kind for kind in tree()}.get(reason)
     return known if known is not None and known.code == code else _BY_CODE.get(code, UnknownStatus)

@@ -181,8 +181,8 @@ async def _cancel_storm(where: Where) -> int:
                     count += 16
                     await session.write(
                         pb.SessionRequest(
-                            submits=[pb.SessionSubmit(handle=handle, request=request) for handle in handles],
-                            cancels=[pb.SessionCancel(handle=handle) for handle in handles],
+                            submits=[pb.SubmitCommand(handle=handle, request=request) for handle in handles],
+                            cancels=[pb.CancelCommand(handle=handle) for handle in handles],
                         )
                     )
                     await asyncio.sleep(0.002)
@@ -195,7 +195,7 @@ async def _cancel_storm(where: Where) -> int:
 def oversized_orders(where: Where) -> int:
     """Requests larger than any that is taken, in a Session and as calls of their own."""
     request = pb.GenerateRequest(text="x" * 5_000_000)
-    orders = pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request))
+    orders = pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request)])
 
     def call(stub: Any) -> None:
         with _counted():
@@ -215,7 +215,7 @@ def heavy_orders(where: Where) -> int:
     }
     stop = {"strings": ["abcdefgh" * 7 + str(n) for n in range(8)]}
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 8000), sampling=sampling, stop=stop)
-    orders = pb.SessionRequest(submits=[pb.SessionSubmit(handle=handle, request=request) for handle in range(32)])
+    orders = pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=request) for handle in range(32)])
 
     def call(stub: Any) -> None:
         with _counted():

@@ -37,7 +37,7 @@ class Answer:
     @classmethod
     def of(cls, got: Generation) -> Answer:
         """The same of an answer that came."""
-        logprobs = tuple((e.logprob, tuple((t.token_id, t.logprob) for t in e.top)) for e in got.logprobs)
+        logprobs = tuple((e.logprob, tuple((t.token_id, t.logprob) for t in e.top_logprobs)) for e in got.logprobs)
         return cls(got.token_ids, got.text, got.finish_reason, got.matched_stop, logprobs)
 
 

@@ -14,7 +14,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client
 from lineclear.errors import LineclearError, UnknownRequest
-from lineclear.grpc_status import TRAILER, to_trailer
+from lineclear.grpc_status import TRAILER, to_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 
@@ -31,7 +31,7 @@ def tokens(first_index: int, *ids: int, text: str = "", **fields: Any) -> pb.Gen
 
 
 def finished(first_index: int, **fields: Any) -> pb.GenerateResponse:
-    fields.setdefault("reason", pb.FINISH_REASON_LENGTH)
+    fields.setdefault("finish_reason", pb.FINISH_REASON_LENGTH)
     return pb.GenerateResponse(first_index=first_index, finished=pb.Finished(**fields))
 
 
@@ -87,7 +87,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self._server.stop(None).wait(PATIENCE_SECONDS)
 
     def fail(self, context: grpc.ServicerContext, error: LineclearError) -> None:
-        context.set_trailing_metadata(((TRAILER, to_trailer(error)),))
+        context.set_trailing_metadata(((TRAILER, to_status(error).SerializeToString()),))
         context.abort(grpc.StatusCode[error.code], str(error))
 
     def wait_for_end(self, context: grpc.ServicerContext) -> None:

@@ -13,14 +13,14 @@ from lineclear.v1 import inference_pb2 as pb
 def test_pieces_make_the_answer() -> None:
     assembly = AnswerAssembler()
     assert assembly.add(pb.GenerateResponse(started=pb.Started(request_id="r", seed=4))).started == Started("r", seed=4)
-    logprobs = [pb.TokenLogprobs(logprob=-1.5, top=[pb.TopLogprob(token_id=5, logprob=-0.5)])]
+    logprobs = [pb.TokenLogprobs(logprob=-1.5, top_logprobs=[pb.TopLogprob(token_id=5, logprob=-0.5)])]
     assembly.add(pb.GenerateResponse(token_ids=[5], text="a", logprobs=logprobs, token_times_us=[1500]))
     delta = assembly.add(
         pb.GenerateResponse(
             first_index=1,
             text="b",
             finished=pb.Finished(
-                reason=pb.FINISH_REASON_STOP_STRING, matched_stop_string="!", usage=pb.Usage(completion_tokens=1)
+                finish_reason=pb.FINISH_REASON_STOP_STRING, matched_stop_string="!", usage=pb.Usage(completion_tokens=1)
             ),
         )
     )
@@ -35,7 +35,7 @@ def test_pieces_make_the_answer() -> None:
 
 def test_a_matched_token_is_its_id_even_when_that_is_zero() -> None:
     assembly = AnswerAssembler()
-    assembly.add(pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP_EOS, matched_token_id=0)))
+    assembly.add(pb.GenerateResponse(finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP_EOS, matched_token_id=0)))
     assert assembly.generation().matched_stop == 0
 
 

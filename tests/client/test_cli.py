@@ -15,6 +15,7 @@ import grpc
 import pytest
 import typer
 from client.command import QUICK, lines
+from google.rpc.code_pb2 import Code
 
 from lineclear import errors
 from lineclear.cli import exit_status, output, serve
@@ -24,7 +25,6 @@ from lineclear.client import Sampling, local_server
 from lineclear.errors import LineclearError, tree
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
-from lineclear.grpc_status import CODE_NUMBERS
 from lineclear.v1 import inference_pb2 as pb
 
 # -- generate
@@ -210,7 +210,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kind: type[LineclearError]) -> None:
     server.failures = [kind("what happened")]
     result = cli("generate", "x", "--json", *QUICK)
-    assert result.exit_code == 100 + CODE_NUMBERS[kind.code]
+    assert result.exit_code == 100 + Code.Value(kind.code)
     assert "what happened" in result.stderr
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
@@ -223,7 +223,7 @@ def test_the_version_is_told(cli: Any) -> None:
 
 def test_help_lists_every_exit_code(cli: Any) -> None:
     text = " ".join(cli("--help").output.split())
-    for code, number in CODE_NUMBERS.items():
+    for code, number in Code.items():
         if code != "OK":
             assert f"{100 + number} {code}" in text
 

@@ -1,4 +1,4 @@
-"""The client works where only grpcio and protobuf are installed, and its command says what it lacks."""
+"""The client works with gRPC and protobuf alone, and the command names the extra that is missing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.extras import install_command
 
-# Refuses every import of a top-level package that is neither the standard library's, nor gRPC's (which needs
-# typing_extensions), nor protobuf's, nor one of the rooms of lineclear that the client may know.
+# Refuses every import except the standard library, gRPC (which needs typing_extensions), protobuf, google.rpc and the
+# packages of lineclear that the client may import.
 BLOCKER = """
 import sys
 class Blocker:
-    rooms = {"cli", "client", "errors", "exit_codes", "extras", "api_limits", "grpc_status", "v1", "wire"}
+    rooms = {"cli", "client", "errors", "exit_codes", "extras", "api_limits", "grpc_status", "v1"}
     def find_spec(self, name, path=None, target=None):
         top, _, rest = name.partition(".")
         if top == "lineclear":
             allowed = not rest or rest.partition(".")[0] in self.rooms
         else:
             allowed = top in sys.stdlib_module_names or top in ("grpc", "google", "typing_extensions")
-            allowed = allowed and not name.startswith(("google.rpc", "google.api"))
+            allowed = allowed and not name.startswith("google.api")
         if not allowed:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())

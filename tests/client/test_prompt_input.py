@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from client.command import lines, process
+from google.rpc.code_pb2 import Code
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import answer, toy_service
 
 from lineclear.cli import batch_run
 from lineclear.cli.prompt_file import PromptFile
 from lineclear.client import Request
-from lineclear.grpc_status import CODE_NUMBERS
 
 PROMPTS = [f"prompt {n}" for n in range(200)]
 
@@ -99,7 +99,7 @@ def test_a_file_that_changes_between_counting_and_asking_is_an_error(
 
     monkeypatch.setattr(batch_run, "several", change_and_ask)
     done = cli("generate", "--file", str(path))
-    assert done.exit_code == 100 + CODE_NUMBERS["DATA_LOSS"]
+    assert done.exit_code == 100 + Code.DATA_LOSS
     assert "3 prompts were counted" in done.stderr
     assert [(line["prompt"], line["text"]) for line in lines(done.stdout)] == [(p, p) for p in change.split()]
 

@@ -81,8 +81,8 @@ def test_a_session_that_answered_and_then_failed_is_not_a_refusal(server: Any) -
     heard = threading.Event()
 
     def session(orders: Any, context: grpc.ServicerContext) -> Iterator[pb.SessionResponse]:
-        handle = next(orders).submit.handle
-        yield pb.SessionResponse(pieces=[pb.SessionPiece(handle=handle, response=server.started())])
+        handle = next(orders).submits[0].handle
+        yield pb.SessionResponse(events=[pb.SessionEvent(handle=handle, response=server.started())])
         heard.set()
         server.fail(context, QueueFull("no more"))
 

@@ -41,8 +41,8 @@ def test_a_reason_from_the_future_is_unspecified() -> None:
 
 def test_durations_become_seconds_and_lists_tuples() -> None:
     timings = pb.Timings(preemptions=2)
-    timings.queue.FromMicroseconds(1_250_000)
-    assert results.from_proto(results.Timings, timings) == results.Timings(queue_seconds=1.25, preemptions=2)
+    timings.queue_time.FromMicroseconds(1_250_000)
+    assert results.from_proto(results.Timings, timings) == results.Timings(queue_time_seconds=1.25, preemptions=2)
     model = results.from_proto(results.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3)))
     assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
     stats = results.from_proto(results.Stats, pb.GetStatsResponse(queue_seconds=pb.Quantiles(p99=2.0)))

@@ -230,6 +230,6 @@ def test_retries_and_resumes_are_logged_without_content(
     ]
     assert said == [
         ("INFO", "a call was not taken (QUEUE_FULL)"),
-        ("WARNING", "an answer was cut off (DRAINED)"),
+        ("WARNING", "an answer was cut off (SHUTDOWN_INTERRUPTED)"),
     ]
     assert "secret" not in caplog.text

@@ -16,7 +16,7 @@ class Missing:
 
     refusal = Unsupported("no Session here")
 
-    def order(self, order: pb.SessionSubmit | pb.SessionCancel) -> None:
+    def order(self, order: pb.SubmitCommand | pb.CancelCommand) -> None:
         pass
 
     def forget(self, handle: int) -> None:

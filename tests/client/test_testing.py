@@ -89,7 +89,7 @@ def test_options_shape_the_answer(ask: Any) -> None:
     answer = Answer(pieces=("ab", "c"), finish_reason=FinishReason.STOP_STRING, matched_stop="!", delay_seconds=0.001)
     result = ask(FakeTransport(answer), "x", top_logprobs=2, token_timings=True, omit_text=True)
     assert (result.text, result.token_ids, result.matched_stop) == ("", (97, 98, 99), "!")
-    assert [len(entry.top) for entry in result.logprobs] == [2, 2, 2]
+    assert [len(entry.top_logprobs) for entry in result.logprobs] == [2, 2, 2]
     assert len(result.token_times_seconds) == 3
 
 

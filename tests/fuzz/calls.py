@@ -163,17 +163,17 @@ class Calls:
         sent: list[Message] = []
         for _ in range(dice.randint(1, 6)):
             submits = [
-                pb.SessionSubmit(handle=dice.choice((0, 1, 2, 2**64 - 1)), request=self._request())
+                pb.SubmitCommand(handle=dice.choice((0, 1, 2, 2**64 - 1)), request=self._request())
                 for _ in range(dice.randint(1, 3))
             ]
             for submit in submits:
                 if dice.random() < 0.3:
                     submit.timeout.CopyFrom(self._duration())
-            cancels = [pb.SessionCancel(handle=dice.choice((0, 1, 2, 2**64 - 1))) for _ in range(dice.randint(0, 2))]
+            cancels = [pb.CancelCommand(handle=dice.choice((0, 1, 2, 2**64 - 1))) for _ in range(dice.randint(0, 2))]
             sent.append(
                 dice.choice(
                     (
-                        pb.SessionRequest(submit=submits[0]),
+                        pb.SessionRequest(submits=submits[:1]),
                         pb.SessionRequest(submits=submits, cancels=cancels),
                         pb.SessionRequest(cancels=cancels),
                         pb.SessionRequest(),
@@ -231,14 +231,14 @@ def _seeds() -> list[tuple[str, bytes]]:
     timeout = Duration(seconds=5, nanos=7)
     found: list[tuple[str, Message]] = [("Generate", request) for request in generate]
     found += [
-        ("Session", pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=request, timeout=timeout)))
+        ("Session", pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request, timeout=timeout)]))
         for request in generate
     ]
     found += [("Submit", pb.SubmitRequest(request=request, timeout=timeout)) for request in generate[:3]]
     found += [
-        ("Session", pb.SessionRequest(cancel=pb.SessionCancel(handle=1))),
-        ("Session", pb.SessionRequest(submits=[pb.SessionSubmit(handle=n) for n in (1, 2)])),
-        ("Session", pb.SessionRequest(cancels=[pb.SessionCancel(handle=n) for n in (1, 2)])),
+        ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=1)])),
+        ("Session", pb.SessionRequest(submits=[pb.SubmitCommand(handle=n) for n in (1, 2)])),
+        ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=n) for n in (1, 2)])),
         ("Tokenize", pb.TokenizeRequest(text="some text")),
         ("Tokenize", pb.TokenizeRequest(chat=chat)),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),

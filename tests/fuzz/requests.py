@@ -32,6 +32,7 @@ from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient
 from lineclear.errors import LineclearError
+from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 SERVICE = "/lineclear.v1.InferenceService/"
@@ -140,8 +141,8 @@ async def _send(channel: grpc.aio.Channel, call: Call) -> str:
 
 def _bug_in(data: bytes) -> str:
     """The reason of a Failure that no request can be the cause of; empty if there is none."""
-    pieces = pb.SessionResponse.FromString(data).pieces
-    return next((p.failure.reason for p in pieces if p.HasField("failure") and p.failure.code in _BAD_CODES), "")
+    errors = [event.error for event in pb.SessionResponse.FromString(data).events if event.HasField("error")]
+    return next((from_status(error).reason for error in errors if error.code in _BAD_CODES), "")
 
 
 async def _canary(client: AsyncClient, number: int, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""One who gives orders over a Session and reads what comes, sorted by handle."""
+"""A client of a Session that sorts what it receives by handle."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from service.serving import (
     text_request,
 )
 
+from lineclear.errors import LineclearError
+from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
 
-def submit(handle: int, request: pb.GenerateRequest | None = None, seconds: float | None = None) -> pb.SessionRequest:
-    order = pb.SessionSubmit(handle=handle, request=request or text_request())
+def command(handle: int, request: pb.GenerateRequest | None = None, seconds: float | None = None) -> pb.SubmitCommand:
+    found = pb.SubmitCommand(handle=handle, request=request or text_request())
     if seconds is not None:
-        order.timeout.CopyFrom(Duration(seconds=round(seconds)))
-    return pb.SessionRequest(submit=order)
+        found.timeout.CopyFrom(Duration(seconds=round(seconds)))
+    return found
+
+
+def submit(handle: int, request: pb.GenerateRequest | None = None, seconds: float | None = None) -> pb.SessionRequest:
+    return pb.SessionRequest(submits=[command(handle, request, seconds)])
 
 
 def cancel(handle: int) -> pb.SessionRequest:
-    return pb.SessionRequest(cancel=pb.SessionCancel(handle=handle))
+    return pb.SessionRequest(cancels=[pb.CancelCommand(handle=handle)])
 
 
 class Caller:
-    """One who reads a session, and sorts what comes by handle."""
+    """Send commands, and collect tokens, text and errors by handle."""
 
     def __init__(self, s: Serving, channel: Any = None, **options: Any) -> None:
         self.call = inference_pb2_grpc.InferenceServiceStub(channel or s.channel).Session(**options)
@@ -40,11 +46,11 @@ class Caller:
         self.text: dict[int, str] = defaultdict(str)
         self.started: dict[int, pb.Started] = {}
         self.finished: dict[int, pb.Finished] = {}
-        self.failed: dict[int, pb.Failure] = {}
+        self.failed: dict[int, LineclearError] = {}
 
-    async def order(self, *orders: pb.SessionRequest) -> None:
-        for order in orders:
-            await self.call.write(order)
+    async def send(self, *messages: pb.SessionRequest) -> None:
+        for message in messages:
+            await self.call.write(message)
 
     async def read(self) -> bool:
         """One message; False at the end of the session."""
@@ -55,28 +61,30 @@ class Caller:
         self.messages.append(message)
         assert len(message.handles) == len(message.indexes) == len(message.token_ids)
         assert len(message.texts) in (0, len(message.handles))
-        assert not set(message.handles) & {piece.handle for piece in message.pieces}, "rows and a piece for one request"
+        assert not set(message.handles) & {event.handle for event in message.events}, (
+            "rows and an event for one request"
+        )
         for row, handle in enumerate(message.handles):
             assert message.indexes[row] == len(self.tokens[handle])
             self.tokens[handle].append(message.token_ids[row])
             self.text[handle] += message.texts[row] if message.texts else ""
-        for piece in message.pieces:
-            self._piece(piece.handle, piece)
+        for event in message.events:
+            self._on_event(event.handle, event)
         return True
 
-    def _piece(self, handle: int, piece: pb.SessionPiece) -> None:
+    def _on_event(self, handle: int, event: pb.SessionEvent) -> None:
         assert handle not in self.finished
         assert handle not in self.failed
-        if piece.HasField("failure"):
-            self.failed[handle] = piece.failure
+        if event.HasField("error"):
+            self.failed[handle] = from_status(event.error)
             return
-        assert piece.response.first_index == len(self.tokens[handle])
-        self.tokens[handle] += piece.response.token_ids
-        self.text[handle] += piece.response.text
-        if piece.response.HasField("started"):
-            self.started[handle] = piece.response.started
-        if piece.response.HasField("finished"):
-            self.finished[handle] = piece.response.finished
+        assert event.response.first_index == len(self.tokens[handle])
+        self.tokens[handle] += event.response.token_ids
+        self.text[handle] += event.response.text
+        if event.response.HasField("started"):
+            self.started[handle] = event.response.started
+        if event.response.HasField("finished"):
+            self.finished[handle] = event.response.finished
 
     async def until(self, condition: Any) -> None:
         while not condition():

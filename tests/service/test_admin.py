@@ -65,14 +65,14 @@ async def test_a_drain_says_what_remains(tmp_path: Path) -> None:
         calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
         await s.engine.next_request(3)
         answer = await stub.Drain(pb.DrainRequest())
-        assert (answer.requests_in_progress, answer.remaining.ToSeconds()) == (3, 77)
+        assert (answer.requests_in_progress, answer.time_remaining.ToSeconds()) == (3, 77)
         calls[0].cancel()
         await until(lambda: len(s.service.streams) == 2)
         s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
         s.service._drain_ends_at = s.service._clock() + 2000
         answer = await stub.Drain(pb.DrainRequest())
         assert answer.requests_in_progress == 2
-        assert 1000 < answer.remaining.ToMilliseconds() / 1000 <= 2000
+        assert 1000 < answer.time_remaining.ToMilliseconds() / 1000 <= 2000
 
 
 # --- a real process --------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable
         left = json.loads(result.stdout)
         assert left["requests_in_progress"] in (1, 2)  # the short one may have ended by itself
         assert 0 < left["seconds"] <= 600
-    assert failure_of(server.stub.Generate(endless())).reason == "DRAINING"
+    assert failure_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
     tokens += [token for response in short for token in response.token_ids]
     assert tokens == expected([5], Sampling(seed=3), 20, 512)
     long.cancel()
@@ -120,7 +120,7 @@ def test_what_outlasts_a_drain_by_word_is_cut(start: Callable[..., Running], ord
     tokens = list(next(call).token_ids)
     assert order("drain").exit_code == 0
     error = failure_of(tokens.extend(response.token_ids) for response in call)
-    assert (error.reason, int(error.metadata["next_index"])) == ("DRAINED", len(tokens))
+    assert (error.reason, int(error.metadata["next_index"])) == ("SHUTDOWN_INTERRUPTED", len(tokens))
     assert server.exit_code() == 0
 
 

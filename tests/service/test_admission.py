@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, serving, text_request
 
 from lineclear.errors import QueueFull
+from lineclear.grpc_status import from_status
 from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
 from lineclear.v1 import inference_pb2 as pb
 
@@ -198,8 +199,8 @@ async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(t
             error = await error_of(call)
             assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["sampling.top_p"])
         session = s.stub.Session()
-        await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=wrong)))
-        assert (await session.read()).pieces[0].failure.reason == "INVALID_REQUEST"
+        await session.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=wrong)]))
+        assert from_status((await session.read()).events[0].error).reason == "INVALID_REQUEST"
         session.cancel()
         assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
         stats = await s.stub.GetStats(pb.GetStatsRequest())
@@ -213,5 +214,5 @@ async def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
             assert (await error_of(s.generate(text_request(sampling={"top_p": 7.0})))).code == "INVALID_ARGUMENT"
             assert (await error_of(s.generate(text_request("x" * 600)))).reason == "PROMPT_TOO_LONG"
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
-        assert [r async for r in s.generate()][-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert [r async for r in s.generate()][-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
         assert len(s.service._quota) == 0

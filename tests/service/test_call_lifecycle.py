@@ -97,7 +97,7 @@ async def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> Non
                 stub = s.stub_of(channel)
                 call = stub.Generate(text_request())
                 session = Caller(s, channel)
-                await session.order(submit(1))
+                await session.send(submit(1))
                 key, other = await s.engine.next_request(1), await s.engine.next_request(2)
                 s.engine.start(key)
                 await call.read()

@@ -30,7 +30,6 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.grpc_api import inference_service
 from lineclear.scheduler.requests.session import Session
 from lineclear.v1 import inference_pb2 as pb
 
@@ -181,11 +180,7 @@ async def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path
             assert result.resumes >= 1
 
 
-@pytest.mark.parametrize("takes_many", [True, False])
-async def test_many_at_once_reach_the_server_in_few_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_many: bool
-) -> None:
-    """A server of before, which takes one order in a message, gets one."""
+async def test_many_at_once_reach_the_server_in_few_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     obey = Session._handle
 
@@ -194,13 +189,11 @@ async def test_many_at_once_reach_the_server_in_few_messages(
         await obey(self, message)
 
     monkeypatch.setattr(Session, "_handle", counted)
-    if not takes_many:
-        monkeypatch.setattr(inference_service, "session_headers", lambda max_message_bytes: [])
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
         asked = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
         await s.engine.next_request(1 + COUNT)
-        assert counts == ([COUNT] if takes_many else [0] * COUNT)
+        assert counts == [COUNT]
         for call in (first, *asked):
             call.cancel()
 
@@ -304,6 +297,6 @@ async def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: 
 def test_a_session_that_names_its_limit_is_not_sent_more() -> None:
     greeting = [(REQUEST_BYTES_KEY, "1000")]
     with pytest.raises(RequestTooLarge, match="has 20"):
-        session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting))
-    assert not session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x")), 1000)
-    assert session._goes_alone(pb.SessionSubmit(request=pb.GenerateRequest(text="x" * 100_000)), None)
+        session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting))
+    assert not session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x")), 1000)
+    assert session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x" * 100_000)), None)

@@ -25,6 +25,7 @@ from service.serving import (
 )
 
 from lineclear.errors import LineclearError, NonFiniteLogits
+from lineclear.grpc_status import from_status
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.security.identity import ANONYMOUS, Identity
 from lineclear.v1 import inference_pb2 as pb
@@ -136,7 +137,7 @@ async def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
         s.engine.fail(key, NonFiniteLogits("nan"))
         await s.idle()
         found = await result(s, name)
-        assert (found.state, found.failure.reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
+        assert (found.state, from_status(found.error).reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
         assert list(found.response.token_ids) == SMILE_IDS[:2]
         call = attach(s, name)
         assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
@@ -160,7 +161,7 @@ async def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path
         assert (await error_of(generating)).reason == "CANCELLED"
         await s.idle()
         assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
-        assert (await result(s, name)).failure.reason == "CANCELLED"
+        assert from_status((await result(s, name)).error).reason == "CANCELLED"
         assert (await cancel(s, name)).found  # forgotten
         for call in (result(s, name), attach(s, name)):
             assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
@@ -282,5 +283,5 @@ async def test_a_drain_ends_it_with_what_another_server_needs(tmp_path: Path) ->
         await until(lambda: s.service._detached.find(ANONYMOUS, name).next_index == 2)
         await s.service.drain(timeout_seconds=0)
         error = await error_of(call)
-        assert (error.reason, error.metadata["next_index"]) == ("DRAINED", "2")
-        assert (await result(s, name)).failure.reason == "DRAINED"
+        assert (error.reason, error.metadata["next_index"]) == ("SHUTDOWN_INTERRUPTED", "2")
+        assert from_status((await result(s, name)).error).reason == "SHUTDOWN_INTERRUPTED"

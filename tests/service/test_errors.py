@@ -32,7 +32,7 @@ async def test_before_a_worker_joined(tmp_path: Path) -> None:
     async with serving(tmp_path, joined=False) as s:
         for call in (s.generate(), s.stub.GetModel(pb.GetModelRequest())):
             error = await error_of(call)
-            assert (error.code, error.reason) == ("UNAVAILABLE", "STARTING")
+            assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_STARTING")
             assert error.retry_after_seconds is not None
         s.engine.join()
         await until(lambda: s.server.health.is_serving("readiness"))
@@ -44,7 +44,7 @@ async def test_while_leaving(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         await s.service.drain(timeout_seconds=0)
         error = await error_of(s.generate())
-        assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
+        assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
         assert error.retry_after_seconds is not None
         assert s.engine.is_draining
 

@@ -62,7 +62,7 @@ def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: s
     )
     server = start(code=broken)
     error = error_of(server.stub.Generate(endless()))
-    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL_ERROR")
     assert server.exit_code() == 70
     incident = server.wait_for("incident")
     assert incident["incident_id"] == error.metadata["incident_id"]
@@ -82,7 +82,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     next(stream)
     assert list(server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 1})))
     error = error_of(stream)
-    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+    assert (error.code, error.reason) == ("INTERNAL", "INTERNAL_ERROR")
     assert server.exit_code() == 70
     died = server.wait_for("engine_died")
     assert died["error"] == "AssertionError"

@@ -36,7 +36,7 @@ async def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -
             call = s.generate(text_request(MARKER)) if rpc == "Generate" else s.stub.Tokenize(tokenize)
             error = await error_of(call)
             await s.idle()
-        assert (error.code, error.reason) == ("INTERNAL", "INTERNAL")
+        assert (error.code, error.reason) == ("INTERNAL", "INTERNAL_ERROR")
         assert MARKER not in str(error)
         assert "RuntimeError" not in str(error)
         incident = next(entry for entry in logs if entry["event"] == "incident")
@@ -77,7 +77,7 @@ async def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
         with capture_logs() as logs:
             s.engine.step({calls[0][1]: [5], calls[1][1]: [BAD_TOKEN], calls[2][1]: [7]})
             error = await error_of(calls[1][0])
-        assert error.reason == "INTERNAL"
+        assert error.reason == "INTERNAL_ERROR"
         assert MARKER not in str(logs) + str(error)
         incident = next(entry for entry in logs if entry["event"] == "incident")
         assert incident["incident_id"] == error.metadata["incident_id"]
@@ -110,11 +110,11 @@ async def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
         s.engine.answer = lambda request: [5, BAD_TOKEN if request.sampling.seed == 2 else 6]
         for handle in (1, 2, 3):
             request = text_request(sampling={"seed": handle, "max_tokens": 2})
-            await caller.order(submit(handle, request))
+            await caller.send(submit(handle, request))
         while len(caller.finished) + len(caller.failed) < 3:
             assert await caller.read()
         assert sorted(caller.finished) == [1, 3]
-        assert caller.failed[2].reason == "INTERNAL"
+        assert caller.failed[2].reason == "INTERNAL_ERROR"
 
 
 async def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ async def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> 
 
     async with serving(tmp_path, tokenizer=Cancelling()) as s:
         async with asyncio.timeout(BOUND_SECONDS):
-            assert (await error_of(s.generate())).reason == "INTERNAL"
+            assert (await error_of(s.generate())).reason == "INTERNAL_ERROR"
 
 
 async def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:

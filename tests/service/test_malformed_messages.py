@@ -21,15 +21,15 @@ async def test_bytes_that_are_no_message(tmp_path: Path, data: bytes) -> None:
     async with serving(tmp_path) as s:
         call = s.channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(data)
         error = await error_of(call)
-        assert (error.code, error.reason) == ("INVALID_ARGUMENT", "MALFORMED")
+        assert (error.code, error.reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
         unary = s.channel.unary_unary(
             "/lineclear.v1.InferenceService/Tokenize", request_serializer=bytes, response_deserializer=bytes
         )
-        assert (await error_of(unary(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
+        assert (await error_of(unary(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED_MESSAGE"
         health = s.channel.unary_unary(
             "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
         )
-        assert (await error_of(health(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED"
+        assert (await error_of(health(b"\x0a\x02\xff\xfe"))).reason == "MALFORMED_MESSAGE"
 
 
 async def test_unknown_fields_are_ignored(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ async def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: P
 async def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         caller, count = Caller(s), 3
-        await caller.order(*(submit(n, text_request(output=output)) for n in range(count)))
+        await caller.send(*(submit(n, text_request(output=output)) for n in range(count)))
         await until(lambda: len(s.engine.submitted) == count)
         keys = [r.request_id for r in s.engine.submitted]
         for key in keys:
@@ -68,7 +68,7 @@ async def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Pa
 async def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         caller = Caller(s)
-        await caller.order(submit(1), submit(2))
+        await caller.send(submit(1), submit(2))
         await until(lambda: len(s.engine.submitted) == 2)
         keys = [r.request_id for r in s.engine.submitted]
         for key in keys:
@@ -102,7 +102,7 @@ async def test_a_text_as_long_as_max_prompt_bytes_allows_is_taken(tmp_path: Path
         caller = Caller(s)
         longest = text_request(("quick " * max_prompt_bytes)[:max_prompt_bytes])
         errors = [await error_of(s.generate(longest))]
-        await caller.order(submit(1, longest))
+        await caller.send(submit(1, longest))
         await caller.until(lambda: caller.failed)
         assert [error.reason for error in (*errors, caller.failed[1])] == ["PROMPT_TOO_LONG"] * 2
         error = await error_of(s.generate(text_request("x" * (max_prompt_bytes + 1))))
@@ -117,7 +117,7 @@ async def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float)
         large = text_request("x" * round(limit * size))
         caller = Caller(s)
         assert dict(await caller.call.initial_metadata())["lineclear-max-request-bytes"] == str(limit)
-        await caller.order(submit(1), submit(2, large), submit(3))
+        await caller.send(submit(1), submit(2, large), submit(3))
         await caller.until(lambda: caller.failed)
         assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "REQUEST_TOO_LARGE"}
         await until(lambda: len(s.engine.submitted) == 2)

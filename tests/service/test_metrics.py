@@ -293,9 +293,9 @@ async def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: 
         await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
         await error_of(s.stub.Generate(wrong))  # without a token
         caller = Caller(s, metadata=bearer(ALICE))
-        await caller.order(submit(1), submit(2, wrong), submit(3))  # no room for the last one
+        await caller.send(submit(1), submit(2, wrong), submit(3))  # no room for the last one
         await caller.until(lambda: len(caller.failed) == 2)
-        await caller.order(submit(1))  # ends the Session
+        await caller.send(submit(1))  # ends the Session
         await error_of(caller.call)
         await s.idle()
         # Let in, and found to be too long once it was tokenized.
@@ -306,7 +306,7 @@ async def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: 
             "invalid_request": 5,  # Generate, Submit, Tokenize, an order, the Session
             "token_out_of_vocabulary": 1,
             "unknown_request": 2,
-            "malformed": 1,
+            "malformed_message": 1,
             "unsupported": 1,
             "unauthenticated": 1,
             "queue_full": 1,

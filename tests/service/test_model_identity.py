@@ -10,6 +10,7 @@ import pytest
 from service.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, serving, text_request, tokens_of, until
 
 from lineclear.errors import ModelChanged
+from lineclear.grpc_status import from_status
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.v1 import inference_pb2 as pb
 
@@ -132,13 +133,13 @@ async def test_a_session_opened_before_the_change_is_held_to_the_figures_of_the_
         for handle, fields in enumerate(
             [{"model_fingerprint": OURS}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
         ):
-            order = pb.SessionSubmit(handle=handle, request=text_request("hi", **fields))
-            await session.write(pb.SessionRequest(submit=order))
+            order = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
+            await session.write(pb.SessionRequest(submits=[order]))
         await until(lambda: s.engine.submitted)
         failures: dict[int, str] = {}
         while len(failures) < 3:
             message = await session.read()
-            failures |= {piece.handle: piece.failure.reason for piece in message.pieces}
+            failures |= {event.handle: from_status(event.error).reason for event in message.events}
         assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
         (request,) = s.engine.submitted
         assert request.eos_ids == {9}

@@ -120,7 +120,7 @@ def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None
         process.wait_for("listening")
         with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-            assert error_of(stub.Generate(endless())).reason == "STARTING"
+            assert error_of(stub.Generate(endless())).reason == "SERVER_STARTING"
             environment = ENVIRONMENT
             options = json.dumps({"vocab_size": VOCABULARY})
             worker = subprocess.Popen(

@@ -39,13 +39,15 @@ def test_grpc_js_streams_cancels_and_has_deadlines(start: Callable[..., Running]
     server = start(**SLOW)
     node = shutil.which("node") or "node"
     printed = output_of(
-        node, str(SUPPORT / "grpc_js.js"), str(REPOSITORY / "protos"), server.address, NODE_PATH=str(modules)
+        *(node, str(SUPPORT / "grpc_js.js"), str(REPOSITORY / "protos"), str(REPOSITORY / "third_party")),
+        server.address,
+        NODE_PATH=str(modules),
     )
     said: dict[str, Any] = {line["name"]: line for line in map(json.loads, printed.splitlines())}
     assert said["model"]["code"] == 0
     assert said["model"]["answer"]["context_length"] > 0
     assert (said["whole"]["code"], said["whole"]["tokens"]) == (0, 5)
-    assert said["whole"]["finished"]["reason"] == pb.FINISH_REASON_LENGTH
+    assert said["whole"]["finished"]["finish_reason"] == pb.FINISH_REASON_LENGTH
     assert said["cancelled"]["code"] == 1
     assert said["cancelled"]["tokens"] < 400
     assert said["late"]["code"] == 4

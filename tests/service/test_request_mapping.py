@@ -132,8 +132,8 @@ async def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, 
         error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
         assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
         caller = Caller(s)
-        order = pb.SessionSubmit(handle=1, request=text_request(), timeout=timeout)
-        await caller.order(pb.SessionRequest(submit=order))
+        order = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
+        await caller.send(pb.SessionRequest(submits=[order]))
         while not caller.failed:
             assert await caller.read()
         assert caller.failed[1].violations[0].field == "timeout"

@@ -82,7 +82,7 @@ async def test_from_every_index_the_rest_is_the_same(tmp_path: Path, case: Case)
             assert [r.first_index for r in rest if r.token_ids][:1] == ([have] if have < len(tokens) else [])
             assert rest[0].started.prompt_tokens == whole[0].started.prompt_tokens
             assert rest[0].started.seed == 5
-            for name in ("reason", "matched_stop_string", "matched_token_id"):
+            for name in ("finish_reason", "matched_stop_string", "matched_token_id"):
                 assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
             assert rest[-1].finished.usage.completion_tokens == len(tokens)
         await s.idle()
@@ -100,7 +100,7 @@ async def test_an_answer_that_lacks_only_its_end_costs_no_step(tmp_path: Path) -
             (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
         ):
             (only,) = await the_rest(s.generate(asked(case, case.answer)))
-            assert only.finished.reason == reason
+            assert only.finished.finish_reason == reason
             assert not only.token_ids
         assert s.engine.submitted == []
 

@@ -189,11 +189,11 @@ async def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_pat
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
     async with serving(tmp_path, token_file=str(file)) as s:
         alice, bob = (Caller(s, metadata=bearer(token)) for token in (ALICE, BOB))
-        await alice.order(submit(1))
+        await alice.send(submit(1))
         key = await s.engine.next_request()
         token_file(tmp_path, f"bob {BOB}")
         await ask_until(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
-        await alice.order(submit(2))
+        await alice.send(submit(2))
         await alice.until(lambda: alice.failed)
         assert {handle: failure.reason for handle, failure in alice.failed.items()} == {2: "UNAUTHENTICATED"}
         s.engine.start(key)
@@ -202,7 +202,7 @@ async def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_pat
         await alice.until(lambda: alice.finished)
         assert alice.tokens[1] == HELLO_IDS
         assert (await error_of(alice.call)).reason == "UNAUTHENTICATED"
-        await bob.order(submit(1))
+        await bob.send(submit(1))
         s.engine.start(await s.engine.next_request(2))
         await bob.until(lambda: bob.started)
 
@@ -334,13 +334,13 @@ async def test_a_certificate_that_expires_submits_nothing_more_over_an_open_sess
         secure(s, credentials(leaf)) as channel,
     ):
         caller = Caller(s, channel)
-        await caller.order(submit(1))
+        await caller.send(submit(1))
         key = await s.engine.next_request()
         monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() - 60)
-        await caller.order(submit(2))
+        await caller.send(submit(2))
         await s.engine.next_request(2)
         monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() + 1)
-        await caller.order(submit(3))
+        await caller.send(submit(3))
         await caller.until(lambda: caller.failed)
         assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "UNAUTHENTICATED"}
         for request in list(s.engine.requests):

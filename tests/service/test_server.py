@@ -200,7 +200,7 @@ async def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> N
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )()
         await raw.write(b"\x1a\x02\xff\xfe")
-        assert (await error_of(raw)).reason == "MALFORMED"
+        assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
 
 
 async def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ async def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(
         left = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
         s.server.health.close()
         await until(lambda: s.engine.is_draining)
-        assert (await error_of(s.generate())).reason == "DRAINING"
+        assert (await error_of(s.generate())).reason == "SERVER_DRAINING"
         assert (await watch.read()).status == NOT_SERVING
         for name in ("r0", "r1"):
             s.engine.tokens(keys[name], ids[2:])
@@ -333,7 +333,7 @@ async def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(
         assert not left.done()
         for call, sent in ((calls[2], "2"), (calls[3], "0")):
             error = await error_of(call)
-            assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINED")
+            assert (error.code, error.reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
             assert error.metadata["next_index"] == sent
             assert 0 <= int(error.metadata["seed"]) < 2**64
         await left
@@ -356,5 +356,5 @@ async def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_pat
         s.engine.finish_by(key, FinishReason.LENGTH)
         await s.service.drain(timeout_seconds=5.0)
         await s.server.stop(2.0)
-        assert (await read_all(call))[-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert (await read_all(call))[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
         assert await call.code() is grpc.StatusCode.OK

@@ -14,7 +14,7 @@ from service.serving import (
     text_request,
     until,
 )
-from service.session_driver import Caller, cancel, submit
+from service.session_driver import Caller, command, submit
 
 from lineclear.errors import InternalError
 from lineclear.scheduler.core.events import FinishReason
@@ -28,23 +28,22 @@ async def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         for wrong in (pb.SessionRequest(), submit(1)):
             caller = Caller(s)
-            await caller.order(submit(1), wrong)
+            await caller.send(submit(1), wrong)
             assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
             await s.idle()
         raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
         await raw.write(b"\xff\xff\xff")
-        assert (await error_of(raw)).reason == "MALFORMED"
+        assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
 
 
 async def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         together = pb.SessionRequest(
-            submit=submit(0).submit,
-            submits=[submit(n).submit for n in range(1, 5)],
-            cancels=[cancel(3).cancel, cancel(99).cancel],
+            submits=[command(n) for n in range(5)],
+            cancels=[pb.CancelCommand(handle=3), pb.CancelCommand(handle=99)],
         )
-        await caller.order(together)
+        await caller.send(together)
         await caller.until(lambda: caller.failed)
         assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
         await until(lambda: len(s.engine.submitted) >= 4)
@@ -58,14 +57,12 @@ async def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path
         assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
 
 
-async def test_a_session_says_how_many_orders_it_takes_and_takes_no_more(tmp_path: Path) -> None:
+async def test_more_than_32_commands_in_a_message_are_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
-        told = dict(await caller.call.initial_metadata())
-        assert told["lineclear-session-orders"] == "32"
-        many = pb.SessionRequest(submits=[submit(n).submit for n in range(32)])
+        many = pb.SessionRequest(submits=[command(n) for n in range(32)])
         many.cancels.add(handle=1)
-        await caller.order(many)
+        await caller.send(many)
         error = await error_of(caller.call)
         assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
         await s.idle()
@@ -75,16 +72,10 @@ async def test_a_session_says_how_many_orders_it_takes_and_takes_no_more(tmp_pat
 async def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
-        await caller.order(pb.SessionRequest(submits=[submit(1).submit, submit(2).submit, submit(1).submit]))
+        await caller.send(pb.SessionRequest(submits=[command(1), command(2), command(1)]))
         error = await error_of(caller.call)
         assert [v.field for v in error.violations] == ["submits[2].handle"]
         await s.idle()
-
-
-async def test_where_messages_must_be_small_a_session_takes_one_order_each(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_message_bytes=64 * 1024) as s:
-        told = dict(await Caller(s).call.initial_metadata())
-        assert "lineclear-session-orders" not in told
 
 
 @pytest.mark.parametrize("per_message", [1, 25])
@@ -96,8 +87,8 @@ async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path,
             nonlocal heard
             for handle in range(0, 1000, per_message):
                 heard += per_message
-                orders = [submit(handle + n, text_request(sampling={"top_p": 7.0})) for n in range(per_message)]
-                yield orders[0] if per_message == 1 else pb.SessionRequest(submits=[o.submit for o in orders])
+                wrong = text_request(sampling={"top_p": 7.0})
+                yield pb.SessionRequest(submits=[command(handle + n, wrong) for n in range(per_message)])
 
         service = s.service
         session = Session(
@@ -113,7 +104,7 @@ async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path,
         assert len(session._failures) == 256
         failed = 0
         while (message := await session.next_response()) is not None:
-            failed += len(message.pieces)
+            failed += len(message.events)
         assert failed == 1000
         await listening
 
@@ -135,7 +126,7 @@ async def test_others_are_served_between_the_large_orders_of_one_message(
         callers = [Caller(s), Caller(s)]
         large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
         for caller in callers:
-            await caller.order(pb.SessionRequest(submits=[submit(n, large).submit for n in range(14)]))
+            await caller.send(pb.SessionRequest(submits=[command(n, large) for n in range(14)]))
         calls = [s.generate(large) for _ in range(4)]
         while len(opened) < 32:
             await asyncio.sleep(0)

@@ -108,7 +108,7 @@ def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
     assert all(response.HasField("started") for response in begun)
     server.popen.send_signal(signal.SIGTERM)
     assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert error_of(server.stub.Generate(endless())).reason == "DRAINING"
+    assert error_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
     for seed, call in enumerate(short):
         tokens = [*begun[seed].token_ids, *(t for r in call for t in r.token_ids)]
         assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
@@ -125,7 +125,7 @@ def test_answers_that_outlast_the_drain_are_ended_with_what_it_takes_to_go_on(st
     for number, (call, tokens) in enumerate(zip(calls, begun, strict=True)):
         error = error_of(tokens.extend(response.token_ids) for response in call)
         assert time.monotonic() - begin >= 0.5
-        assert error.reason == "DRAINED"
+        assert error.reason == "SHUTDOWN_INTERRUPTED"
         assert int(error.metadata["next_index"]) == len(tokens)
         assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
     assert server.exit_code() == 0
@@ -150,7 +150,7 @@ def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]
     def keep_calling() -> None:
         while True:
             outcomes.append(outcome := call())
-            if outcome[1] not in ("OK", "DRAINING"):
+            if outcome[1] not in ("OK", "SERVER_DRAINING"):
                 return
 
     callers = [threading.Thread(target=keep_calling) for _ in range(8)]
@@ -160,8 +160,8 @@ def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]
     for caller in callers:
         caller.join(BOUND_SECONDS)
     assert not any(caller.is_alive() for caller in callers)
-    assert [reason for _, reason in outcomes].count("DRAINING") > 10
-    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
+    assert [reason for _, reason in outcomes].count("SERVER_DRAINING") > 10
+    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "SERVER_DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
     assert server.exit_code() == 0
 
 

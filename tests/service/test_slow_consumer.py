@@ -37,7 +37,7 @@ async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: s
     async with serving(tmp_path, max_unread_bytes=64 * 1024) as s:
         if way == "session":
             caller = Caller(s)
-            await caller.order(submit(1, request))
+            await caller.send(submit(1, request))
         else:
             call = s.generate(request)
         key = await s.engine.next_request()
@@ -93,7 +93,7 @@ async def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path
 
     async with serving(tmp_path, max_unread_tokens=16) as s:
         caller = Caller(s)
-        await caller.order(submit(1), submit(2))
+        await caller.send(submit(1), submit(2))
         first, second = await s.engine.next_request(1), await s.engine.next_request(2)
         for key in (first, second):
             s.engine.start(key)
@@ -111,7 +111,7 @@ async def test_a_session_that_takes_nothing_is_ended_and_told_so(tmp_path: Path)
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
         before = len(asyncio.all_tasks())
         caller = Caller(s)
-        await caller.order(submit(1), submit(2))
+        await caller.send(submit(1), submit(2))
         keys = [await s.engine.next_request(number) for number in (1, 2)]
         for key in keys:
             s.engine.start(key)

@@ -20,6 +20,7 @@ from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_o
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
+from lineclear.grpc_status import from_status
 from lineclear.scheduler.requests.validation import check_detokenize
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
@@ -276,9 +277,9 @@ async def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Pat
         slow = tokenize(s, SLOW)
         await until(lambda: s.service._prompts._templates.num_inside == 1)
         session = s.stub.Session()
-        order = pb.SessionSubmit(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
-        await session.write(pb.SessionRequest(submit=order))
-        assert (await session.read()).pieces[0].failure.reason == "DEADLINE_EXCEEDED"
+        order = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
+        await session.write(pb.SessionRequest(submits=[order]))
+        assert from_status((await session.read()).events[0].error).reason == "DEADLINE_EXCEEDED"
         slow.cancel()
         session.cancel()
         await s.idle()

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from service.serving import SMILE_IDS, Serving, error_of, serving, text_request
 
+from lineclear.grpc_status import from_status
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
@@ -84,8 +85,10 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_fil
         assert (await first.read()).started.request_id == "invoice-4711"
         assert await submit(s, "bob", named) == "invoice-4711"
         session = s.stub.Session(**of("bob"))
-        await session.write(pb.SessionRequest(submit=pb.SessionSubmit(handle=1, request=named)))
-        assert (await session.read()).pieces[0].failure.reason == "DUPLICATE_REQUEST"  # that of bob's own Submit
+        await session.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=named)]))
+        assert (
+            from_status((await session.read()).events[0].error).reason == "DUPLICATE_REQUEST"
+        )  # that of bob's own Submit
         assert (await s.stub.Cancel(cancel, **of("alice"))).found
         assert (await error_of(first)).reason == "CANCELLED"
         assert s.engine.cancelled == [bobs, alices]
@@ -178,7 +181,7 @@ async def test_counted_bytes_are_those_of_memory(tmp_path: Path) -> None:
         assert counted < 600 * 1000
         kept = list(s.service._detached)[-1]
         message = kept.message(999, 1000)
-        assert [(c.token_id, c.logprob) for c in message.logprobs[0].top] == list(top)
+        assert [(c.token_id, c.logprob) for c in message.logprobs[0].top_logprobs] == list(top)
         assert message.logprobs[0].logprob == -999.0
 
 

@@ -38,7 +38,7 @@ async def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
             cached_tokens=2,
             seed=2**64 - 1,
             slot=3,
-            step=12,
+            first_step=12,
             model_fingerprint=HELLO.model_fingerprint,
             prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
             timeout={"seconds": 600},
@@ -55,14 +55,17 @@ async def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
             rest.append(response)
         assert first.text + text_of(rest) == "Hello, how are you?"
         finished = rest[-1].finished
-        assert finished.reason == pb.FINISH_REASON_STOP_EOS
+        assert finished.finish_reason == pb.FINISH_REASON_STOP_EOS
         assert finished.matched_token_id == EOS
         assert not finished.HasField("matched_stop_string")
         assert finished.usage == pb.Usage(
             prompt_tokens=started.started.prompt_tokens, completion_tokens=len(HELLO_IDS) + 1, cached_tokens=2
         )
         timings = finished.timings
-        spans = [d.ToNanoseconds() for d in (timings.queue, timings.first_token, timings.decode, timings.total)]
+        spans = [
+            d.ToNanoseconds()
+            for d in (timings.queue_time, timings.time_to_first_token, timings.decode_time, timings.e2e_latency)
+        ]
         assert all(span >= 0 for span in spans)
         assert spans[0] <= spans[1] <= spans[3]
         assert await call.code() is grpc.StatusCode.OK
@@ -106,7 +109,7 @@ async def test_logprobs_travel_with_their_tokens(tmp_path: Path) -> None:
         s.engine.finish_by(key, FinishReason.LENGTH)
         entries = [entry for r in await read_all(call) for entry in r.logprobs]
         assert [e.logprob for e in entries] == [-0.5, -1.5]
-        assert [(t.token_id, t.logprob) for t in entries[0].top] == [(40, -0.5), (9, -2.0)]
+        assert [(t.token_id, t.logprob) for t in entries[0].top_logprobs] == [(40, -0.5), (9, -2.0)]
 
 
 async def test_special_tokens_are_text_only_when_kept(tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(tmp_path: Path) -> Non
         assert " are" not in decode(TOKENIZER, HELLO_IDS[: count - 1], keep_special=False)
         assert tokens_of(responses) == HELLO_IDS[:count]
         finished = responses[-1].finished
-        assert finished.reason == pb.FINISH_REASON_STOP_STRING
+        assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
         assert finished.matched_stop_string == " are"
         assert finished.usage.completion_tokens == count
         assert s.engine.stopped == [(key, count)]
@@ -151,7 +154,7 @@ async def test_a_stop_string_counts_also_when_the_engine_was_faster(tmp_path: Pa
         responses = await read_all(call)
         assert text_of(responses) == "Hello"
         finished = responses[-1].finished
-        assert finished.reason == pb.FINISH_REASON_STOP_STRING
+        assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
         assert not finished.HasField("matched_token_id")
         assert finished.usage.completion_tokens == len(tokens_of(responses)) < len(HELLO_IDS)
 
@@ -162,7 +165,7 @@ async def test_stop_strings_work_without_text(tmp_path: Path) -> None:
         request = text_request(stop={"strings": [" how"]}, output={"omit_text": True})
         responses = await read_all(s.generate(request))
         assert text_of(responses) == ""
-        assert responses[-1].finished.reason == pb.FINISH_REASON_STOP_STRING
+        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_STOP_STRING
 
 
 async def test_the_beginning_of_a_stop_string_is_sent_in_the_end(tmp_path: Path) -> None:
@@ -170,7 +173,7 @@ async def test_the_beginning_of_a_stop_string_is_sent_in_the_end(tmp_path: Path)
         s.engine.answer = lambda request: HELLO_IDS
         responses = await read_all(s.generate(text_request(stop={"strings": ["you? And"]})))
         assert text_of(responses) == "Hello, how are you?"
-        assert responses[-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
 
 
 async def test_a_stop_token_ends_without_text(tmp_path: Path) -> None:

@@ -385,13 +385,13 @@ async def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: 
 async def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
         caller = Caller(s)
-        await caller.order(submit(1))
+        await caller.send(submit(1))
         key = await s.engine.next_request()
         session = next(iter(s.service._sessions))
         await until(lambda: session._leaving)
-        await caller.order(submit(2))
+        await caller.send(submit(2))
         await caller.until(lambda: caller.failed)
-        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "DRAINING"}
+        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "SERVER_DRAINING"}
         s.engine.start(key)
         s.engine.tokens(key, [5])
         s.engine.finish_by(key, FinishReason.LENGTH)

@@ -1,9 +1,9 @@
-// A client in grpc-js: prints one line of JSON for each call. Arguments: the folder of the .proto files, the target.
+// A client in grpc-js: prints one line of JSON for each call. Arguments: the folders with .proto files, the target.
 const grpc = require('@grpc/grpc-js');
 const loader = require('@grpc/proto-loader');
 
-const [folder, target] = process.argv.slice(2);
-const options = { includeDirs: [folder], keepCase: true, defaults: true, longs: Number, oneofs: true };
+const [folder, imports, target] = process.argv.slice(2);
+const options = { includeDirs: [folder, imports], keepCase: true, defaults: true, longs: Number, oneofs: true };
 const definition = loader.loadSync(folder + '/lineclear/v1/inference.proto', options);
 const { InferenceService } = grpc.loadPackageDefinition(definition).lineclear.v1;
 const client = new InferenceService(target, grpc.credentials.createInsecure());

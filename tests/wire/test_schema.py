@@ -1,7 +1,9 @@
-"""The .proto files: their stubs are fresh, every word of the public one is explained, buf finds nothing."""
+"""The .proto files: fresh stubs, a comment on every public name, buf lint, no breaking change to the baseline."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 
 PROTOS = REPOSITORY / "protos"
+BASELINE = PROTOS / "baseline.binpb"
 
 
 def test_stubs_are_fresh(tmp_path: Path) -> None:
@@ -21,7 +24,12 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     command = [sys.executable, str(PROTOS / "generate.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     made = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*_pb2*")}
-    kept = {p.relative_to(PROTOS): p.read_text() for p in PROTOS.rglob("*_pb2*") if "__pycache__" not in p.parts}
+    kept = {
+        p.relative_to(REPOSITORY): p.read_text()
+        for root in ("protos", "common")
+        for p in (REPOSITORY / root).rglob("*_pb2*")
+        if "__pycache__" not in p.parts
+    }
     assert sorted(made) == sorted(kept)
     assert [str(path) for path in made if made[path] != kept[path]] == []
 
@@ -54,7 +62,8 @@ def _undocumented(file: FileDescriptorProto) -> Iterator[str]:
 
 
 def _compile(folder: Path, out: Path, *files: str) -> FileDescriptorSet:
-    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", "--include_source_info"]
+    include = [f"-I{folder}", f"-I{REPOSITORY / 'third_party'}", "--include_source_info"]
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", *include]
     subprocess.run([*protoc, f"--descriptor_set_out={out}", *files], check=True, timeout=PATIENCE_SECONDS)
     return FileDescriptorSet.FromString(out.read_bytes())
 
@@ -91,13 +100,47 @@ def buf() -> str:
     return find_buf()
 
 
+def run_buf(buf: str, *arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([buf, *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
 def test_buf_lint_finds_nothing(buf: str) -> None:
-    done = subprocess.run([buf, "lint"], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = run_buf(buf, "lint")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_buf_formats_nothing(buf: str) -> None:
-    done = subprocess.run(
-        [buf, "format", "--diff"], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
+def test_buf_format_changes_nothing(buf: str) -> None:
+    done = run_buf(buf, "format", "--diff")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_module_protos_is_the_public_api(buf: str) -> None:
+    """`buf generate protos` compiles these files and no others."""
+    done = run_buf(buf, "ls-files", "protos")
+    assert done.stdout.split() == [f"protos/lineclear/v1/{name}.proto" for name in ("admin", "inference", "sampling")]
+
+
+def test_the_public_api_has_no_breaking_change(buf: str) -> None:
+    """Before the release of 0.1.0, `make baseline` may replace the baseline; afterwards docs/protocol.md says when."""
+    done = run_buf(buf, "breaking", "protos", "--against", str(BASELINE))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("  uint64 handle = 1;", "  uint64 number = 1;", "FIELD_SAME_NAME"),
+        ("  uint32 first_index = 1;", "", "FIELD_NO_DELETE"),
+        ("  RESULT_STATE_FAILED = 4;", "", "ENUM_VALUE_NO_DELETE"),
+        ('option java_package = "com.lineclear.v1";', 'option java_package = "v1";', "FILE_SAME_JAVA_PACKAGE"),
+    ],
+)
+def test_a_breaking_change_is_found(buf: str, tmp_path: Path, old: str, new: str, rule: str) -> None:
+    for root in ("protos", "common", "third_party"):
+        shutil.copytree(REPOSITORY / root, tmp_path / root, ignore=shutil.ignore_patterns("*.py", "*.pyi"))
+    shutil.copy(REPOSITORY / "buf.yaml", tmp_path)
+    changed = tmp_path / "protos/lineclear/v1/inference.proto"
+    assert old in changed.read_text()
+    changed.write_text(changed.read_text().replace(old, new, 1))
+    done = run_buf(buf, "breaking", "protos", "--against", str(BASELINE), "--error-format", "json", cwd=tmp_path)
+    assert rule in {json.loads(line)["type"] for line in done.stdout.splitlines()}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from google.rpc.code_pb2 import Code
+
 from lineclear.errors import LineclearError, Unreachable
 from lineclear.exit_codes import ExitCode, of_grpc
-from lineclear.grpc_status import CODE_NUMBERS
 
 
 def exit_code(error: LineclearError) -> int:
     """100 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 114."""
-    return of_grpc(CODE_NUMBERS.get(error.code, CODE_NUMBERS["UNKNOWN"]))
+    return of_grpc(Code.Value(error.code))
 
 
 def table() -> str:
     """The codes in one paragraph, for --help."""
-    named = ", ".join(f"{of_grpc(number)} {code}" for code, number in CODE_NUMBERS.items() if code != "OK")
+    named = ", ".join(f"{of_grpc(number)} {code}" for code, number in Code.items() if code != "OK")
     return (
         f"Exit codes: 0 success; {ExitCode.NEGATIVE:d} some of several prompts failed, or the server is not serving"
         f" (health); {ExitCode.USAGE:d} wrong usage; {ExitCode.INTERRUPTED:d} interrupted;"

@@ -89,9 +89,9 @@ def summary(result: Generation) -> str:
     words = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
     if usage.cached_tokens:
         words.append(f"{usage.cached_tokens} cached")
-    words.append(f"first after {timings.first_token_seconds:.3f} s")
-    if timings.decode_seconds > 0 and usage.completion_tokens > 1:
-        words.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.1f} tok/s")
+    words.append(f"first after {timings.time_to_first_token_seconds:.3f} s")
+    if timings.decode_time_seconds > 0 and usage.completion_tokens > 1:
+        words.append(f"{(usage.completion_tokens - 1) / timings.decode_time_seconds:.1f} tok/s")
     words.append(result.finish_reason.replace("_", " "))
     return ", ".join(words)
 

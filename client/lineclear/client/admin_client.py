@@ -31,7 +31,7 @@ class AdminClient:
     def drain(self) -> DrainStatus:
         """Have the server leave as after SIGTERM. Asked again, it says what remains by then."""
         answer = self._client._unary(rpc_methods.DRAIN, pb.DrainRequest(), UNSET)
-        return DrainStatus(answer.requests_in_progress, answer.remaining.ToNanoseconds() / 1e9)
+        return DrainStatus(answer.requests_in_progress, answer.time_remaining.ToNanoseconds() / 1e9)
 
     def dump_recording(self) -> str:
         """Have the flight recorder written; the path of the file, on the server's machine."""

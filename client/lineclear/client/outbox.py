@@ -1,7 +1,6 @@
-"""What a session has to tell its server: orders that have not left, and how many of them go into one message.
+"""Commands of a session that wait for the next message.
 
-Pure: the waiting is in `sessions`. A message costs both ends far more than an order, so those that have gathered while
-one was on its way leave together.
+A message costs both ends far more than a command, so commands that gather while one message is sent share the next.
 """
 
 from __future__ import annotations
@@ -10,52 +9,46 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_ORDERS, REQUEST_BYTES_KEY, SESSION_ORDERS_KEY
+from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
 from lineclear.v1 import inference_pb2 as pb
 
-Command: TypeAlias = pb.SessionSubmit | pb.SessionCancel
+Command: TypeAlias = pb.SubmitCommand | pb.CancelCommand
 
 
 class Outbox:
-    """Orders in their order. Any thread may `put`; one at a time may `take`.
+    """A queue of commands. Any thread may call `put`; one thread at a time calls `take`.
 
-    As many wait here as the program's calls have given: each of them waits for its answer.
+    Its length is bounded by the program's own calls, each of which waits for an answer.
     """
 
     def __init__(self) -> None:
-        self.most_orders = 1
-        """That the server takes in one message, as far as it has said."""
-        self._orders: deque[Command] = deque()
+        self._commands: deque[Command] = deque()
+        self._max_bytes = 0
 
-    def put(self, order: Command) -> None:
-        """It goes with the next message that has room."""
-        self._orders.append(order)
+    def put(self, command: Command) -> None:
+        """Queue `command` for the next message that has room."""
+        self._commands.append(command)
+
+    def share_messages(self, max_request_bytes: int | None) -> None:
+        """Put several commands into a message from now on, up to half of the server's `max_request_bytes`."""
+        self._max_bytes = min(MAX_GATHERED_BYTES, (max_request_bytes or 2 * MAX_GATHERED_BYTES) // 2)
 
     def take(self) -> pb.SessionRequest | None:
-        """The next message; None while there is nothing to tell."""
-        if not self._orders:
+        """Return the next message, or None while no command waits."""
+        if not self._commands:
             return None
-        taken = [self._orders.popleft()]
+        taken = [self._commands.popleft()]
         num_bytes = taken[0].ByteSize()
-        while self._orders and len(taken) < self.most_orders:
-            num_bytes += self._orders[0].ByteSize()
-            if num_bytes > MAX_GATHERED_BYTES:
+        while self._commands and len(taken) < MAX_SESSION_COMMANDS:
+            num_bytes += self._commands[0].ByteSize()
+            if num_bytes > self._max_bytes:
                 break
-            taken.append(self._orders.popleft())
-        return _message(taken)
-
-
-def _message(orders: list[Command]) -> pb.SessionRequest:
-    if len(orders) == 1:  # as every server understands it
-        (order,) = orders
-        if isinstance(order, pb.SessionSubmit):
-            return pb.SessionRequest(submit=order)
-        return pb.SessionRequest(cancel=order)
-    # A request is begun before it is ended, and its handle never used again: so the ends may come last.
-    return pb.SessionRequest(
-        submits=[order for order in orders if isinstance(order, pb.SessionSubmit)],
-        cancels=[order for order in orders if isinstance(order, pb.SessionCancel)],
-    )
+            taken.append(self._commands.popleft())
+        # A request is submitted before it is cancelled and its handle is never used again: cancels may come last.
+        return pb.SessionRequest(
+            submits=[command for command in taken if isinstance(command, pb.SubmitCommand)],
+            cancels=[command for command in taken if isinstance(command, pb.CancelCommand)],
+        )
 
 
 def most_request_bytes(metadata: Iterable[Any] | None) -> int | None:
@@ -64,11 +57,3 @@ def most_request_bytes(metadata: Iterable[Any] | None) -> int | None:
         if key == REQUEST_BYTES_KEY and str(value).isdecimal():
             return int(value)
     return None
-
-
-def most_orders(metadata: Iterable[Any] | None) -> int:
-    """How many orders a server takes in one message, by the initial metadata of its session."""
-    for key, value in metadata or ():
-        if key == SESSION_ORDERS_KEY and str(value).isdecimal():
-            return min(max(1, int(value)), MAX_SESSION_ORDERS)
-    return 1

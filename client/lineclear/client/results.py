@@ -53,12 +53,12 @@ class TokenLogprobs:
     """Logarithm (base e) of the probability of a sampled token, and the most likely candidates, best first."""
 
     logprob: float
-    top: tuple[TopLogprob, ...] = ()
+    top_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request left the queue. `cached_tokens` of the prompt need no computing; `step` is the worker's count.
+    """The request left the queue. `cached_tokens` of the prompt need no computing; `first_step` is the worker's count.
 
     `model_fingerprint` identifies the model that makes the answer. `prompt_digest` and `chat_time_us` are for resuming.
     `timeout_seconds` is the deadline that the server applies, from the arrival of the request.
@@ -69,7 +69,7 @@ class Started:
     cached_tokens: int = 0
     seed: int = 0
     slot: int = 0
-    step: int = 0
+    first_step: int = 0
     model_fingerprint: str = ""
     prompt_digest: str = ""
     chat_time_us: int = 0
@@ -90,10 +90,10 @@ class Usage:
 class Timings:
     """Time by the server's clock: in the queue, from arrival to the first token, from the first to the last, in all."""
 
-    queue_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    total_seconds: float = 0.0
+    queue_time_seconds: float = 0.0
+    time_to_first_token_seconds: float = 0.0
+    decode_time_seconds: float = 0.0
+    e2e_latency_seconds: float = 0.0
     preemptions: int = 0
     recoveries: int = 0
     last_step: int = 0
@@ -286,12 +286,12 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
         token_ids=tuple(message.token_ids),
         first_index=message.first_index,
         logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top))
+            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top_logprobs))
             for entry in message.logprobs
         ),
         token_times_seconds=tuple(time_us / 1e6 for time_us in message.token_times_us),
         started=from_proto(Started, message.started) if message.HasField("started") else None,
-        finish_reason=None if finished is None else _finish_reason(finished.reason),
+        finish_reason=None if finished is None else _finish_reason(finished.finish_reason),
     )
 
 

@@ -22,7 +22,7 @@ from lineclear.api_limits import MAX_GATHERED_BYTES
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_errors import check_request_size
-from .outbox import Command, Outbox, most_orders, most_request_bytes
+from .outbox import Command, Outbox, most_request_bytes
 from .session_messages import Item, items, submission
 
 # Codes of a session that was not begun. An error about the caller, as UNAUTHENTICATED, would be that of Generate too.
@@ -38,7 +38,7 @@ def _ended(target: str) -> errors.ConnectionLost:
     return errors.ConnectionLost(f"no answer from {target}: it ended the session")
 
 
-def _goes_alone(order: pb.SessionSubmit, most_bytes: int | None) -> bool:
+def _goes_alone(order: pb.SubmitCommand, most_bytes: int | None) -> bool:
     """Whether a request is made as a call of its own because of its size.
 
     gRPC ends a stream with all its requests when one message is too large. Raises RequestTooLarge if the server has
@@ -71,7 +71,7 @@ class _SessionCall(ABC):
 
     def _hang_up(self, error: errors.LineclearError) -> None:
         if not self._is_over:
-            self._session.order(pb.SessionCancel(handle=self._handle))
+            self._session.order(pb.CancelCommand(handle=self._handle))
             self.put(error)
 
 
@@ -137,7 +137,8 @@ class AioSession:
         with contextlib.suppress(Exception):  # what ended the call is the reader's to say
             # A write that fails hides the status: so first hear that the server has a Session at all.
             greeting = await self._call.initial_metadata()
-            self._outbox.most_orders, self._most_bytes = most_orders(greeting), most_request_bytes(greeting)
+            self._most_bytes = most_request_bytes(greeting)
+            self._outbox.share_messages(self._most_bytes)
             while True:
                 await self._bell.wait()
                 self._bell.clear()
@@ -307,7 +308,8 @@ class Session:
         was_answered = False
         try:
             greeting = self._call.initial_metadata()
-            self._outbox.most_orders, self._most_bytes = most_orders(greeting), most_request_bytes(greeting)
+            self._most_bytes = most_request_bytes(greeting)
+            self._outbox.share_messages(self._most_bytes)
             for message in self._call:
                 was_answered = True
                 for handle, item in items(message):

@@ -9,26 +9,24 @@ import ipaddress
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from lineclear import grpc_status
-from lineclear.errors import LineclearError, Violation
+from lineclear.errors import LineclearError
+from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 # Of one request: a message of its answer, the error it ended with, or None after the last message.
 Item: TypeAlias = pb.GenerateResponse | LineclearError | None
 
-_CODES = {number: name for name, number in grpc_status.CODE_NUMBERS.items()}
-
 
 def items(message: pb.SessionResponse) -> Iterator[tuple[int, Item]]:
     """(handle, item) in order."""
     yield from _rows(message)
-    for piece in message.pieces:
-        if piece.HasField("failure"):
-            yield piece.handle, error_of(piece.failure)
+    for event in message.events:
+        if event.HasField("error"):
+            yield event.handle, from_status(event.error)
             continue
-        yield piece.handle, piece.response
-        if piece.response.HasField("finished"):
-            yield piece.handle, None
+        yield event.handle, event.response
+        if event.response.HasField("finished"):
+            yield event.handle, None
 
 
 def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateResponse]]:
@@ -47,24 +45,12 @@ def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateRespons
         row = end
 
 
-def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SessionSubmit:
-    """The order that begins a request."""
-    order = pb.SessionSubmit(handle=handle, request=request)
+def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SubmitCommand:
+    """Return the command that submits a request."""
+    command = pb.SubmitCommand(handle=handle, request=request)
     if timeout_seconds is not None:
-        order.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
-    return order
-
-
-def error_of(failure: pb.Failure) -> LineclearError:
-    """The error that a call of its own would have ended with."""
-    return grpc_status.make(
-        _CODES.get(failure.code, "UNKNOWN"),
-        failure.reason,
-        failure.message,
-        retry_after_seconds=failure.retry_after.ToNanoseconds() / 1e9 if failure.HasField("retry_after") else None,
-        metadata=dict(failure.metadata),
-        violations=[Violation(entry.field, entry.description) for entry in failure.violations],
-    )
+        command.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
+    return command
 
 
 def names_one_server(target: str) -> bool:

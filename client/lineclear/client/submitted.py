@@ -6,11 +6,11 @@ import secrets
 from dataclasses import dataclass
 
 from lineclear.errors import LineclearError
+from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_settings import CallOptions
 from .retry import bounded
-from .session_messages import error_of
 
 _STATES = {
     pb.RESULT_STATE_WAITING: "waiting",
@@ -40,7 +40,7 @@ class SubmittedStatus:
 
 def snapshot(message: pb.GetResultResponse) -> SubmittedStatus:
     """What the message says."""
-    error = error_of(message.failure) if message.HasField("failure") else None
+    error = from_status(message.error) if message.HasField("error") else None
     state = _STATES.get(message.state, "unspecified")
     return SubmittedStatus(state, message.response.text, tuple(message.response.token_ids), error)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, UnknownRequest
-from lineclear.grpc_status import CODE_NUMBERS
+from lineclear.grpc_status import to_status
 from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods
@@ -215,8 +215,7 @@ class FakeTransport:
                     found.response.token_ids.extend(step.token_ids)
         except LineclearError as error:
             found.state = pb.RESULT_STATE_FAILED
-            code = CODE_NUMBERS[error.code]
-            found.failure.CopyFrom(pb.Failure(code=code, message=str(error), reason=error.reason))
+            found.error.CopyFrom(to_status(error))
         return found
 
     def _count_cancelled(self) -> None:
@@ -264,7 +263,7 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     if answer.error is not None and not request.HasField("resume"):
         raise answer.error
     finished = pb.Finished(
-        reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
+        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
         matched_stop_string=answer.matched_stop,
         usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=first_index),
     )
@@ -276,7 +275,7 @@ def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_inde
     piece = pb.GenerateResponse(first_index=first_index, token_ids=tokens, text="" if output.omit_text else text)
     if output.logprobs:
         tops = [pb.TopLogprob(token_id=token, logprob=0.0) for token in range(output.top_logprobs)]
-        piece.logprobs.extend(pb.TokenLogprobs(logprob=0.0, top=tops) for _ in tokens)
+        piece.logprobs.extend(pb.TokenLogprobs(logprob=0.0, top_logprobs=tops) for _ in tokens)
     if output.token_timings:
         piece.token_times_us.extend(range(first_index, first_index + len(tokens)))
     return piece

@@ -4,8 +4,8 @@ isort:skip_file
 The interface for whoever operates a lineclear server.
 
 It is answered on the admin address (admin_listen) alone: never where
-requests are taken, not even where there is no admin address. Failure is
-the status of the call, as with InferenceService.
+requests are taken, not even where there is no admin address. A failed call
+ends with the same google.rpc.Status as a call of InferenceService.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -79,24 +79,24 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_IN_PROGRESS_FIELD_NUMBER: _builtins.int
-    REMAINING_FIELD_NUMBER: _builtins.int
+    TIME_REMAINING_FIELD_NUMBER: _builtins.int
     requests_in_progress: _builtins.int
     """Requests in progress, those that wait included."""
     @_builtins.property
-    def remaining(self) -> _duration_pb2.Duration:
-        """Until what is left of them is ended, with the reason DRAINED and what it
-        takes to go on elsewhere.
+    def time_remaining(self) -> _duration_pb2.Duration:
+        """Until what is left of them is ended, with the reason SHUTDOWN_INTERRUPTED
+        and what it takes to go on elsewhere.
         """
 
     def __init__(
         self,
         *,
         requests_in_progress: _builtins.int = ...,
-        remaining: _duration_pb2.Duration | None = ...,
+        time_remaining: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_remaining", b"time_remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "requests_in_progress", b"requests_in_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_in_progress", b"requests_in_progress", "time_remaining", b"time_remaining"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,8 +4,8 @@ isort:skip_file
 The interface for whoever operates a lineclear server.
 
 It is answered on the admin address (admin_listen) alone: never where
-requests are taken, not even where there is no admin address. Failure is
-the status of the call, as with InferenceService.
+requests are taken, not even where there is no admin address. A failed call
+ends with the same google.rpc.Status as a call of InferenceService.
 """
 
 from collections import abc as _abc

@@ -3,10 +3,11 @@
 isort:skip_file
 The public interface of a lineclear server.
 
-Failure is the status of the call (where one call serves many requests, a
-Failure that says the same of one of them). The status details carry google.rpc.ErrorInfo (domain "lineclear", a reason in
-UPPER_SNAKE_CASE, figures in its metadata), BadRequest with the path of the
-field at fault, and RetryInfo where trying again makes sense.
+A failed call ends with a google.rpc.Status. Where one call serves many
+requests, the same message reports the failure of one request. The details
+are google.rpc.ErrorInfo (domain "lineclear", a reason in UPPER_SNAKE_CASE,
+figures in its metadata), BadRequest with the paths of invalid fields, and
+RetryInfo where a retry can succeed.
 """
 
 from collections import abc as _abc
@@ -15,6 +16,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 from lineclear.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -467,7 +469,7 @@ class Started(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     CHAT_TIME_US_FIELD_NUMBER: _builtins.int
@@ -482,7 +484,7 @@ class Started(_message.Message):
     """The seed in use."""
     slot: _builtins.int
     """The slot the request took."""
-    step: _builtins.int
+    first_step: _builtins.int
     """Number of the first step that works on the request, since the worker
     joined.
     """
@@ -510,7 +512,7 @@ class Started(_message.Message):
         cached_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         slot: _builtins.int = ...,
-        step: _builtins.int = ...,
+        first_step: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
         prompt_digest: _builtins.str = ...,
         chat_time_us: _builtins.int = ...,
@@ -518,7 +520,7 @@ class Started(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "step", b"step", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "first_step", b"first_step", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,12 +532,12 @@ class Finished(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REASON_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_STRING_FIELD_NUMBER: _builtins.int
     MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    reason: Global___FinishReason.ValueType
+    finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     matched_stop_string: _builtins.str
     """The stop string that matched."""
@@ -552,7 +554,7 @@ class Finished(_message.Message):
     def __init__(
         self,
         *,
-        reason: Global___FinishReason.ValueType = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
         matched_stop_string: _builtins.str | None = ...,
         matched_token_id: _builtins.int | None = ...,
         usage: Global___Usage | None = ...,
@@ -560,7 +562,7 @@ class Finished(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "reason", b"reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "finish_reason", b"finish_reason", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop_string: _TypeAlias = _typing.Literal["matched_stop_string"]  # noqa: Y015
     _WhichOneofArgType__matched_stop_string: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string"]  # noqa: Y015
@@ -613,10 +615,10 @@ class Timings(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUE_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    DECODE_FIELD_NUMBER: _builtins.int
-    TOTAL_FIELD_NUMBER: _builtins.int
+    QUEUE_TIME_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    DECODE_TIME_FIELD_NUMBER: _builtins.int
+    E2E_LATENCY_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
@@ -627,35 +629,35 @@ class Timings(_message.Message):
     last_step: _builtins.int
     """Step of the last token, since the worker joined."""
     @_builtins.property
-    def queue(self) -> _duration_pb2.Duration:
+    def queue_time(self) -> _duration_pb2.Duration:
         """From arrival to the first admission."""
 
     @_builtins.property
-    def first_token(self) -> _duration_pb2.Duration:
+    def time_to_first_token(self) -> _duration_pb2.Duration:
         """From arrival to the first token."""
 
     @_builtins.property
-    def decode(self) -> _duration_pb2.Duration:
+    def decode_time(self) -> _duration_pb2.Duration:
         """From the first token to the last."""
 
     @_builtins.property
-    def total(self) -> _duration_pb2.Duration:
+    def e2e_latency(self) -> _duration_pb2.Duration:
         """From arrival to the end."""
 
     def __init__(
         self,
         *,
-        queue: _duration_pb2.Duration | None = ...,
-        first_token: _duration_pb2.Duration | None = ...,
-        decode: _duration_pb2.Duration | None = ...,
-        total: _duration_pb2.Duration | None = ...,
+        queue_time: _duration_pb2.Duration | None = ...,
+        time_to_first_token: _duration_pb2.Duration | None = ...,
+        decode_time: _duration_pb2.Duration | None = ...,
+        e2e_latency: _duration_pb2.Duration | None = ...,
         preemptions: _builtins.int = ...,
         recoveries: _builtins.int = ...,
         last_step: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "first_token", b"first_token", "queue", b"queue", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "e2e_latency", b"e2e_latency", "queue_time", b"queue_time", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "first_token", b"first_token", "last_step", b"last_step", "preemptions", b"preemptions", "queue", b"queue", "recoveries", b"recoveries", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "e2e_latency", b"e2e_latency", "last_step", b"last_step", "preemptions", b"preemptions", "queue_time", b"queue_time", "recoveries", b"recoveries", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,58 +665,39 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """Orders within a session: one, or as many as have gathered.
-
-    A server that takes several in a message says so in the initial metadata of
-    the call: "lineclear-session-orders" is how many, `order` not counted. One
-    that does not say it knows `order` alone.
+    """Commands of a session: first the requests to submit, then the requests to
+    cancel. At least one and at most 32 in a message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SUBMIT_FIELD_NUMBER: _builtins.int
-    CANCEL_FIELD_NUMBER: _builtins.int
     SUBMITS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def submit(self) -> Global___SessionSubmit:
-        """Begin a request."""
+    def submits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitCommand]:
+        """Requests to submit, in this order."""
 
     @_builtins.property
-    def cancel(self) -> Global___SessionCancel:
-        """End a request without an answer; its Failure follows. Nothing happens
-        where the handle is not in use (the answer may just have ended).
-        """
-
-    @_builtins.property
-    def submits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSubmit]:
-        """More requests to begin, in their order and after `order`."""
-
-    @_builtins.property
-    def cancels(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCancel]:
-        """More requests to end, after all of those have begun."""
+    def cancels(self) -> _containers.RepeatedCompositeFieldContainer[Global___CancelCommand]:
+        """Requests to cancel, after all of `submits`."""
 
     def __init__(
         self,
         *,
-        submit: Global___SessionSubmit | None = ...,
-        cancel: Global___SessionCancel | None = ...,
-        submits: _abc.Iterable[Global___SessionSubmit] | None = ...,
-        cancels: _abc.Iterable[Global___SessionCancel] | None = ...,
+        submits: _abc.Iterable[Global___SubmitCommand] | None = ...,
+        cancels: _abc.Iterable[Global___CancelCommand] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "order", b"order", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "cancels", b"cancels", "order", b"order", "submit", b"submit", "submits", b"submits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "submits", b"submits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
-    _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
-class SessionSubmit(_message.Message):
-    """A request within a session."""
+class SubmitCommand(_message.Message):
+    """Submits one request within a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -722,20 +705,20 @@ class SessionSubmit(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The caller's number for the request, which all that is said about it
-    carries. Not in use by another live request of the session.
+    """The client's number for the request. Every response about the request
+    carries it. Must not be in use by another live request of the session.
     """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
-        """As Generate takes it."""
+        """The same message as for Generate."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """How long the answer may take, from the arrival of this message. Unset:
-        the server's default_deadline_seconds. More than its
-        max_deadline_seconds counts as that; 0 or less ends the request with
-        DEADLINE_EXCEEDED; no valid Duration is INVALID_ARGUMENT. The deadline of
-        the call, where it has one, bounds all its requests.
+        """Time the answer may take, from the arrival of this message. Unset: the
+        server's default_deadline_seconds. Larger than its max_deadline_seconds:
+        that one. 0 or less ends the request with DEADLINE_EXCEEDED; no valid
+        Duration is INVALID_ARGUMENT. The deadline of the call, if it has one,
+        bounds all requests of the session.
         """
 
     def __init__(
@@ -751,17 +734,19 @@ class SessionSubmit(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionSubmit: _TypeAlias = SessionSubmit  # noqa: Y015
+Global___SubmitCommand: _TypeAlias = SubmitCommand  # noqa: Y015
 
 @_typing.final
-class SessionCancel(_message.Message):
-    """The end of a request within a session."""
+class CancelCommand(_message.Message):
+    """Cancels one request within a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """Of the request."""
+    """Handle of the request. Its SessionEvent with `error` (CANCELLED) follows.
+    A handle that is not in use is ignored: the answer may just have ended.
+    """
     def __init__(
         self,
         *,
@@ -773,7 +758,7 @@ class SessionCancel(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionCancel: _TypeAlias = SessionCancel  # noqa: Y015
+Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
@@ -781,7 +766,7 @@ class SessionResponse(_message.Message):
 
     Tokens in the middle of an answer come as columns, a row for each token; a
     message that begins or ends an answer, or carries what has no column, is
-    one of `pieces`. For one request a message has rows or a piece, not both.
+    one of `events`. For one request a message has rows or an event, not both.
     What `first_index` promises of Generate holds here of `indexes`: no index
     of an answer is skipped or repeated.
     """
@@ -792,7 +777,7 @@ class SessionResponse(_message.Message):
     INDEXES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
-    PIECES_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Whose token it is."""
@@ -810,8 +795,8 @@ class SessionResponse(_message.Message):
         """The text that came with it; empty where no row has any."""
 
     @_builtins.property
-    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionPiece]:
-        """Whatever has no column."""
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]:
+        """Everything that has no column."""
 
     def __init__(
         self,
@@ -820,149 +805,55 @@ class SessionResponse(_message.Message):
         indexes: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
-        pieces: _abc.Iterable[Global___SessionPiece] | None = ...,
+        events: _abc.Iterable[Global___SessionEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "indexes", b"indexes", "pieces", b"pieces", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "handles", b"handles", "indexes", b"indexes", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
-class SessionPiece(_message.Message):
-    """What Generate would send, or how it would fail."""
+class SessionEvent(_message.Message):
+    """A response of Generate, or the error that the request ended with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The caller's number for the request."""
+    """The client's number for the request."""
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
-        """Of the request's answer. After the one with `finished` comes nothing
-        more of it, and the handle is free.
+        """A response of the request, as Generate sends it. The one with
+        `finished` is the last of the request and frees the handle.
         """
 
     @_builtins.property
-    def failure(self) -> Global___Failure:
-        """The request ended without an answer, and the handle is free."""
+    def error(self) -> _status_pb2.Status:
+        """The status that a Generate call would have ended with. It is the last
+        event of the request and frees the handle.
+        """
 
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         response: Global___GenerateResponse | None = ...,
-        failure: Global___Failure | None = ...,
+        error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "piece", b"piece", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "handle", b"handle", "piece", b"piece", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "handle", b"handle", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_piece: _TypeAlias = _typing.Literal["response", "failure"]  # noqa: Y015
-    _WhichOneofArgType_piece: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_piece) -> _WhichOneofReturnType_piece | None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
-Global___SessionPiece: _TypeAlias = SessionPiece  # noqa: Y015
-
-@_typing.final
-class Failure(_message.Message):
-    """The status a call of its own would have ended with, and its details."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class MetadataEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    CODE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    METADATA_FIELD_NUMBER: _builtins.int
-    RETRY_AFTER_FIELD_NUMBER: _builtins.int
-    VIOLATIONS_FIELD_NUMBER: _builtins.int
-    code: _builtins.int
-    """Number of the gRPC status code."""
-    message: _builtins.str
-    """For people."""
-    reason: _builtins.str
-    """google.rpc.ErrorInfo.reason of the domain "lineclear"."""
-    @_builtins.property
-    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """google.rpc.ErrorInfo.metadata: the figures behind the message."""
-
-    @_builtins.property
-    def retry_after(self) -> _duration_pb2.Duration:
-        """google.rpc.RetryInfo: how long to wait before trying again, where that
-        can help.
-        """
-
-    @_builtins.property
-    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldViolation]:
-        """google.rpc.BadRequest."""
-
-    def __init__(
-        self,
-        *,
-        code: _builtins.int = ...,
-        message: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        retry_after: _duration_pb2.Duration | None = ...,
-        violations: _abc.Iterable[Global___FieldViolation] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after", "violations", b"violations"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Failure: _TypeAlias = Failure  # noqa: Y015
-
-@_typing.final
-class FieldViolation(_message.Message):
-    """A field of the request that is wrong."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIELD_FIELD_NUMBER: _builtins.int
-    DESCRIPTION_FIELD_NUMBER: _builtins.int
-    field: _builtins.str
-    """Its path, as in "sampling.top_p"."""
-    description: _builtins.str
-    """What is wrong with it; never its value."""
-    def __init__(
-        self,
-        *,
-        field: _builtins.str = ...,
-        description: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "field", b"field"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
+Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
 
 @_typing.final
 class SubmitRequest(_message.Message):
@@ -1102,7 +993,7 @@ class GetResultResponse(_message.Message):
 
     STATE_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     state: Global___ResultState.ValueType
     """How far it is."""
     @_builtins.property
@@ -1110,19 +1001,19 @@ class GetResultResponse(_message.Message):
         """The whole answer so far in one piece, without logprobs and token times."""
 
     @_builtins.property
-    def failure(self) -> Global___Failure:
-        """Why it failed, if it did."""
+    def error(self) -> _status_pb2.Status:
+        """The status that the request ended with, if it failed."""
 
     def __init__(
         self,
         *,
         state: Global___ResultState.ValueType = ...,
         response: Global___GenerateResponse | None = ...,
-        failure: Global___Failure | None = ...,
+        error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "response", b"response", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,22 +1072,22 @@ class TokenLogprobs(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
-    TOP_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """Of the token that was sampled."""
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens, most likely first."""
 
     def __init__(
         self,
         *,
         logprob: _builtins.float = ...,
-        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

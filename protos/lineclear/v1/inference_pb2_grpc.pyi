@@ -3,10 +3,11 @@
 isort:skip_file
 The public interface of a lineclear server.
 
-Failure is the status of the call (where one call serves many requests, a
-Failure that says the same of one of them). The status details carry google.rpc.ErrorInfo (domain "lineclear", a reason in
-UPPER_SNAKE_CASE, figures in its metadata), BadRequest with the path of the
-field at fault, and RetryInfo where trying again makes sense.
+A failed call ends with a google.rpc.Status. Where one call serves many
+requests, the same message reports the failure of one request. The details
+are google.rpc.ErrorInfo (domain "lineclear", a reason in UPPER_SNAKE_CASE,
+figures in its metadata), BadRequest with the paths of invalid fields, and
+RetryInfo where a retry can succeed.
 """
 
 from collections import abc as _abc

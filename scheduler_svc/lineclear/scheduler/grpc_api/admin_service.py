@@ -74,7 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         response = pb.DrainResponse(requests_in_progress=len(self._service.streams))
         # The first who asks is answered before the drain has begun.
         seconds = self._settings.drain_timeout_seconds if remaining is None else remaining
-        response.remaining.FromNanoseconds(round(seconds * 1e9))
+        response.time_remaining.FromNanoseconds(round(seconds * 1e9))
         return response
 
     async def DumpRecording(self, request: pb.DumpRecordingRequest, context: Context) -> pb.DumpRecordingResponse:

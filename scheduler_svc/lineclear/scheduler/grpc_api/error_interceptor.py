@@ -18,10 +18,11 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError, Message
+from grpc_status import rpc_status
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
-from lineclear.grpc_status import TRAILER, to_trailer
+from lineclear.grpc_status import to_status
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
 
 log = structlog.get_logger()
@@ -194,9 +195,9 @@ async def abort(context: Context, error: LineclearError) -> None:
     Returns where the caller does not take the status either: it is queued behind what was not read, and the call is
     left to the transport.
     """
-    code = grpc.StatusCode[error.code]
+    status = rpc_status.to_status(to_status(error))
     try:
         async with asyncio.timeout(_ABORT_TIMEOUT_SECONDS):
-            await context.abort(code, str(error), trailing_metadata=((TRAILER, to_trailer(error)),))
+            await context.abort(*status)
     except TimeoutError:
         log.info("status_not_taken", reason=error.reason)

@@ -26,6 +26,7 @@ from lineclear.errors import (
     Unauthenticated,
     UnknownRequest,
 )
+from lineclear.grpc_status import to_status
 from lineclear.scheduler.core.events import Event, StepTokens
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.grpc_api.error_interceptor import incident
@@ -340,8 +341,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
         """All there is, at once."""
         answer = self._detached.find(identity.caller(context), request.request_id)
-        failure = None if answer.error is None else responses.failure(answer.error)
-        return pb.GetResultResponse(state=answer.state, response=answer.whole(), failure=failure)
+        error = None if answer.error is None else to_status(answer.error)
+        return pb.GetResultResponse(state=answer.state, response=answer.whole(), error=error)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End, or forget, a request of this caller. One that is not there is no error: it may just have ended."""

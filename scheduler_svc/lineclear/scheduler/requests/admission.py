@@ -277,7 +277,7 @@ def outcome_of(error: BaseException) -> str:
     """The word the log has for a request that ended with this."""
     if isinstance(error, LineclearError):
         return error.reason.lower()
-    return "internal" if isinstance(error, Exception) else "cancelled"
+    return "internal_error" if isinstance(error, Exception) else "cancelled"
 
 
 def _log_end(ticket: RequestContext, outcome: str, now: float) -> None:

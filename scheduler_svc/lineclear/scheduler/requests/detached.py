@@ -128,7 +128,7 @@ class DetachedRequests:
                 self._end(answer, ticket, outcome_of(error))
                 answer.fail(error)
             except Exception as error:
-                self._end(answer, ticket, "internal")
+                self._end(answer, ticket, "internal_error")
                 answer.fail(self._incident(error))
             else:
                 if delivery.end is not None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 
-from lineclear.errors import LineclearError
-from lineclear.grpc_status import CODE_NUMBERS
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.admission import RequestContext
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk
@@ -40,7 +38,7 @@ def response(delivery: OutputChunk, ticket: RequestContext, spent: RequestTiming
         message.started.cached_tokens = delivery.started.cached_tokens
         message.started.seed = checked.sampling.seed
         message.started.slot = delivery.started.slot
-        message.started.step = delivery.started.step
+        message.started.first_step = delivery.started.step
         message.started.model_fingerprint = delivery.started.model_fingerprint
         message.started.prompt_digest = ticket.prompt_digest
         message.started.chat_time_us = ticket.chat_time_us
@@ -53,13 +51,13 @@ def response(delivery: OutputChunk, ticket: RequestContext, spent: RequestTiming
 
 def _logprobs(of_token: Logprobs) -> pb.TokenLogprobs:
     top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in of_token.top]
-    return pb.TokenLogprobs(logprob=of_token.logprob, top=top)
+    return pb.TokenLogprobs(logprob=of_token.logprob, top_logprobs=top)
 
 
 def _finished(end: Completion, spent: RequestTimings) -> pb.Finished:
     record = end.record
     return pb.Finished(
-        reason=_REASONS[end.reason],
+        finish_reason=_REASONS[end.reason],
         matched_stop_string=end.matched_stop_string,
         matched_token_id=end.matched_token_id,
         usage=pb.Usage(
@@ -69,26 +67,14 @@ def _finished(end: Completion, spent: RequestTimings) -> pb.Finished:
             recomputed_tokens=record.recomputed_tokens,
         ),
         timings=pb.Timings(
-            queue=duration(spent.queue),
-            first_token=duration(spent.first_token),
-            decode=duration(spent.decode),
-            total=duration(spent.total),
+            queue_time=duration(spent.queue),
+            time_to_first_token=duration(spent.first_token),
+            decode_time=duration(spent.decode),
+            e2e_latency=duration(spent.total),
             preemptions=record.preemptions,
             recoveries=record.recoveries,
             last_step=record.last_step,
         ),
-    )
-
-
-def failure(error: LineclearError) -> pb.Failure:
-    """The status that a call of its own would have ended with."""
-    return pb.Failure(
-        code=CODE_NUMBERS[error.code],
-        message=str(error),
-        reason=error.reason,
-        metadata=error.metadata,
-        retry_after=duration(error.retry_after_seconds),
-        violations=[pb.FieldViolation(field=field, description=text) for field, text in error.violations],
     )
 
 

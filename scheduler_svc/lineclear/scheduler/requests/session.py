@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 from lineclear.api_limits import (
-    MAX_GATHERED_BYTES,
     MAX_PIECE_BYTES,
-    MAX_SESSION_ORDERS,
+    MAX_SESSION_COMMANDS,
     REQUEST_BYTES_KEY,
-    SESSION_ORDERS_KEY,
 )
 from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull
+from lineclear.grpc_status import to_status
 from lineclear.scheduler.requests import responses, validation
 from lineclear.scheduler.requests.admission import Admission, RequestContext, outcome_of
 from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES
@@ -30,15 +29,12 @@ _MAX_UNSENT_FAILURES = 256
 
 
 def session_headers(max_request_bytes: int) -> list[tuple[str, str]]:
-    """Initial metadata of a session: the largest request it takes, and how many orders go into one message."""
-    said = [(REQUEST_BYTES_KEY, str(max_request_bytes))]
-    if max_request_bytes >= 2 * MAX_GATHERED_BYTES:  # with all that is around the orders
-        said.append((SESSION_ORDERS_KEY, str(MAX_SESSION_ORDERS)))
-    return said
+    """Return the initial metadata of a session: the largest request in bytes."""
+    return [(REQUEST_BYTES_KEY, str(max_request_bytes))]
 
 
 class Session:
-    """One caller's requests. `listen` takes the orders, `news` has the answers; on one event loop.
+    """One caller's requests. `run` handles the commands, `next_response` has the answers; on one event loop.
 
     `require` returns what requests are held to, or raises what all are refused with. `incident` makes an error of a
     bug. `deadline` is the call's own, on `clock`; None where it has none.
@@ -71,20 +67,20 @@ class Session:
         self._has_space = asyncio.Event()
         self._has_space.set()
         self._wakeup = asyncio.Event()
-        self._input_closed = False  # there will be no more orders
+        self._input_closed = False  # the client sends no more commands
         self._leaving: LineclearError | None = None  # what the session ends with once it is idle
         self._broken: LineclearError | None = None  # what it ends with at once
 
     def __len__(self) -> int:
         return len(self._live)
 
-    # --- the caller's orders -----------------------------------------------------------------------------------------
+    # --- the client's commands ---------------------------------------------------------------------------------------
 
-    async def run(self, orders: AsyncIterator[pb.SessionRequest]) -> None:
+    async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """Obey until the caller ends its side. What is wrong with the stream itself ends the session."""
         try:
-            async for order in orders:
-                await self._handle(order)
+            async for message in messages:
+                await self._handle(message)
         except LineclearError as error:
             self._broken = error
         except Exception as error:
@@ -106,31 +102,22 @@ class Session:
         self._live.clear()
 
     async def _handle(self, message: pb.SessionRequest) -> None:
-        kind = message.WhichOneof("order")
         count = len(message.submits) + len(message.cancels)
-        if kind is None and not count:
-            raise InvalidRequest.at("order", "is missing: set submit or cancel")
-        if count > MAX_SESSION_ORDERS:
-            raise InvalidRequest.at(
-                "submits", f"are {count} orders with cancels; at most {MAX_SESSION_ORDERS} go into a message"
-            )
-        if kind == "submit":
-            await self._admit("submit.handle", message.submit)
-        elif kind == "cancel":
-            self._cancel(message.cancel.handle)
-        for index, order in enumerate(message.submits):
-            await self._admit(f"submits[{index}].handle", order)
+        if not 1 <= count <= MAX_SESSION_COMMANDS:
+            raise InvalidRequest.at("submits", f"{count} commands; send 1 to {MAX_SESSION_COMMANDS} in a message")
+        for index, command in enumerate(message.submits):
+            await self._admit(f"submits[{index}].handle", command)
         for cancel in message.cancels:
             self._cancel(cancel.handle)
 
-    async def _admit(self, field: str, order: pb.SessionSubmit) -> None:
-        handle = order.handle
-        await self._admission.pace(order.request)
+    async def _admit(self, field: str, command: pb.SubmitCommand) -> None:
+        handle = command.handle
+        await self._admission.pace(command.request)
         if handle in self._live:
-            # Not a Failure of the handle: that would end the request that has it.
+            # Not an error event of the handle: that would end the request that has it.
             raise InvalidRequest.at(field, "is that of another live request")
         try:
-            self._start(handle, order)
+            self._start(handle, command)
         except LineclearError as error:
             self._refuse(handle, error)
         except Exception as error:
@@ -142,7 +129,7 @@ class Session:
         if ticket is not None:
             ticket.output.fail(Cancelled("the caller cancelled the request"))
 
-    def _start(self, handle: int, order: pb.SessionSubmit) -> None:
+    def _start(self, handle: int, command: pb.SubmitCommand) -> None:
         if self._leaving is not None:
             raise self._leaving
         bounds = self._require()
@@ -153,13 +140,13 @@ class Session:
                 retry_after_seconds=1.0,
                 metadata={"limit": str(self._max_requests)},
             )
-        seconds = validation.seconds(order.timeout, "timeout") if order.HasField("timeout") else None
-        ticket = self._admission.open(order.request, bounds, self._caller, self._tenant, seconds)
+        seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
+        ticket = self._admission.open(command.request, bounds, self._caller, self._tenant, seconds)
         if self._deadline is not None:
             ticket.deadline = min(ticket.deadline, self._deadline)
         self._live[handle] = ticket
         ticket.output.subscribe(partial(self._on_output, handle, ticket))
-        task = asyncio.ensure_future(self._submit(ticket, order.request))
+        task = asyncio.ensure_future(self._submit(ticket, command.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -207,14 +194,14 @@ class Session:
         indexes: list[int] = []
         token_ids: list[int] = []
         texts: list[str] = []
-        pieces: list[pb.SessionPiece] = []
+        events: list[pb.SessionEvent] = []
         room = MAX_PIECE_BYTES
         for place, (handle, ticket) in enumerate(news):
             plain = ticket.output.read_tokens_only(room)
             if plain is None:
-                for piece in self._pieces(handle, ticket, room):
-                    pieces.append(piece)
-                    room -= piece.ByteSize()
+                for event in self._events(handle, ticket, room):
+                    events.append(event)
+                    room -= event.ByteSize()
             else:
                 first_index, tokens, parts = plain
                 wants_text = ticket.checked.wants_text
@@ -236,7 +223,7 @@ class Session:
                 self._news = news[place if is_cut else place + 1 :]
                 break
         for handle, error in self._failures:
-            pieces.append(pb.SessionPiece(handle=handle, failure=responses.failure(error)))
+            events.append(pb.SessionEvent(handle=handle, error=to_status(error)))
         self._failures.clear()
         self._has_space.set()
         return pb.SessionResponse(
@@ -244,23 +231,23 @@ class Session:
             indexes=indexes,
             token_ids=token_ids,
             texts=texts if any(texts) else (),
-            pieces=pieces,
+            events=events,
         )
 
-    def _pieces(self, handle: int, ticket: RequestContext, room: int) -> Iterator[pb.SessionPiece]:
+    def _events(self, handle: int, ticket: RequestContext, room: int) -> Iterator[pb.SessionEvent]:
         """Yield what has no place in the columns, up to about `room` bytes: mostly a beginning or an end."""
         while ticket.output.has_output and room > 0:
             try:
                 delivery = ticket.output.read_nowait(room)
                 spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
-                piece = pb.SessionPiece(handle=handle, response=responses.response(delivery, ticket, spent))
+                event = pb.SessionEvent(handle=handle, response=responses.response(delivery, ticket, spent))
             except Exception as error:  # a bug, too, ends the one request and not the session
                 failure = error if isinstance(error, LineclearError) else self._incident(error)
                 self._close_request(handle, outcome_of(failure))
-                yield pb.SessionPiece(handle=handle, failure=responses.failure(failure))
+                yield pb.SessionEvent(handle=handle, error=to_status(failure))
                 return
-            room -= piece.ByteSize()
-            yield piece
+            room -= event.ByteSize()
+            yield event
             if delivery.end is not None:
                 self._close_request(handle, delivery.end.reason.name.lower())
                 return
