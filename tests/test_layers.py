@@ -57,7 +57,7 @@ VIOLATIONS = {
         f"{SCHEDULER}/requests/output_stream",
         "def f():\n    from torch import nn",
     ),
-    "The worker needs no gRPC": ("protos/lineclear/wire/codec", "import grpc"),
+    "The worker needs no gRPC": ("common/lineclear/wire/codec", "import grpc"),
     "The worker's threads need no torch": (
         "gpu_worker/lineclear/worker/step_loop",
         "from lineclear.worker import model_runner",
