@@ -1,6 +1,6 @@
 """Whose turn it is, as the oracle sees it: ranks, who may overtake whom, and how long anybody waits at most.
 
-The bounds are those that docs/design.md states. With `fair` two more hold: while two tenants have requests waiting,
+The bounds are those of docs/architecture.md. With `fair` two more hold: while two tenants have requests waiting,
 the tokens they are let in with differ by at most the largest request of each, and nobody waits for more of another
 tenant's later requests than his own tenant had asked for before him, and one of them more. What a tenant did not use
 and got back counts for it in both.
