@@ -1,110 +1,254 @@
-"""Plants bugs in the core, each a small change of one function's source: planted.txt lists them.
+"""Mutation operators on the syntax tree of one function, and `planted`, which puts the result in the function's place.
 
-A bug names the words it replaces, so that one that no longer applies is an error and not a silent pass.
+An operator names its target by a pattern in Python: a statement or an expression, compared as syntax trees, so that
+format and comments do not matter. In a pattern `_` matches any expression, `_1` to `_9` match and capture one, and
+`f(...)` matches a call with any arguments. In a replacement `_0` is the whole match. An operator whose pattern does not
+match exactly as often as it says is an error, and not a silent pass.
 """
 
 from __future__ import annotations
 import __future__
 
+import ast
+import copy
 import inspect
+import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lineclear.scheduler.core import limits, policies, running_batch, scheduler
-from lineclear.scheduler.core.block_pool import BlockPool
-from lineclear.scheduler.core.decode_batch import DecodeBatch
-from lineclear.scheduler.core.inflight_step import InflightStep, ResultTokens
-from lineclear.scheduler.core.planner import StepPlanner
-from lineclear.scheduler.core.poison_detector import PoisonDetector
-from lineclear.scheduler.core.request_queue import RequestQueue
-from lineclear.scheduler.core.running_batch import RunningBatch
-from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core import policies
+
+Operator = Callable[[ast.FunctionDef], int]
+"""Changes a function in place and returns the number of changes."""
+
+_WILDCARD = re.compile(r"_\d?")
+_OPPOSITE_BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bug:
-    """In `owner.name`, `old` becomes `new`."""
+    """One change of `function`: a function, a method or a property of the product."""
 
     title: str
-    owner: Any
-    name: str
-    old: str
-    new: str
+    function: Any
+    operator: Operator
+    times: int = 1
+    """How often the operator's pattern matches."""
+    is_random: bool = False
+    """Whether only a second run of the same seed shows it."""
 
 
-_OWNERS: dict[str, Any] = {
-    **{
-        cls.__name__: cls
-        for cls in (
-            BlockPool,
-            RequestQueue,
-            RunningBatch,
-            PoisonDetector,
-            DecodeBatch,
-            StepPlanner,
-            InflightStep,
-            ResultTokens,
-            Scheduler,
-            Sequence,
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+def replace(old: str, new: str, role: str = "") -> Operator:
+    """Replace a statement or expression; with `role`, only where its parent has it as that field ("test", "iter")."""
+    pattern, replacement = _parsed(old), _parsed(new)
+    if isinstance(pattern, ast.stmt) and isinstance(replacement, ast.expr):
+        replacement = ast.Expr(replacement)
+
+    def apply(function: ast.FunctionDef) -> int:
+        return _rewrite(function, pattern, lambda node, captures: _filled(replacement, {0: node, **captures}), role)
+
+    return apply
+
+
+def drop(statement: str) -> Operator:
+    """Replace a statement by `pass`."""
+    (pattern,) = ast.parse(statement).body
+
+    def apply(function: ast.FunctionDef) -> int:
+        return _rewrite(function, pattern, lambda node, captures: ast.Pass())
+
+    return apply
+
+
+def twice(statement: str) -> Operator:
+    """Run a statement twice."""
+    (pattern,) = ast.parse(statement).body
+
+    def run_twice(node: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:
+        (block,) = ast.parse("if True:\n    pass").body
+        assert isinstance(block, ast.If)
+        block.body = [copy.deepcopy(node), copy.deepcopy(node)]  # type: ignore[list-item]
+        return block
+
+    return lambda function: _rewrite(function, pattern, run_twice)
+
+
+def always(condition: str, role: str = "") -> Operator:
+    """Take a condition for true."""
+    return replace(condition, "True", role)
+
+
+def never(condition: str, role: str = "") -> Operator:
+    """Take a condition for false."""
+    return replace(condition, "False", role)
+
+
+def off_by_one(expression: str, by: int = 1) -> Operator:
+    """Add `by` to an expression."""
+    return replace(expression, f"_0 + {by}")
+
+
+def boundary(comparison: str) -> Operator:
+    """Include the boundary of a comparison, or exclude it: `<` becomes `<=`, `>=` becomes `>`."""
+
+    def moved(node: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:
+        assert isinstance(node, ast.Compare)
+        (operator,) = node.ops
+        return ast.Compare(node.left, [_OPPOSITE_BOUNDARY[type(operator)]()], node.comparators)
+
+    return lambda function: _rewrite(function, _parsed(comparison), moved)
+
+
+def swap(name: str, other: str) -> Operator:
+    """Call another function."""
+    return replace(name, other, role="func")
+
+
+def without(operand: str) -> Operator:
+    """Drop an operand of `and`, `or` or `+`."""
+    pattern = _parsed(operand)
+
+    class Remover(ast.NodeTransformer):
+        count = 0
+
+        def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+            self.generic_visit(node)
+            values = [value for value in node.values if not _matches(pattern, value, {})]
+            self.count += len(node.values) - len(values)
+            return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
+
+        def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+            self.generic_visit(node)
+            if isinstance(node.op, ast.Add) and _matches(pattern, node.left, {}):
+                self.count += 1
+                return node.right
+            return node
+
+    def apply(function: ast.FunctionDef) -> int:
+        remover = Remover()
+        remover.visit(function)
+        return remover.count
+
+    return apply
+
+
+# --- patterns -------------------------------------------------------------------------------------------------------
+
+
+def _parsed(code: str) -> ast.AST:
+    """Return a statement, or the expression of an expression statement."""
+    (node,) = ast.parse(code).body
+    return node.value if isinstance(node, ast.Expr) else node
+
+
+def _wildcard(node: Any) -> str | None:
+    return node.id if isinstance(node, ast.Name) and _WILDCARD.fullmatch(node.id) else None
+
+
+def _matches(pattern: Any, node: Any, captures: dict[int, ast.AST]) -> bool:
+    if isinstance(pattern, list):
+        return (
+            isinstance(node, list)
+            and len(pattern) == len(node)
+            and all(_matches(p, n, captures) for p, n in zip(pattern, node, strict=True))
         )
-    },
-    **{
-        cls.__name__: cls
-        for cls in (policies.BatchingState, *policies.STRATEGIES.values(), *policies.QUEUE_ORDERS.values())
-        if isinstance(cls, type)
-    },
-    "core": scheduler,
-    "door": limits,
-    "policy": policies,
-    "residents": running_batch,
-}
+    if not isinstance(pattern, ast.AST):
+        return bool(pattern == node)
+    if (name := _wildcard(pattern)) is not None:
+        if name != "_":
+            captures[int(name[1:])] = node
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    fields = [field for field in pattern._fields if field not in ("ctx", "type_comment", "kind")]
+    if isinstance(pattern, ast.Call) and [ast.unparse(argument) for argument in pattern.args] == ["..."]:
+        fields = ["func"]
+    return all(_matches(getattr(pattern, field), getattr(node, field), captures) for field in fields)
 
 
-def _read() -> Iterator[Bug]:
-    text = Path(__file__).with_name("planted.txt").read_text()
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    for title, where, old, new in zip(*[iter(lines)] * 4, strict=True):
-        values = [
-            line.removeprefix(f"    {word}").strip() for word, line in (("in", where), ("for", old), ("put", new))
-        ]
-        owner, _, name = values[0].rpartition(".")
-        yield Bug(title, _OWNERS[owner], name, *values[1:])
+def _rewrite(
+    function: ast.FunctionDef,
+    pattern: ast.AST,
+    make: Callable[[ast.AST, dict[int, ast.AST]], ast.AST],
+    role: str = "",
+) -> int:
+    """Replace every match of `pattern` below `function`, outermost first; return their number."""
+    count = 0
+
+    def visit(node: ast.AST) -> None:
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                value[:] = [changed(item, field) for item in value]
+            elif isinstance(value, ast.AST):
+                setattr(node, field, changed(value, field))
+
+    def changed(node: Any, field: str) -> Any:
+        nonlocal count
+        captures: dict[int, ast.AST] = {}
+        if isinstance(node, ast.AST):
+            if role in ("", field) and _matches(pattern, node, captures):
+                count += 1
+                return make(node, captures)
+            visit(node)
+        return node
+
+    visit(function)
+    return count
 
 
-BUGS = tuple(_read())
+def _filled(replacement: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:
+    class Filler(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            name = _wildcard(node)
+            return node if name is None else copy.deepcopy(captures[int(name[1:])])
+
+    filled: ast.AST = Filler().visit(copy.deepcopy(replacement))
+    return filled
+
+
+# --- planting -------------------------------------------------------------------------------------------------------
+
+
+def mutate(bug: Bug) -> Any:
+    """Return the function with the bug in it. AssertionError where the operator does not find its target."""
+    function = bug.function.fget if isinstance(bug.function, property) else bug.function
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef)
+    tree.decorator_list = []
+    before = ast.unparse(tree)
+    count = bug.operator(tree)
+    where = f"{bug.title}: {function.__module__}.{function.__qualname__}"
+    assert count == bug.times, f"{where} has {count} matches of the pattern and not {bug.times}"
+    assert ast.unparse(tree) != before, f"{where} is as before"
+    module = ast.fix_missing_locations(ast.Module([tree], []))
+    scope: dict[str, Any] = {}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(module, f"<planted: {bug.title}>", "exec", flags, dont_inherit=True), function.__globals__, scope)
+    changed = scope[tree.name]
+    return property(changed) if isinstance(bug.function, property) else changed
 
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
-    """The core, with `bug` in it."""
-    original = inspect.getattr_static(bug.owner, bug.name)
-    is_property = isinstance(original, property)
-    function = original.fget if is_property else original
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(bug.old) >= 1, f"{bug.title}: {bug.owner.__name__}.{bug.name} has no {bug.old!r}"
-    source = source.replace(bug.old, bug.new).removeprefix("@property\n")
-    scope: dict[str, Any] = {}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(source, f"<planted: {bug.title}>", "exec", flags, dont_inherit=True), function.__globals__, scope)
-    (changed,) = scope.values()
-    replacement = property(changed) if is_property else changed
-    with _everywhere(bug, original, replacement):
-        yield
-
-
-@contextmanager
-def _everywhere(bug: Bug, original: Any, replacement: Any) -> Iterator[None]:
-    """`replacement` in place of `original`, in the table of victims too."""
-    names = [name for name, victim in policies.PREEMPTION_POLICIES.items() if victim is original]
-    setattr(bug.owner, bug.name, replacement)
-    policies.PREEMPTION_POLICIES.update(dict.fromkeys(names, replacement))
+    """Run the block with the bug in the product."""
+    original, mutant = bug.function, mutate(bug)
+    function = original.fget if isinstance(original, property) else original
+    owner: Any = sys.modules[function.__module__]
+    *classes, name = function.__qualname__.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    entries = [key for key, policy in policies.PREEMPTION_POLICIES.items() if policy is original]
+    setattr(owner, name, mutant)
+    policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, mutant))
     try:
         yield
     finally:
-        setattr(bug.owner, bug.name, original)
-        policies.PREEMPTION_POLICIES.update(dict.fromkeys(names, original))
+        setattr(owner, name, original)
+        policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, original))
