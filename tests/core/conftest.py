@@ -6,5 +6,5 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Known when this folder is named on the command line."""
+    """Add `--update-transcripts`, which pytest knows when this folder is on the command line."""
     parser.addoption("--update-transcripts", action="store_true", help="write down what the scheduler does now")

@@ -1,4 +1,4 @@
-"""A scheduler and a toy worker side by side, for examples: `step()` plans once, computes it and takes in the result."""
+"""A scheduler core and a toy worker in one object, for tests that step them by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLICY = tuple(field.name for field in fields(PolicySettings))
 def make_request(
     request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, *, eos: int | None = None, **more: Any
 ) -> Request:
-    """A request. A prompt given as a length is filled with tokens of its own; there are no stop tokens unless `eos`."""
+    """Return a request. An integer prompt is a length, filled with tokens that depend on `request_id`."""
     if isinstance(prompt, int):
         start = sum(request_id.encode())
         prompt = [(start + 7 * i) % VOCABULARY for i in range(prompt)]
@@ -36,12 +36,14 @@ def make_request(
 
 
 def answer(request: Request) -> list[int]:
-    """What the request gets when it runs alone."""
+    """Return the output of the request when it runs alone."""
     return expected(request.prompt, request.sampling, request.max_tokens, VOCABULARY)
 
 
-class Rig:
-    """Limits by name, policies' numbers among them; the worker's sizes with `worker_` before them."""
+class CoreHarness:
+    """A core and a joined worker. Keywords are fields of CoreLimits and PolicySettings, and sizes of the worker after
+    `worker_`.
+    """
 
     def __init__(self, *, is_bad: Callable[[Sequence[int]], bool] = lambda context: False, **sizes: Any) -> None:
         worker = {k.removeprefix("worker_"): sizes.pop(k) for k in list(sizes) if k.startswith("worker_")}
@@ -57,93 +59,93 @@ class Rig:
         self.join()
 
     def join(self, **worker: Any) -> None:
-        """A (new) worker joins."""
+        """Join a new worker."""
         self.epoch += 1
         self.runner = ToyRunner(**self.worker | worker, is_bad=self.is_bad)
         self.flights.clear()
-        self.saw(self.core.on_worker_change(self.runner.hello(self.epoch), self.now))
+        self.record(self.core.on_worker_change(self.runner.hello(self.epoch), self.now))
 
     def lose(self, loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
-        """The worker is lost."""
+        """Lose the worker."""
         self.flights.clear()
-        self.saw(self.core.on_worker_change(None, self.now, loss))
+        self.record(self.core.on_worker_change(None, self.now, loss))
 
     def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
         """Submit `make_request(...)` and return it."""
         request = make_request(request_id, prompt, max_tokens, **more)
-        self.saw(self.core.submit(request, self.now))
+        self.record(self.core.submit(request, self.now))
         return request
 
     def cancel(self, request_id: str) -> None:
-        """The caller hangs up."""
-        self.saw(self.core.cancel(request_id, None, self.now))
+        """Cancel a request."""
+        self.record(self.core.cancel(request_id, None, self.now))
 
     def plan(self) -> StepPlan | None:
-        """One plan, on its way to the worker."""
+        """Plan a step and put it in flight."""
         plan = self.core.plan(self.now)
-        self.saw(self.core.drain_events())
+        self.record(self.core.drain_events())
         if plan is not None:
             self.plans.append(plan)
             self.flights.append(plan)
         return plan
 
     def compute(self) -> StepResult:
-        """The worker computes the oldest plan in flight."""
+        """Compute the oldest plan in flight on the worker."""
         plan = self.flights.popleft()
         seconds = self.seconds_per_step + self.seconds_per_token * sum(row.num_tokens for row in plan.rows)
         return replace(self.runner.launch(plan).result(), step_seconds=seconds)
 
     def apply(self, **changes: Any) -> list[Event]:
-        """Compute the oldest plan in flight and take in its result."""
-        return self.saw(self.core.apply(replace(self.compute(), **changes), self.now))
+        """Compute the oldest plan in flight and apply its result with `changes`."""
+        return self.record(self.core.apply(replace(self.compute(), **changes), self.now))
 
     def step(self) -> StepPlan | None:
-        """Plan and compute once."""
+        """Plan once, compute and apply."""
         plan = self.plan()
         if self.flights:
             self.apply()
         return plan
 
-    def run(self, most: int = 1000) -> None:
-        """Until nobody lives."""
+    def run(self, max_steps: int = 1000) -> None:
+        """Run until every request has ended."""
         while self.core.num_live:
-            most -= 1
-            assert most > 0, "it does not end"
+            max_steps -= 1
+            assert max_steps > 0, "requests do not end"
             if self.plan() is None and not self.flights:
                 moment = self.core.next_deadline()
-                assert moment is not None, "somebody waits and nothing will happen"
+                assert moment is not None, "requests wait and no deadline is set"
                 self.now = moment
-                self.saw(self.core.expire(self.now))
+                self.record(self.core.expire(self.now))
             elif self.flights:
                 self.apply()
         while self.flights:
             self.apply()
 
     def outputs(self, request_id: str) -> list[int]:
-        """All tokens told so far."""
+        """Return the request's tokens so far."""
         return [t for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id for t in e.tokens]
 
     def end(self, request_id: str) -> Finished | Failed:
-        """How the request ended."""
+        """Return the last event of the request."""
         (end,) = [e for e in self.events if isinstance(e, (Finished, Failed)) and e.request_id == request_id]
         return end
 
     def rows(self, plan: StepPlan | None) -> list[tuple[int, int, int]]:
-        """(slot, start, end) of each row."""
+        """Return (slot, start, end) of each row."""
         return [] if plan is None else [(r.slot, r.start, r.start + r.num_tokens) for r in plan.rows]
 
     def started(self) -> list[str]:
-        """Ids in the order of their first start."""
+        """Return request ids in the order of their first start."""
         return [e.request_id for e in self.events if type(e).__name__ == "Started"]
 
     @property
     def counters(self) -> Any:
-        """The core's counters of now."""
+        """The core's counters."""
         return self.core.snapshot().counters
 
-    def saw(self, events: list[Event]) -> list[Event]:
-        """Note what a call of the core gave, and look into the core."""
+    def record(self, events: list[Event]) -> list[Event]:
+        """Check the core and store the events of a call, one per request."""
         invariants.check(self.core)
-        told = list(flat(events))
-        self.events += told
-        return told
+        flattened = list(flat(events))
+        self.events += flattened
+        return flattened

@@ -1,55 +1,55 @@
-"""Who is let in, and who is told what instead, in examples to check by hand."""
+"""Which requests the core accepts, and the error of each rejection."""
 
 from __future__ import annotations
 
 import pytest
-from core.harness import Rig
+from core.harness import CoreHarness
 
 from lineclear.errors import DuplicateRequest, KvCapacityExceeded, PromptTooLong, QueueFull, ServerDraining
 
 
-def test_the_queue_has_a_limit_in_requests() -> None:
-    rig = Rig(max_queue_size=2)
-    rig.submit("a", 1)
-    rig.submit("b", 1)
+def test_queue_full_by_requests() -> None:
+    harness = CoreHarness(max_queue_size=2)
+    harness.submit("a", 1)
+    harness.submit("b", 1)
     with pytest.raises(QueueFull) as caught:
-        rig.submit("c", 1)
+        harness.submit("c", 1)
     assert caught.value.metadata == {"waiting": "2", "limit": "2"}
-    rig.step()
-    rig.submit("c", 1)
+    harness.step()
+    harness.submit("c", 1)
 
 
-def test_the_queue_has_a_limit_in_tokens_but_takes_one_request_of_any_size() -> None:
-    rig = Rig(max_queue_tokens=10)
-    rig.submit("huge", 30)
+def test_queue_full_by_tokens_accepts_first_request_of_any_size() -> None:
+    harness = CoreHarness(max_queue_tokens=10)
+    harness.submit("huge", 30)
     with pytest.raises(QueueFull):
-        rig.submit("tiny", 1)
-    rig.cancel("huge")
-    rig.submit("six", 6)
-    rig.submit("four", 4)
+        harness.submit("tiny", 1)
+    harness.cancel("huge")
+    harness.submit("six", 6)
+    harness.submit("four", 4)
     with pytest.raises(QueueFull):
-        rig.submit("tiny", 1)
+        harness.submit("tiny", 1)
 
 
-def test_what_can_never_run_is_refused_at_the_door() -> None:
-    rig = Rig(worker_num_blocks=2, worker_max_model_len=40)
+def test_request_beyond_capacity_is_rejected_at_submit() -> None:
+    harness = CoreHarness(worker_num_blocks=2, worker_max_model_len=40)
     with pytest.raises(PromptTooLong):
-        rig.submit("long", 38, max_tokens=3)
+        harness.submit("long", 38, max_tokens=3)
     with pytest.raises(KvCapacityExceeded):
-        rig.submit("big", 6, max_tokens=4)  # 9 positions, 3 blocks
-    rig.submit("fits", 5, max_tokens=4)  # 8 positions, 2 blocks
+        harness.submit("big", 6, max_tokens=4)  # 9 positions, 3 blocks
+    harness.submit("fits", 5, max_tokens=4)  # 8 positions, 2 blocks
     with pytest.raises(DuplicateRequest):
-        rig.submit("fits", 1)
-    assert rig.counters.requests_rejected == 3
-    rig.run()
+        harness.submit("fits", 1)
+    assert harness.counters.requests_rejected == 3
+    harness.run()
 
 
-def test_draining_refuses_and_finishes_what_is_here() -> None:
-    rig = Rig(strategy="fixed_size")
-    rig.submit("a", 5)
-    assert rig.step() is None  # one of eight
-    rig.core.drain(rig.now)
+def test_drain_rejects_new_requests_and_finishes_others() -> None:
+    harness = CoreHarness(batching_strategy="fixed_size")
+    harness.submit("a", 5)
+    assert harness.step() is None  # one of eight
+    harness.core.drain(harness.now)
     with pytest.raises(ServerDraining):
-        rig.submit("b", 5)
-    rig.run()
-    assert rig.core.snapshot().draining
+        harness.submit("b", 5)
+    harness.run()
+    assert harness.core.snapshot().draining

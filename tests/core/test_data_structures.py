@@ -1,4 +1,4 @@
-"""The block pool and the waiting queue against models of a few lines, under any order of calls."""
+"""The block pool and the request queue against small models, under random calls (Hypothesis state machines)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 _CONTENTS = st.sampled_from([(b"x", (0, 0)), (b"x", (0, 1)), (b"y", (0, 0))])  # salt and tokens of a block
 
 
-def test_blocks_come_from_the_lowest_up_and_those_used_once_before_any_that_never_was() -> None:
-    """The worker has memory given ahead of use in this order."""
+def test_pool_hands_out_low_and_used_blocks_first() -> None:
+    """The worker prefaults KV memory in this order."""
     pool = BlockPool(8, 2)
     first = pool.take(4)
     assert first == [0, 1, 2, 3]
@@ -32,7 +32,7 @@ def test_blocks_come_from_the_lowest_up_and_those_used_once_before_any_that_neve
 
 
 class Pool(RuleBasedStateMachine):
-    """Holders take, share, publish and release; the model knows who holds what and what may be found."""
+    """Take, share, publish and release; the model keeps block tables and the prefix cache."""
 
     tables: Bundle[list[int]] = Bundle("tables")
 
@@ -41,7 +41,7 @@ class Pool(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks, 2)
         self.held: list[list[int]] = []
         self.contents: dict[bytes, tuple[int, tuple[int, int]]] = {}  # key -> block, tokens
-        self.unused: list[int] = []  # free and findable, longest unused first
+        self.unused: list[int] = []  # free and cached, longest unused first
         self.dirty: set[int] = set()
 
     @rule(target=tables, count=st.integers(0, 6))
@@ -119,7 +119,7 @@ class Pool(RuleBasedStateMachine):
 
 
 class Queue(RuleBasedStateMachine):
-    """Any pushes, removals and looks against a sorted list."""
+    """Push, remove and read, against a sorted list."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The order `fair`: what tenants get of a server that has more to do than it can."""
+"""The order `fair` on an overloaded server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import accumulate
 
 import pytest
-from core.harness import Rig, make_request
+from core.harness import CoreHarness, make_request
 
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Sequence
@@ -14,86 +14,86 @@ from lineclear.scheduler.core.sequence import Sequence
 SIZES = {"a": (4, 4), "b": (4, 20), "c": (30, 2)}  # prompt tokens, output tokens
 
 
-def one_by_one(**more: object) -> Rig:
-    return Rig(order="fair", max_batch_size=1, **more)
+def one_by_one(**more: object) -> CoreHarness:
+    return CoreHarness(scheduling_policy="fair", max_batch_size=1, **more)
 
 
-def ask(rig: Rig, tenant: str, count: int, first: int = 0) -> None:
+def ask(harness: CoreHarness, tenant: str, count: int, first: int = 0) -> None:
     for number in range(first, first + count):
         prompt, output = SIZES[tenant]
-        rig.submit(f"{tenant}{number}", prompt, output, tenant=tenant)
+        harness.submit(f"{tenant}{number}", prompt, output, tenant=tenant)
 
 
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
-def test_tenants_that_wait_get_the_same_but_for_one_request_of_each(order: str) -> None:
-    rig = one_by_one()
+def test_waiting_tenants_differ_by_one_request_of_each(order: str) -> None:
+    harness = one_by_one()
     for tenant in order:
-        ask(rig, tenant, 20)
-    rig.run()
+        ask(harness, tenant, 20)
+    harness.run()
     had, left = Counter[str](), Counter(dict.fromkeys(order, 20))
-    for name in rig.started():
+    for name in harness.started():
         if all(left.values()):
             had[name[0]] += sum(SIZES[name[0]])
             for one in order:
                 for other in order:
                     assert abs(had[one] - had[other]) <= sum(SIZES[one]) + sum(SIZES[other])
         left[name[0]] -= 1
-    assert sum(had.values()) > 3 * 100  # they did wait together
+    assert sum(had.values()) > 3 * 100  # the tenants waited at the same time
 
 
-def test_staying_away_earns_nothing() -> None:
-    rig = one_by_one()
-    ask(rig, "a", 30)
-    while len(rig.started()) < 10:
-        rig.step()
-    before = len(rig.started())
+def test_idle_tenant_earns_nothing() -> None:
+    harness = one_by_one()
+    ask(harness, "a", 30)
+    while len(harness.started()) < 10:
+        harness.step()
+    before = len(harness.started())
     for number in range(10):
-        rig.submit(f"d{number}", *SIZES["a"], tenant="d")
-    rig.run()
-    turns = [1 if name[0] == "d" else -1 for name in rig.started()[before : before + 20]]
+        harness.submit(f"d{number}", *SIZES["a"], tenant="d")
+    harness.run()
+    turns = [1 if name[0] == "d" else -1 for name in harness.started()[before : before + 20]]
     assert max(map(abs, accumulate(turns))) <= 2
 
 
-def test_whoever_hangs_up_in_the_queue_gets_his_turn_back() -> None:
-    rig = one_by_one()
-    ask(rig, "a", 1)
-    rig.step()
-    ask(rig, "a", 10, first=1)
+def test_cancelled_waiting_request_is_credited() -> None:
+    harness = one_by_one()
+    ask(harness, "a", 1)
+    harness.step()
+    ask(harness, "a", 10, first=1)
     for number in range(1, 11):
-        rig.cancel(f"a{number}")
-    ask(rig, "b", 3)
-    ask(rig, "a", 1, first=11)
-    rig.run()
-    assert rig.started()[1:3] == ["b0", "a11"]
+        harness.cancel(f"a{number}")
+    ask(harness, "b", 3)
+    ask(harness, "a", 1, first=11)
+    harness.run()
+    assert harness.started()[1:3] == ["b0", "a11"]
 
 
-def test_what_was_not_used_is_given_back() -> None:
-    rig = one_by_one()
+def test_unused_tokens_are_credited() -> None:
+    harness = one_by_one()
     for number in range(6):
-        rig.submit(f"careless{number}", 4, 200, tenant="a")
-        rig.submit(f"exact{number}", 4, 2, tenant="b")
-        rig.step()
+        harness.submit(f"careless{number}", 4, 200, tenant="a")
+        harness.submit(f"exact{number}", 4, 2, tenant="b")
+        harness.step()
         for name in ("careless", "exact"):
-            rig.core.finish(f"{name}{number}", 1, rig.now)
-    ask(rig, "b", 3)
-    rig.submit("a", 4, 4, tenant="a")
-    rig.run()
-    assert "a" in rig.started()[:-2]
+            harness.core.finish(f"{name}{number}", 1, harness.now)
+    ask(harness, "b", 3)
+    harness.submit("a", 4, 4, tenant="a")
+    harness.run()
+    assert "a" in harness.started()[:-2]
 
 
-def test_a_tenants_own_requests_begin_as_they_came() -> None:
-    rig = one_by_one()
-    ask(rig, "b", 1)
-    rig.step()
-    ask(rig, "a", 6)
+def test_requests_of_a_tenant_start_in_order() -> None:
+    harness = one_by_one()
+    ask(harness, "b", 1)
+    harness.step()
+    ask(harness, "a", 6)
     for number in range(4):
-        rig.cancel(f"a{number}")
-    ask(rig, "a", 6, first=6)
-    rig.run()
-    assert [name for name in rig.started() if name[0] == "a"] == [f"a{number}" for number in range(4, 12)]
+        harness.cancel(f"a{number}")
+    ask(harness, "a", 6, first=6)
+    harness.run()
+    assert [name for name in harness.started() if name[0] == "a"] == [f"a{number}" for number in range(4, 12)]
 
 
-def test_tenants_who_are_gone_are_forgotten() -> None:
+def test_absent_tenants_are_forgotten() -> None:
     order = FairShare(None)
 
     def arrive(number: int) -> Sequence:

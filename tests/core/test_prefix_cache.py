@@ -1,67 +1,67 @@
-"""What the prefix cache shares and with whom, in examples to check by hand. Blocks have 4 positions unless said."""
+"""Which requests share cached prefixes. Blocks have 4 positions by default."""
 
 from __future__ import annotations
 
-from core.harness import Rig
+from core.harness import CoreHarness
 
 
-def test_the_same_prompt_again_hits_all_full_blocks_but_never_the_last_token() -> None:
-    rig = Rig()
+def test_same_prompt_hits_full_blocks_but_not_last_token() -> None:
+    harness = CoreHarness()
     prompt = list(range(8))
-    rig.submit("a", prompt, max_tokens=1)
-    rig.run()
-    rig.submit("b", prompt, max_tokens=1)
-    rig.run()
+    harness.submit("a", prompt, max_tokens=1)
+    harness.run()
+    harness.submit("b", prompt, max_tokens=1)
+    harness.run()
     # Eight tokens are two blocks; the second holds the last token, which must be computed to sample the next.
-    assert rig.end("b").record.cached_tokens == 4
-    rig.submit("c", [*prompt, 9], max_tokens=1)
-    rig.run()
-    assert rig.end("c").record.cached_tokens == 8
-    assert (rig.counters.cached_tokens, rig.counters.looked_up_tokens) == (12, 25)
-    assert rig.outputs("b") == rig.outputs("a")
+    assert harness.end("b").record.cached_tokens == 4
+    harness.submit("c", [*prompt, 9], max_tokens=1)
+    harness.run()
+    assert harness.end("c").record.cached_tokens == 8
+    assert (harness.counters.cached_tokens, harness.counters.looked_up_tokens) == (12, 25)
+    assert harness.outputs("b") == harness.outputs("a")
 
 
-def test_an_answer_is_cached_for_the_next_turn() -> None:
-    rig = Rig()
-    first = rig.submit("a", 6, max_tokens=8)
-    rig.run()
+def test_answer_is_cached_for_the_next_message() -> None:
+    harness = CoreHarness()
+    first = harness.submit("a", 6, max_tokens=8)
+    harness.run()
     # 13 positions were computed (the last output never is): three full blocks.
-    rig.submit("b", [*first.prompt, *rig.outputs("a"), 1, 2], max_tokens=1)
-    rig.run()
-    assert rig.end("b").record.cached_tokens == 12
+    harness.submit("b", [*first.prompt, *harness.outputs("a"), 1, 2], max_tokens=1)
+    harness.run()
+    assert harness.end("b").record.cached_tokens == 12
 
 
-def test_running_requests_share_what_is_computed_but_not_what_is_planned() -> None:
-    rig = Rig(pipeline_depth=2)
+def test_running_requests_share_computed_blocks_only() -> None:
+    harness = CoreHarness(pipeline_depth=2)
     prompt = list(range(20))
-    rig.submit("a", prompt, max_tokens=9)
-    rig.plan()
-    rig.submit("b", [*prompt, 5], max_tokens=9)
-    rig.plan()
-    rig.apply()
-    rig.submit("c", [*prompt, 6], max_tokens=9)
-    rig.plan()
-    shared = {init.slot: len(init.blocks) for plan in rig.plans for init in plan.inits}
+    harness.submit("a", prompt, max_tokens=9)
+    harness.plan()
+    harness.submit("b", [*prompt, 5], max_tokens=9)
+    harness.plan()
+    harness.apply()
+    harness.submit("c", [*prompt, 6], max_tokens=9)
+    harness.plan()
+    shared = {init.slot: len(init.blocks) for plan in harness.plans for init in plan.inits}
     assert shared == {0: 0, 1: 0, 2: 5}
 
 
-def test_another_salt_misses() -> None:
-    rig = Rig()
+def test_other_salt_misses() -> None:
+    harness = CoreHarness()
     prompt = list(range(9))
     for request_id, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
-        rig.submit(request_id, prompt, max_tokens=1, cache_salt=salt)
-        rig.run()
-    assert [rig.end(i).record.cached_tokens for i in "abc"] == [0, 0, 8]
+        harness.submit(request_id, prompt, max_tokens=1, cache_salt=salt)
+        harness.run()
+    assert [harness.end(i).record.cached_tokens for i in "abc"] == [0, 0, 8]
 
 
-def test_the_cache_can_be_off_and_can_be_emptied() -> None:
-    for rig, hits in ((Rig(prefix_cache=False), 0), (Rig(), 8)):
+def test_prefix_cache_can_be_disabled_and_cleared() -> None:
+    for harness, hits in ((CoreHarness(prefix_cache=False), 0), (CoreHarness(), 8)):
         prompt = list(range(9))
         for request_id in "ab":
-            rig.submit(request_id, prompt, max_tokens=1)
-            rig.run()
-        assert rig.end("b").record.cached_tokens == hits
-        rig.core.clear_prefix_cache()
-        rig.submit("c", prompt, max_tokens=1)
-        rig.run()
-        assert rig.end("c").record.cached_tokens == 0
+            harness.submit(request_id, prompt, max_tokens=1)
+            harness.run()
+        assert harness.end("b").record.cached_tokens == hits
+        harness.core.clear_prefix_cache()
+        harness.submit("c", prompt, max_tokens=1)
+        harness.run()
+        assert harness.end("c").record.cached_tokens == 0

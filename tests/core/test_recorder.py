@@ -1,4 +1,4 @@
-"""The flight recorder: bounded, without content, as a file of our own."""
+"""Flight recordings are bounded, private and without content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from core.harness import Rig, make_request
+from core.harness import CoreHarness, make_request
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.core.limits import CoreLimits
@@ -16,11 +16,11 @@ from lineclear.scheduler.flight_recorder.recorder import KEY_BYTES, RecordingSch
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles, write
 
 MARKS = (77001, 77002, 77003)
-"""Tokens that occur nowhere else."""
+"""Tokens that no other field contains."""
 
 
-class RecordedRig(Rig):
-    """A rig whose core records."""
+class RecordingHarness(CoreHarness):
+    """A harness with a recording core."""
 
     def __init__(self, max_records: int, num_blocks: int = 64) -> None:
         super().__init__(worker_vocab_size=80_000, worker_num_blocks=num_blocks, worker_max_model_len=4 * num_blocks)
@@ -30,58 +30,56 @@ class RecordedRig(Rig):
         self.join()
 
 
-def lived(max_records: int = 4096, requests: int = 12) -> RecordedRig:
-    """A rig in which something has happened."""
-    rig = RecordedRig(max_records)
+def recorded(max_records: int = 4096, requests: int = 12) -> RecordingHarness:
+    """Return a harness after some requests."""
+    harness = RecordingHarness(max_records)
     for number in range(requests):
-        rig.submit(f"secret-name-{number}", MARKS * 4, max_tokens=5, eos=MARKS[0], cache_salt=b"tenant")
-        rig.run()
-    rig.submit("last", MARKS * 3, max_tokens=50)
-    rig.step()
-    return rig
+        harness.submit(f"secret-name-{number}", MARKS * 4, max_tokens=5, eos=MARKS[0], cache_salt=b"tenant")
+        harness.run()
+    harness.submit("last", MARKS * 3, max_tokens=50)
+    harness.step()
+    return harness
 
 
-def test_a_recording_has_no_content(tmp_path: Path) -> None:
-    rig = lived()
-    write(tmp_path / "flight.jsonl", rig.recorded.recording())
+def test_recording_has_no_content(tmp_path: Path) -> None:
+    harness = recorded()
+    write(tmp_path / "flight.jsonl", harness.recorded.recording())
     text = (tmp_path / "flight.jsonl").read_text()
     assert len(text.splitlines()) > 100
     for mark in (*map(str, MARKS), "secret-name", "last", b"hidden".hex(), b"tenant".hex(), "hidden", "tenant"):
         assert mark not in text, mark
-    outputs = {str(token) for number in range(12) for token in rig.outputs(f"secret-name-{number}")}
+    outputs = {str(token) for number in range(12) for token in harness.outputs(f"secret-name-{number}")}
     assert not any(f"{token}," in text or f"{token}]" in text for token in outputs if len(token) == 5)
 
 
 @pytest.mark.parametrize("max_records", [10, 50])
-def test_a_recording_is_bounded_and_replays_from_its_middle(max_records: int) -> None:
-    rig = lived(max_records, requests=100)
-    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
+def test_recording_is_bounded_and_replays_from_middle(max_records: int) -> None:
+    harness = recorded(max_records, requests=100)
+    entries = [json.loads(json.dumps(entry)) for entry in harness.recorded.recording()]
     assert max_records <= len(entries) - 2 <= 2 * max_records
     assert replay.replay(entries) == len(entries) - 2
 
 
-def test_a_recording_holds_little_more_of_a_long_prompt_than_its_keys() -> None:
-    rig, length = RecordedRig(4096, num_blocks=1500), 4000
+def test_recording_of_long_prompt_is_little_more_than_keys() -> None:
+    harness, length = RecordingHarness(4096, num_blocks=1500), 4000
     tracemalloc.start()
     try:
         for number in range(20):
-            rig.submit(str(number), range(number, number + length), max_tokens=2)
-            rig.run()
-            rig.plans.clear()
+            harness.submit(str(number), range(number, number + length), max_tokens=2)
+            harness.run()
+            harness.plans.clear()
         taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, recorder.__file__)])
     finally:
         tracemalloc.stop()
     keys = 20 * length // 4 * KEY_BYTES
     assert keys < sum(trace.size for trace in taken.traces) < 2 * keys
-    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
+    entries = [json.loads(json.dumps(entry)) for entry in harness.recorded.recording()]
     assert replay.replay(entries) == len(entries) - 2
 
 
-def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rig, directory = lived(), tmp_path / "recordings"
-    recordings = RecordingFiles(rig.recorded, directory)
+def test_recording_files_are_private_and_rotate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harness, directory = recorded(), tmp_path / "recordings"
+    recordings = RecordingFiles(harness.recorded, directory)
     names = []
     for _ in range(6):
         path = recordings.write("a test").result(PATIENCE_SECONDS)
@@ -94,38 +92,38 @@ def test_a_file_is_ours_alone_and_the_fourth_but_one_is_overwritten(
     assert "every decision the same" in capsys.readouterr().out
 
 
-def test_two_anomalies_in_a_row_are_one_file(tmp_path: Path) -> None:
-    recordings = RecordingFiles(lived().recorded, tmp_path / "recordings")
+def test_anomalies_in_a_row_write_one_file(tmp_path: Path) -> None:
+    recordings = RecordingFiles(recorded().recorded, tmp_path / "recordings")
     for reason in ("first", "second"):
         recordings.dump(reason)
         recordings.wait()
     assert len(list((tmp_path / "recordings").iterdir())) == 1
 
 
-def test_whoever_asks_gets_a_file_of_his_own_also_right_after_an_anomaly(tmp_path: Path) -> None:
-    recordings = RecordingFiles(lived().recorded, tmp_path / "recordings")
+def test_requested_recording_is_written_after_an_anomaly(tmp_path: Path) -> None:
+    recordings = RecordingFiles(recorded().recorded, tmp_path / "recordings")
     recordings.dump("an anomaly")
     recordings.wait()
-    assert recordings.write("somebody asks").result(PATIENCE_SECONDS).name == "flight-1.jsonl"
+    assert recordings.write("requested").result(PATIENCE_SECONDS).name == "flight-1.jsonl"
 
 
-def test_a_directory_that_others_may_read_is_not_written_to(tmp_path: Path) -> None:
+def test_directory_readable_by_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    recordings = RecordingFiles(lived().recorded, tmp_path)
+    recordings = RecordingFiles(recorded().recorded, tmp_path)
     with pytest.raises(OSError, match="0700"):
         recordings.write("a test").result(PATIENCE_SECONDS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_core_that_decides_otherwise_is_told_from_this_one(
+def test_replay_finds_a_core_that_decides_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rig = RecordedRig(4096)
+    harness = RecordingHarness(4096)
     for number in range(6):
-        rig.submit(f"r{number}", 9 + number, max_tokens=9)
-    rig.run()
+        harness.submit(f"r{number}", 9 + number, max_tokens=9)
+    harness.run()
     path = tmp_path / "flight.jsonl"
-    write(path, rig.recorded.recording())
+    write(path, harness.recorded.recording())
     assert replay.main([str(path)]) == 0
     monkeypatch.setattr("lineclear.scheduler.core.planner._MAX_FREE_CHUNK", 1)
     monkeypatch.setattr(
@@ -137,22 +135,22 @@ def test_a_core_that_decides_otherwise_is_told_from_this_one(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}'])
-def test_a_file_that_is_no_recording_is_refused_with_a_sentence(content: str, tmp_path: Path) -> None:
+def test_other_file_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text(content)
     assert replay.main([str(path)]) == 2
     assert replay.main([]) == 2
 
 
-def test_requests_refused_are_recorded_too() -> None:
-    rig = RecordedRig(4096)
-    rig.core.submit(make_request("a", 5, max_tokens=3), 0.0)
+def test_rejected_requests_are_recorded() -> None:
+    harness = RecordingHarness(4096)
+    harness.core.submit(make_request("a", 5, max_tokens=3), 0.0)
     with pytest.raises(Exception, match="in progress"):
-        rig.core.submit(make_request("a", 5), 0.0)
+        harness.core.submit(make_request("a", 5), 0.0)
     with pytest.raises(Exception, match="context"):
-        rig.core.submit(make_request("b", 5, max_tokens=10_000), 0.0)
-    rig.run()
-    entries = [json.loads(json.dumps(entry)) for entry in rig.recorded.recording()]
+        harness.core.submit(make_request("b", 5, max_tokens=10_000), 0.0)
+    harness.run()
+    entries = [json.loads(json.dumps(entry)) for entry in harness.recorded.recording()]
     assert [entry[4] for entry in entries[2:] if entry[0] == "submit"] == [
         "Admitted",
         "DuplicateRequest",

@@ -1,4 +1,4 @@
-"""The step model learns a machine from its steps, follows it when it changes, and never loses its mind."""
+"""The step time model fits a machine, follows its changes, and stays finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def worst_error(model: StepTimeModel, slow: float = 1.0) -> float:
     return max(abs(model.predict(*p) / (slow * machine(*p)) - 1) for p in points)
 
 
-def test_knows_nothing_at_first() -> None:
+def test_no_estimate_before_8_observations() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 7)
     assert model.tokens_within(1.0, 0) is None
@@ -33,28 +33,28 @@ def test_knows_nothing_at_first() -> None:
     assert model.tokens_within(1.0, 0) is not None
 
 
-def test_finds_the_three_numbers() -> None:
+def test_fits_the_three_coefficients() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 100)
     assert model.coefficients == pytest.approx((0.005, 1e-4, 2e-7), rel=0.01)
     assert model.tokens_within(0.025, 0) == pytest.approx(200, rel=0.01)
 
 
-def test_tokens_deep_in_a_prompt_take_longer() -> None:
+def test_deep_tokens_take_longer() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 100)
-    # 25 ms, of which 5 ms are the step's, 1 ms ten tokens and 2 ms what those attend to: 17 ms for 0.1 or 0.5 ms each.
+    # 25 ms less 5 ms for the step, 1 ms for ten tokens and 2 ms for their context: 17 ms at 0.1 or 0.5 ms a token.
     assert model.more_within(0.025, 10, 10_000, 0) == pytest.approx(170, rel=0.02)
     assert model.more_within(0.025, 10, 10_000, 2000) == pytest.approx(34, rel=0.02)
 
 
-def test_sees_through_noise() -> None:
+def test_tolerates_noise() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 1000, noise=0.1)
     assert worst_error(model) < 0.05
 
 
-def test_follows_a_machine_that_slows_down() -> None:
+def test_follows_a_slower_machine() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 1000)
     teach(model, random.Random(2), 1000, slow=3.0)
@@ -62,8 +62,8 @@ def test_follows_a_machine_that_slows_down() -> None:
 
 
 @pytest.mark.parametrize("steps", [1_000, 160_000])
-def test_a_long_night_of_equal_steps_spoils_nothing(steps: int) -> None:
-    # Forgetting without news blows the covariance up, by 1.005 a step: after 150,000 steps it used to be infinite.
+def test_identical_steps_do_not_degrade_the_model(steps: int) -> None:
+    # Forgetting on identical steps grows the covariance by 1.005 a step: to infinity after 150,000 steps.
     model, rng = StepTimeModel(), random.Random(1)
     teach(model, rng, 300, noise=0.05)
     for _ in range(steps):
@@ -74,7 +74,7 @@ def test_a_long_night_of_equal_steps_spoils_nothing(steps: int) -> None:
     assert worst_error(model) < 0.1
 
 
-def test_steps_that_take_no_time_say_nothing() -> None:
+def test_steps_of_zero_seconds_give_no_estimate() -> None:
     model = StepTimeModel()
     for _ in range(100):
         model.observe(8, 100, 0.0)
@@ -82,8 +82,8 @@ def test_steps_that_take_no_time_say_nothing() -> None:
     assert model.tokens_within(0.1, 0) is None
 
 
-def test_an_unbelievably_fast_machine_gives_a_number_of_tokens() -> None:
-    # The answer becomes an integer: infinity would end the engine.
+def test_very_fast_machine_gives_finite_token_count() -> None:
+    # The caller converts the result to an integer, which fails for infinity.
     model = StepTimeModel()
     for tokens in range(1, 20):
         model.observe(tokens, 0, tokens * 5e-324)

@@ -1,4 +1,4 @@
-"""Scripts of commands with all that the scheduler answers written below each. A change of behaviour is a diff."""
+"""Scripts of commands with the scheduler's answers below each. A change of behaviour is a diff of these files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core.harness import Rig
+from core.harness import CoreHarness
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import Event, Failed, Finished, Preempted, Started, TokensReady
@@ -16,67 +16,67 @@ SCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 
 
 class Player:
-    """Plays the commands of one script and shows what comes of each."""
+    """Runs the commands of one script and formats the answers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.rig = Rig(**settings)
-        self.seen = len(self.rig.events)
+        self.harness = CoreHarness(**settings)
+        self.seen = len(self.harness.events)
 
     def play(self, command: str, *words: str) -> list[str]:
-        """What `command` gives, in lines."""
+        """Return the lines of a command's answer."""
         plain = [word for word in words if "=" not in word]
         shown: list[str] = getattr(self, f"_{command}")(*plain, **_settings(words)) or []
-        events, self.seen = self.rig.events[self.seen :], len(self.rig.events)
+        events, self.seen = self.harness.events[self.seen :], len(self.harness.events)
         shown += [line for event in events if (line := _event(event))]
         return shown
 
     def _submit(self, request_id: str, prompt_len: str, max_tokens: str, **more: Any) -> list[str] | None:
         try:
-            self.rig.submit(request_id, int(prompt_len), int(max_tokens), **more)
+            self.harness.submit(request_id, int(prompt_len), int(max_tokens), **more)
         except LineclearError as error:
             return [f"refused: {type(error).__name__}: {error}"]
         return None
 
     def _cancel(self, request_id: str) -> None:
-        self.rig.cancel(request_id)
+        self.harness.cancel(request_id)
 
     def _plan(self, times: str = "1") -> list[str]:
-        return [line for _ in range(int(times)) for line in _plan(self.rig.plan())]
+        return [line for _ in range(int(times)) for line in _plan(self.harness.plan())]
 
     def _apply(self) -> None:
-        self.rig.apply()
+        self.harness.apply()
 
     def _step(self, times: str = "1") -> list[str]:
-        return [line for _ in range(int(times)) for line in _plan(self.rig.step())]
+        return [line for _ in range(int(times)) for line in _plan(self.harness.step())]
 
     def _finish(self) -> list[str]:
-        before = len(self.rig.plans)
-        self.rig.run()
-        return [f"{len(self.rig.plans) - before} steps"]
+        before = len(self.harness.plans)
+        self.harness.run()
+        return [f"{len(self.harness.plans) - before} steps"]
 
     def _at(self, now: str) -> None:
-        self.rig.now = float(now)
-        self.rig.events += self.rig.core.expire(self.rig.now)
+        self.harness.now = float(now)
+        self.harness.events += self.harness.core.expire(self.harness.now)
 
     def _timer(self) -> list[str]:
-        return [f"next deadline {self.rig.core.next_deadline()}"]
+        return [f"next deadline {self.harness.core.next_deadline()}"]
 
     def _drain(self) -> None:
-        self.rig.core.drain(self.rig.now)
+        self.harness.core.drain(self.harness.now)
 
     def _lose(self) -> None:
-        self.rig.lose()
+        self.harness.lose()
 
     def _join(self, **worker: Any) -> None:
-        self.rig.join(**worker)
+        self.harness.join(**worker)
 
     def _oom(self) -> None:
-        plan = self.rig.flights[0]
+        plan = self.harness.flights[0]
         error = StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY)
-        self.rig.events += self.rig.core.on_step_error(error, self.rig.now)
+        self.harness.events += self.harness.core.on_step_error(error, self.harness.now)
 
     def _state(self) -> list[str]:
-        s = self.rig.core.snapshot()
+        s = self.harness.core.snapshot()
         return [
             f"waiting {s.requests_waiting}, running {s.requests_running}, in flight {s.steps_in_flight}; "
             f"blocks used {s.blocks_used} of {s.blocks_total}, cached {s.blocks_cached}"
@@ -132,12 +132,12 @@ def _event(event: Event) -> str:
 
 
 def replay(text: str) -> str:
-    """The script with its answers as they are now."""
+    """Return the script with its current answers."""
     player: Player | None = None
     written: list[str] = []
     for line in text.splitlines():
         if line.startswith("    "):
-            continue  # an answer of last time
+            continue  # an earlier answer
         written.append(line)
         if not line or line.startswith("#"):
             continue
@@ -160,6 +160,6 @@ def test_transcript(script: Path, request: pytest.FixtureRequest) -> None:
         assert now == text, "to accept: pytest tests/core --update-transcripts"
 
 
-def test_there_are_transcripts_and_they_answer() -> None:
+def test_transcripts_exist() -> None:
     assert len(SCRIPTS) >= 5
     assert all("    step 1" in script.read_text() for script in SCRIPTS)

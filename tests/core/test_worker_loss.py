@@ -1,8 +1,8 @@
-"""What a worker does to its requests by leaving, by having less room, or by running out of memory, in examples."""
+"""What requests do after a worker loss, on a smaller worker, and after out-of-memory steps."""
 
 from __future__ import annotations
 
-from core.harness import Rig, answer
+from core.harness import CoreHarness, answer
 
 from lineclear.errors import DeviceOutOfMemory, KvCapacityExceeded
 from lineclear.scheduler.core.events import Failed, Finished
@@ -11,53 +11,53 @@ from lineclear.wire.messages import StepError, StepErrorKind
 OUT_OF_MEMORY = StepErrorKind.OUT_OF_MEMORY
 
 
-def test_a_lost_worker_costs_time_and_nothing_else() -> None:
-    rig = Rig(pipeline_depth=2)
-    requests = [rig.submit(f"r{number}", 5 + number, max_tokens=8) for number in range(3)]
+def test_lost_worker_costs_only_time() -> None:
+    harness = CoreHarness(pipeline_depth=2)
+    requests = [harness.submit(f"r{number}", 5 + number, max_tokens=8) for number in range(3)]
     for _ in range(3):
-        rig.step()
-    rig.plan()
-    rig.lose()
-    assert rig.plan() is None
-    rig.join(num_blocks=16, block_size=8)
-    rig.run()
+        harness.step()
+    harness.plan()
+    harness.lose()
+    assert harness.plan() is None
+    harness.join(num_blocks=16, block_size=8)
+    harness.run()
     for request in requests:
-        assert rig.outputs(request.request_id) == answer(request)
-        assert rig.end(request.request_id).record.recoveries == 1
+        assert harness.outputs(request.request_id) == answer(request)
+        assert harness.end(request.request_id).record.recoveries == 1
 
 
-def test_who_does_not_fit_the_next_worker_fails() -> None:
-    rig = Rig()
-    rig.submit("large", 30, max_tokens=10)
-    rig.submit("small", 3, max_tokens=2)
-    rig.step()
-    rig.join(num_blocks=2)
-    end = rig.end("large")
+def test_request_beyond_next_worker_fails() -> None:
+    harness = CoreHarness()
+    harness.submit("large", 30, max_tokens=10)
+    harness.submit("small", 3, max_tokens=2)
+    harness.step()
+    harness.join(num_blocks=2)
+    end = harness.end("large")
     assert isinstance(end, Failed)
     assert isinstance(end.error, KvCapacityExceeded)
-    rig.run()
-    assert isinstance(rig.end("small"), Finished)
+    harness.run()
+    assert isinstance(harness.end("small"), Finished)
 
 
-def test_out_of_memory_halves_the_budget_until_it_fits_and_doubles_it_again() -> None:
-    rig = Rig(target_batch_tokens=16, worker_num_blocks=300, worker_max_model_len=1200)
-    rig.submit("old", 2, max_tokens=1000)
+def test_out_of_memory_halves_and_restores_the_budget() -> None:
+    harness = CoreHarness(target_batch_tokens=16, worker_num_blocks=300, worker_max_model_len=1200)
+    harness.submit("old", 2, max_tokens=1000)
     for budget in (16, 8, 4):
         for _ in range(40):
-            rig.step()  # all get well past the place of the last time: nobody is a suspect any more
-        rig.submit(f"long{budget}", 40, max_tokens=1)
-        rig.step()
-        plan = rig.plan()
+            harness.step()  # all pass their clear_position: no suspects are left
+        harness.submit(f"long{budget}", 40, max_tokens=1)
+        harness.step()
+        plan = harness.plan()
         assert plan is not None
         assert sum(row.num_tokens for row in plan.rows) == budget
-        assert rig.core.on_step_error(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now) == []
-        rig.lose()
-        rig.join()
+        assert harness.core.on_step_error(StepError(harness.epoch, plan.step, OUT_OF_MEMORY), harness.now) == []
+        harness.lose()
+        harness.join()
     budgets = []
     for number in range(450):
         if number % 40 == 0:
-            rig.submit(f"more{number}", 100, max_tokens=1)
-        plan = rig.step()
+            harness.submit(f"more{number}", 100, max_tokens=1)
+        plan = harness.step()
         assert plan is not None
         budgets.append(sum(row.num_tokens for row in plan.rows))
     assert max(budgets[:200]) == 2
@@ -66,19 +66,19 @@ def test_out_of_memory_halves_the_budget_until_it_fits_and_doubles_it_again() ->
 
 
 def test_out_of_memory_alone_fails_the_request() -> None:
-    rig = Rig()
-    rig.submit("huge", 30)
-    plan = rig.plan()
+    harness = CoreHarness()
+    harness.submit("huge", 30)
+    plan = harness.plan()
     assert plan is not None
-    (end,) = rig.core.on_step_error(StepError(rig.epoch, plan.step, OUT_OF_MEMORY), rig.now)
+    (end,) = harness.core.on_step_error(StepError(harness.epoch, plan.step, OUT_OF_MEMORY), harness.now)
     assert isinstance(end, Failed)
     assert isinstance(end.error, DeviceOutOfMemory)
 
 
-def test_a_failed_step_that_is_not_the_oldest_says_nothing() -> None:
-    rig = Rig()
-    rig.submit("a", 3)
-    plan = rig.plan()
+def test_step_error_not_of_oldest_step_is_ignored() -> None:
+    harness = CoreHarness()
+    harness.submit("a", 3)
+    plan = harness.plan()
     assert plan is not None
-    assert rig.core.on_step_error(StepError(rig.epoch, plan.step + 1, OUT_OF_MEMORY), rig.now) == []
-    assert rig.core.num_live == 1
+    assert harness.core.on_step_error(StepError(harness.epoch, plan.step + 1, OUT_OF_MEMORY), harness.now) == []
+    assert harness.core.num_live == 1

@@ -344,7 +344,7 @@ def _zombies() -> list[str]:
 def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
     options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
     # So many kills in a row, without a step between some of them, would convict a request.
-    with World(options=options, core=CoreLimits(max_lone_kills=100)) as world:
+    with World(options=options, core=CoreLimits(max_isolated_kills=100)) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
@@ -374,7 +374,7 @@ def descriptors() -> set[str]:
 
 
 def test_a_spent_budget_is_told_while_requests_wait() -> None:
-    with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_lone_crashes=10)) as world:
+    with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_isolated_crashes=10)) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
             stream = world.submit(request(1))

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from core.harness import VOCABULARY, Rig
+from core.harness import VOCABULARY, CoreHarness
 
 from lineclear.scheduler.security.identity import ANONYMOUS, Identity, cache_salt
 
@@ -17,12 +17,12 @@ ALICE, BOB = Identity("alice", "token"), Identity("bob", "token")
 LENGTH = 41
 
 
-def work(rig: Rig, request_id: str, prompt: list[int], who: Identity, narrower: str = "") -> list[Any]:
+def work(harness: CoreHarness, request_id: str, prompt: list[int], who: Identity, narrower: str = "") -> list[Any]:
     """All of the plans that a request takes but the tokens in them."""
-    before = len(rig.plans)
-    rig.submit(request_id, prompt, max_tokens=3, cache_salt=cache_salt(who, narrower))
-    rig.run()
-    plans = rig.plans[before:]
+    before = len(harness.plans)
+    harness.submit(request_id, prompt, max_tokens=3, cache_salt=cache_salt(who, narrower))
+    harness.run()
+    plans = harness.plans[before:]
     return [
         (plan.step, plan.rows, [(i.slot, len(i.tokens), i.prompt_len, i.blocks) for i in plan.inits], plan.zero_blocks)
         for plan in plans
@@ -36,13 +36,13 @@ def told_apart(seed: int, first: tuple[Identity, str], second: tuple[Identity, s
     """
     seen = []
     for again in (True, False):
-        rig, dice = Rig(target_batch_tokens=16, **sizes), random.Random(seed)
+        harness, dice = CoreHarness(target_batch_tokens=16, **sizes), random.Random(seed)
         for number in range(6):  # what others left behind
             who = dice.choice((ALICE, BOB, ANONYMOUS))
-            work(rig, f"past{number}", dice.choices(range(VOCABULARY), k=dice.randrange(1, 60)), who)
+            work(harness, f"past{number}", dice.choices(range(VOCABULARY), k=dice.randrange(1, 60)), who)
         secret, other = (dice.choices(range(VOCABULARY), k=LENGTH) for _ in range(2))
-        work(rig, "first", secret, *first)
-        seen.append(work(rig, "second", secret if again else other, *second))
+        work(harness, "first", secret, *first)
+        seen.append(work(harness, "second", secret if again else other, *second))
     return seen[0] != seen[1]
 
 

@@ -25,13 +25,13 @@ class Joining:
         active = len(self.crowd.running) + len(self.crowd.resuming)
         oldest = min(t.arrival for t in self.crowd.fresh)
         late = self.crowd.draining or now >= oldest + policy.batch_timeout_seconds
-        if self.crowd.limits.strategy == "fixed_size":
+        if self.crowd.limits.batching_strategy == "fixed_size":
             if self.batch_places and oldest <= self.batch_begun_at:
                 return True  # the batch is still being admitted
             full = waiting >= self.crowd.num_slots or self.crowd.draining or self.turned_away
             self.batch_places, self.batch_begun_at = self.crowd.num_slots if full and active == 0 else 0, now
             return self.batch_places > 0
-        if self.crowd.limits.strategy == "dynamic_timeout":
+        if self.crowd.limits.batching_strategy == "dynamic_timeout":
             full = waiting >= max(1, self.crowd.num_slots - active) or waiting >= policy.min_batch_size > 1
             return late or full
         return late or active > 0 or waiting >= min(policy.min_batch_size, self.crowd.num_slots)
@@ -39,6 +39,6 @@ class Joining:
     def joined(self) -> None:
         """One of them did."""
         self.batch_places -= 1
-        fixed = self.crowd.limits.strategy == "fixed_size"
+        fixed = self.crowd.limits.batching_strategy == "fixed_size"
         hold(not fixed or self.batch_places >= 0, "strategy", "a fixed batch has as many places as slots")
         self.turned_away = False

@@ -60,14 +60,14 @@ class Turns:
         return self._key(request, now), self._num_arrivals
 
     def _key(self, request: Request, now: float) -> float:
-        ageing = self._limits.policy.ageing_seconds
-        if self._limits.order == "priority":
+        ageing = self._limits.policy.priority_aging_seconds
+        if self._limits.scheduling_policy == "priority":
             return now + request.priority * ageing
-        if self._limits.order == "shortest":
+        if self._limits.scheduling_policy == "shortest":
             return now + _size(request) / 256 * ageing
-        if self._limits.order == "deadline":
+        if self._limits.scheduling_policy == "deadline":
             return now + 256 * ageing if request.deadline is None else request.deadline
-        if self._limits.order == "fair":
+        if self._limits.scheduling_policy == "fair":
             return self._charge(request)
         return 0.0
 
@@ -89,7 +89,7 @@ class Turns:
         """One of `waiting`, who never ran, is let in; `alone` as a suspect, at anybody's cost."""
         if not alone:
             self._nobody_starves(track, waiting)
-            if self._limits.order == "fair":
+            if self._limits.scheduling_policy == "fair":
                 self._nobody_gets_more(track, waiting)
         self._clock = max(self._clock, track.rank[0])
         del self._queued[track]
@@ -113,7 +113,7 @@ class Turns:
 
     def _nobody_starves(self, track: Track, waiting: Collection[Track]) -> None:
         for other in waiting:
-            if other.rank > track.rank and self._limits.order == "fair":
+            if other.rank > track.rank and self._limits.scheduling_policy == "fair":
                 if other.rank[1] < track.rank[1]:
                     tenant, queued = track.request.tenant, self._queued[other]
                     hold(tenant != other.request.tenant, "I14", "requests of a tenant begin as they came")
@@ -126,12 +126,12 @@ class Turns:
 
     def _longest_wait(self, track: Track) -> float:
         """By how much later somebody may come and have the better rank."""
-        ageing, request = self._limits.policy.ageing_seconds, track.request
-        if self._limits.order == "priority":
+        ageing, request = self._limits.policy.priority_aging_seconds, track.request
+        if self._limits.scheduling_policy == "priority":
             return 255 * ageing
-        if self._limits.order == "shortest":
+        if self._limits.scheduling_policy == "shortest":
             return track.limit / 256 * ageing
-        if self._limits.order == "deadline":
+        if self._limits.scheduling_policy == "deadline":
             return 256 * ageing if request.deadline is None else request.deadline - track.arrival
         return 0.0
 
@@ -156,7 +156,9 @@ class Turns:
             if other.rank < track.rank and other not in yielded:
                 hold(other.in_flight == 0, "I14", "nobody overtakes who only waits for his own samples")
                 other.bypasses += 1
-                hold(other.bypasses <= self._limits.max_bypasses, "I14", "overtaken no more often than the bound")
+                hold(
+                    other.bypasses <= self._limits.max_queue_overtakes, "I14", "overtaken no more often than the bound"
+                )
 
 
 def _size(request: Request) -> int:

@@ -110,7 +110,7 @@ class Oracle:
         if lone is not None and lone.strikes > 1:
             lone.lone[loss] += 1
             crashes, kills = lone.lone[WorkerLoss.CRASHED], lone.lone[WorkerLoss.KILLED]
-            if crashes / self.limits.max_lone_crashes + kills / self.limits.max_lone_kills >= 1.0:
+            if crashes / self.limits.max_isolated_crashes + kills / self.limits.max_isolated_kills >= 1.0:
                 self.crowd.end(lone)
                 self.crowd.tally.requests_failed += 1
                 wanted.append((Failed, lone.request.request_id, PoisonRequest, lone.record(now)))
@@ -243,7 +243,7 @@ class Oracle:
         if planned_to_the_end:
             hold(moment is None or moment > now, "I13", "nobody is woken for what is past")
             idle = self.crowd.hello is not None and not self.crowd.flights and self.crowd.fresh
-            if idle and self.limits.strategy != "fixed_size":
+            if idle and self.limits.batching_strategy != "fixed_size":
                 due = min(t.arrival for t in self.crowd.fresh) + self.limits.policy.batch_timeout_seconds
                 hold(moment is not None and moment <= due, "I13", "no batch timeout is slept through")
         if moment is not None and not deadlines:

@@ -85,7 +85,7 @@ class Plans:
         self.grown.clear()
         total = decoded = 0
         # In the order in which they were planned, in which blocks were handed out.
-        prompts_first = self.crowd.limits.order == "prefill_first"
+        prompts_first = self.crowd.limits.scheduling_policy == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
             joins, crowd = row.slot in inits, len(self.crowd.running)
             if joins:
@@ -157,7 +157,7 @@ class Plans:
         for beneficiary in short:
             younger = [t for t in self.crowd.running.values() if t.rank > beneficiary.rank and not t.pinned]
             younger = [t for t in younger if t.slot not in rows]
-            if self.crowd.limits.victim == "newest":
+            if self.crowd.limits.preemption_policy == "newest":
                 chosen.append(max(younger, key=lambda t: t.rank))
             else:
                 chosen.append(min(younger, key=lambda t: (self.crowd.holdings.loss(t), -t.rank[0], -t.rank[1])))
@@ -243,7 +243,7 @@ class Plans:
 
     def _by_age(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
         """Decodes go first, oldest first, and the oldest prompt goes on, unless the order says prompts first."""
-        if self.crowd.limits.order != "prefill_first":
+        if self.crowd.limits.scheduling_policy != "prefill_first":
             for track in ready:
                 if track.running and track.slot not in slots:
                     if track.planned < len(track.table) * self.crowd.holdings.size:

@@ -84,7 +84,7 @@ def draw(seed: int) -> Scenario:
     theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
     scenario = theme(rng, scenario)
     # Last, so that a seed keeps its meaning when another twist comes.
-    fair = 0.5 if scenario.limits.order == "fair" else 0.05
+    fair = 0.5 if scenario.limits.scheduling_policy == "fair" else 0.05
     for twist, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15)):
         if rng.random() < share:
             scenario = twist(rng, scenario)
@@ -137,9 +137,9 @@ def _crowded(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _impatient(rng: random.Random, scenario: Scenario) -> Scenario:
     """Prompts in chunks, results late, and callers that hang up: who yielded soon has room again."""
-    order = rng.choice(("prefill_first", scenario.limits.order))
+    order = rng.choice(("prefill_first", scenario.limits.scheduling_policy))
     scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
-    limits = replace(scenario.limits, order=order, pipeline_depth=3)
+    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=3)
     return replace(scenario, limits=limits, hang_up=0.5, late=0.0)
 
 
@@ -151,7 +151,7 @@ def _short_of_blocks(
         scenario,
         limits=replace(
             scenario.limits,
-            strategy=rng.choice(("continuous", "adaptive")),
+            batching_strategy=rng.choice(("continuous", "adaptive")),
             max_batch_size=8,
             target_batch_tokens=budget,
             max_queue_size=40,
@@ -197,7 +197,7 @@ def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
     """Several tenants, not equally busy, wait for few slots."""
-    limits = replace(scenario.limits, order="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
+    limits = replace(scenario.limits, scheduling_policy="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
 
@@ -212,12 +212,12 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
     """A token costs the more the deeper it stands, and many prompts begin alike: who joins begins where it is dear."""
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(100))
     target, stretch = rng.choice((0.1, 0.3)), rng.choice((2.0, 4.0, 50.0))
-    policy = replace(scenario.limits.policy, inter_token_target_seconds=target, decode_stretch=stretch)
+    policy = replace(scenario.limits.policy, target_inter_token_latency_seconds=target, max_prefill_slowdown=stretch)
     return replace(
         scenario,
         limits=replace(
             scenario.limits,
-            strategy="continuous",
+            batching_strategy="continuous",
             max_batch_size=24,
             target_batch_tokens=512,
             max_queue_size=40,
@@ -269,20 +269,20 @@ def _draw_limits(rng: random.Random) -> CoreLimits:
         max_queue_size=rng.choice((rng.randint(1, 4), rng.randint(4, 40), 1000, 1000)),
         max_queue_tokens=rng.choice((rng.randint(1, 100), 400, 1_000_000, 1_000_000)),
         max_preemptions=rng.randint(0, 4),
-        max_bypasses=rng.choice((0, 1, 3, 16)),
-        max_lone_crashes=rng.choice((1, 1, 2)),
-        max_lone_kills=rng.choice((1, 3, 3)),
+        max_queue_overtakes=rng.choice((0, 1, 3, 16)),
+        max_isolated_crashes=rng.choice((1, 1, 2)),
+        max_isolated_kills=rng.choice((1, 3, 3)),
         prefix_cache=rng.random() < 0.7,
         cache_secret=b"secret" if rng.random() < 0.5 else b"",
-        strategy=rng.choice(tuple(STRATEGIES)),
-        order=rng.choice(tuple(QUEUE_ORDERS)),
-        victim=rng.choice(tuple(PREEMPTION_POLICIES)),
+        batching_strategy=rng.choice(tuple(STRATEGIES)),
+        scheduling_policy=rng.choice(tuple(QUEUE_ORDERS)),
+        preemption_policy=rng.choice(tuple(PREEMPTION_POLICIES)),
         policy=PolicySettings(
             min_batch_size=rng.choice((1, 1, 2, 4)),
             batch_timeout_seconds=rng.choice((0.0, 0.05, 0.1, rng.random())),
-            ageing_seconds=rng.choice((0.01, 1.0, 30.0)),
-            inter_token_target_seconds=rng.choice((0.0, 0.005, 0.05, 0.2)),
-            decode_stretch=rng.choice((1.0, 2.0, 2.0, 50.0)),
+            priority_aging_seconds=rng.choice((0.01, 1.0, 30.0)),
+            target_inter_token_latency_seconds=rng.choice((0.0, 0.005, 0.05, 0.2)),
+            max_prefill_slowdown=rng.choice((1.0, 2.0, 2.0, 50.0)),
         ),
     )
 

@@ -17,11 +17,11 @@ print(digest(range(1, 41)))
 """
 
 
-def test_peace_at_last(seeds: range) -> None:
+def test_all_requests_end_without_faults(seeds: range) -> None:
     sweep(seed for seed in seeds if seed % 2 == 1)
 
 
-def test_another_process_plans_the_same() -> None:
+def test_plans_do_not_depend_on_hash_seed() -> None:
     # Python salts the hashes of strings and bytes in each process: a plan that hangs on the order of a set differs.
     answers = set()
     for salt in ("1", "2"):

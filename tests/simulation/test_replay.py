@@ -30,7 +30,7 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_a_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     for seed in range(first, first + 50):
         try:
@@ -40,7 +40,7 @@ def test_a_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls > 1000
 
 
-def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(0)
     found = 0
     for seed in range(30):
@@ -59,6 +59,6 @@ def test_one_decision_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 3"}']])
-def test_what_is_no_recording_is_refused(lines: list[str]) -> None:
+def test_other_input_is_refused(lines: list[str]) -> None:
     with pytest.raises(NotARecording):
         replay(map(json.loads, lines))

@@ -263,7 +263,7 @@ class World:
         """No more faults: everything ends, in a bounded number of steps, and without anybody calling."""
         if self.worker is None or self.worker.broken:
             self._join(self._next_capacity())
-        if self.scenario.limits.strategy == "fixed_size" or self.rng.random() < 0.3:
+        if self.scenario.limits.batching_strategy == "fixed_size" or self.rng.random() < 0.3:
             self.scheduler.drain(self.now)
         worker = self.worker
         assert worker is not None
@@ -304,7 +304,7 @@ class World:
             self._do_deliver()
         self._turn()
         if self.scheduler.is_peaceful:
-            worst = (2 + self.scenario.limits.max_lone_crashes) * self.scheduler.happened["poison"]
+            worst = (2 + self.scenario.limits.max_isolated_crashes) * self.scheduler.happened["poison"]
             hold(self.scheduler.happened["fallen"] <= worst, "isolation", "a poisonous request costs three workers")
         snapshot = self.scheduler.core.snapshot()
         hold(not self.scheduler.live and self.scheduler.core.num_live == 0, "I22", "all have ended")

@@ -244,21 +244,21 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_queue_size=settings.max_queue_size,
         max_queue_tokens=settings.max_queue_tokens,
         max_preemptions=settings.max_preemptions,
-        max_bypasses=settings.max_queue_overtakes,
-        max_lone_crashes=settings.max_isolated_crashes,
-        # Two strikes come before; then the verdict falls when the next death would be one too many.
-        max_lone_kills=max(1, settings.max_worker_crashes - 2),
+        max_queue_overtakes=settings.max_queue_overtakes,
+        max_isolated_crashes=settings.max_isolated_crashes,
+        # A request runs alone after two crashes, and those count towards max_worker_crashes as well.
+        max_isolated_kills=max(1, settings.max_worker_crashes - 2),
         prefix_cache=settings.prefix_cache,
         cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
-        strategy=settings.batching_strategy,
-        order=settings.scheduling_policy,
-        victim=settings.preemption_policy,
+        batching_strategy=settings.batching_strategy,
+        scheduling_policy=settings.scheduling_policy,
+        preemption_policy=settings.preemption_policy,
         policy=PolicySettings(
             min_batch_size=settings.min_batch_size,
             batch_timeout_seconds=settings.batch_timeout_ms / 1000,
-            ageing_seconds=settings.priority_aging_seconds,
-            inter_token_target_seconds=settings.target_inter_token_latency_ms / 1000,
-            decode_stretch=settings.max_prefill_slowdown,
+            priority_aging_seconds=settings.priority_aging_seconds,
+            target_inter_token_latency_seconds=settings.target_inter_token_latency_ms / 1000,
+            max_prefill_slowdown=settings.max_prefill_slowdown,
             fixed_size_timeout_seconds=_fixed_size_timeout_seconds(settings),
         ),
     )

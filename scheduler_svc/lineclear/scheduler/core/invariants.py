@@ -31,7 +31,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     assert sorted([*slots, *batch.free_slots]) == list(range(batch.num_slots)), "slots disagree"
     for s in live:
         assert len(s.tokens) <= s.num_known <= s.max_len, "more output planned than max_tokens"
-        assert s.overtaken_count <= core.limits.max_bypasses
+        assert s.overtaken_count <= core.limits.max_queue_overtakes
     for s in live if with_waiting_prompts else running:
         assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt, "a prompt has changed"
     for s in running:

@@ -22,14 +22,14 @@ class CoreLimits:
     max_queue_size: int = 1024
     max_queue_tokens: int = 1_000_000
     max_preemptions: int = 4
-    max_bypasses: int = 16
-    max_lone_crashes: int = 1
-    max_lone_kills: int = 3
+    max_queue_overtakes: int = 16
+    max_isolated_crashes: int = 1
+    max_isolated_kills: int = 3
     prefix_cache: bool = True
     cache_secret: bytes = b""
-    strategy: str = "continuous"
-    order: str = "fifo"
-    victim: str = "cheapest"
+    batching_strategy: str = "continuous"
+    scheduling_policy: str = "fifo"
+    preemption_policy: str = "cheapest"
     policy: PolicySettings = field(default_factory=PolicySettings)
 
     def dump(self) -> dict[str, Any]:

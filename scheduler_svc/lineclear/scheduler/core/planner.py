@@ -241,7 +241,7 @@ class StepPlanner:
         """Return how many tokens of a prompt, from `position` on, fit into this step without delaying its decodes."""
         tokens_left = self._budget - self.num_tokens
         decodes = self.num_tokens - self._prompt_tokens
-        if decodes and self._state.limits.policy.inter_token_target_seconds > 0:
+        if decodes and self._state.limits.policy.target_inter_token_latency_seconds > 0:
             seconds = self._max_step_seconds(decodes)
             fitting = self._state.step_time.more_within(seconds, self.num_tokens, self.kv_tokens, position)
             if fitting is not None:
@@ -255,9 +255,9 @@ class StepPlanner:
         """
         state, policy = self._state, self._state.limits.policy
         expecting = len(state.fresh) + len(state.resuming) + len(self._batch.running) - decodes
-        stretch = 1 + (policy.decode_stretch - 1) * expecting
+        stretch = 1 + (policy.max_prefill_slowdown - 1) * expecting
         decodes_alone = state.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
-        return min(policy.inter_token_target_seconds, stretch * decodes_alone)
+        return min(policy.target_inter_token_latency_seconds, stretch * decodes_alone)
 
     def _admit(self) -> None:
         """Admit waiting sequences by queue key.
@@ -283,7 +283,7 @@ class StepPlanner:
             # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
             if self._prompt_tokens_left(len(shared) * batch.pool.block_size) <= 0:
                 return
-            if any(other.overtaken_count >= state.limits.max_bypasses for other in skipped):
+            if any(other.overtaken_count >= state.limits.max_queue_overtakes for other in skipped):
                 return
             for other in skipped:
                 other.overtaken_count += 1

@@ -32,8 +32,8 @@ class WorkerLoss(Enum):
 class PoisonDetector:
     """The suspects: live sequences with a crash count."""
 
-    def __init__(self, max_lone_crashes: int, max_lone_kills: int) -> None:
-        self._max_crashes, self._max_kills = max_lone_crashes, max_lone_kills
+    def __init__(self, max_isolated_crashes: int, max_isolated_kills: int) -> None:
+        self._max_crashes, self._max_kills = max_isolated_crashes, max_isolated_kills
         self._suspects: dict[Sequence, None] = {}
 
     def __len__(self) -> int:

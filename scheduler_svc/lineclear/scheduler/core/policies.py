@@ -22,9 +22,9 @@ class PolicySettings:
 
     min_batch_size: int = 1
     batch_timeout_seconds: float = 0.05
-    ageing_seconds: float = 30.0
-    inter_token_target_seconds: float = 0.2
-    decode_stretch: float = 2.0
+    priority_aging_seconds: float = 30.0
+    target_inter_token_latency_seconds: float = 0.2
+    max_prefill_slowdown: float = 2.0
     fixed_size_timeout_seconds: float | None = None
     """Longest wait of `fixed_size` for a full batch; None: until the requests' deadlines."""
 
@@ -179,7 +179,7 @@ class Adaptive(Continuous):
         if not self._is_open(state):
             return 0
         pressure = state.num_waiting / state.num_slots
-        seconds = self._settings.inter_token_target_seconds * (1.0 + pressure)
+        seconds = self._settings.target_inter_token_latency_seconds * (1.0 + pressure)
         rows = state.model.tokens_within(seconds, state.kv_tokens)
         if rows is None:
             return state.num_slots
@@ -252,24 +252,24 @@ class PrefillFirst(Fifo):
 
 
 class Priority(Fifo):
-    """By priority, 0 first. A wait of `ageing_seconds` counts as one priority class, so no request starves."""
+    """By priority, 0 first. A wait of `priority_aging_seconds` counts as one priority class, so no request starves."""
 
     def key(self, request: Request, now: float) -> float:
-        return now + request.priority * self._settings.ageing_seconds
+        return now + request.priority * self._settings.priority_aging_seconds
 
 
 class Shortest(Fifo):
-    """By prompt tokens plus `max_tokens`, fewest first. A wait of `ageing_seconds` counts as 256 tokens."""
+    """By prompt tokens plus `max_tokens`, fewest first. A wait of `priority_aging_seconds` counts as 256 tokens."""
 
     def key(self, request: Request, now: float) -> float:
-        return now + (len(request.prompt) + request.max_tokens) / 256 * self._settings.ageing_seconds
+        return now + (len(request.prompt) + request.max_tokens) / 256 * self._settings.priority_aging_seconds
 
 
 class Deadline(Fifo):
-    """Earliest deadline first. A request without deadline counts as due after 256 times `ageing_seconds`."""
+    """Earliest deadline first. A request without deadline counts as due after 256 times `priority_aging_seconds`."""
 
     def key(self, request: Request, now: float) -> float:
-        return request.deadline if request.deadline is not None else now + 256 * self._settings.ageing_seconds
+        return request.deadline if request.deadline is not None else now + 256 * self._settings.priority_aging_seconds
 
 
 QUEUE_ORDERS: dict[str, Callable[[PolicySettings], QueueOrder]] = {

@@ -58,13 +58,13 @@ class Scheduler:
         self._fresh = RequestQueue()
         self._resuming = RequestQueue()
         self._batch = RunningBatch(block_hash or BlockHasher(limits.cache_secret), limits.prefix_cache)
-        self._poison = PoisonDetector(limits.max_lone_crashes, limits.max_lone_kills)
+        self._poison = PoisonDetector(limits.max_isolated_crashes, limits.max_isolated_kills)
         self._counters = Counters()
         self._state = PlannerState(
             limits=limits,
-            strategy=STRATEGIES[limits.strategy](limits.policy),
-            queue_order=QUEUE_ORDERS[limits.order](limits.policy),
-            preemption_policy=PREEMPTION_POLICIES[limits.victim],
+            strategy=STRATEGIES[limits.batching_strategy](limits.policy),
+            queue_order=QUEUE_ORDERS[limits.scheduling_policy](limits.policy),
+            preemption_policy=PREEMPTION_POLICIES[limits.preemption_policy],
             fresh=self._fresh,
             resuming=self._resuming,
             batch=self._batch,
