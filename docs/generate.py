@@ -1,11 +1,10 @@
-"""Writes the reference pages from what they describe.
+"""Write the reference pages from code.
 
 docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree,
-docs/exit-codes.md from lineclear.exit_codes, docs/reliability.md from tests/faults.yaml.
+docs/exit-codes.md from lineclear.exit_codes, docs/reliability.md from tests/faults.yaml. A test compares the pages with
+fresh ones.
 
     python docs/generate.py [--out FOLDER]
-
-A test makes them again and compares.
 """
 
 from __future__ import annotations

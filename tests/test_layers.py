@@ -1,6 +1,6 @@
-"""What import-linter and ruff cannot say: what the core may import and call, and calls that are forbidden anywhere.
+"""Rules that import-linter and ruff cannot express: imports and calls of the core, and code from data.
 
-The layers are contracts in pyproject.toml, [tool.importlinter]; banned modules and functions are ruff's banned-api.
+The layers are contracts in pyproject.toml, [tool.importlinter]. Banned modules and functions are ruff's banned-api.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_image_tags_match_the_version() -> None:
     assert found <= {PROJECT["version"]}
 
 
-# --- what is used is declared, what is declared is pinned -----------------------------------------------------------
+# --- dependencies ---------------------------------------------------------------------------------------------------
 
 
 def declared(*extras: str) -> set[str]:

@@ -1,7 +1,7 @@
-"""docs/request-lifecycle.md names the modules that a request enters, no more and no fewer.
+"""docs/request-lifecycle.md names exactly the modules that a request enters.
 
-A client, a scheduler and a worker run as real processes with a profile function (`sys.setprofile`) that writes down the
-name of each module whose code runs between the start and the end of two requests.
+A client, a scheduler and a worker run as real processes. A profile function (`sys.setprofile`) records each module
+whose code runs during two requests.
 """
 
 from __future__ import annotations

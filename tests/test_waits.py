@@ -1,4 +1,4 @@
-"""No thread of a server waits without a bound: each wait has a timeout, or stands below with what bounds it."""
+"""Each wait of a server thread has a timeout, or is listed below with its bound."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker")
 WITHOUT_ARGUMENTS = frozenset({"join", "wait", "get", "acquire", "result", "communicate", "recv", "recv_multipart"})
-"""Methods that wait for ever when they are called without arguments."""
+"""Methods that wait for ever if called without arguments."""
 
 BOUNDED = {
     "common/lineclear/process/logging_setup.py:LineWriter._run:self._lines.get()": (
-        "a daemon's own queue; close joins with a timeout"
+        "a daemon thread's queue; close joins with a timeout"
     ),
     "common/lineclear/process/standby.py:Standby.run_in_background:thread.join()": (
         "the supervisor kills a late standby"
     ),
-    "scheduler_svc/lineclear/scheduler/shutdown.py:ExitGuard._run:self._is_ending.wait()": "a daemon of its own",
+    "scheduler_svc/lineclear/scheduler/shutdown.py:ExitGuard._run:self._is_ending.wait()": "a daemon thread",
     "scheduler_svc/lineclear/scheduler/shutdown.py:ShutdownController.run_unless_forced:task.result()": (
         "the task is done"
     ),
     "scheduler_svc/lineclear/scheduler/flight_recorder/recording_files.py:RecordingFiles._run:self._jobs.get()": (
-        "a daemon's own queue; close joins with a timeout"
+        "a daemon thread's queue; close joins with a timeout"
     ),
     "scheduler_svc/lineclear/scheduler/engine/worker_process.py:WorkerProcess.reap:self._process.wait()": (
-        "called when the descriptor of the process tells that it has ended"
+        "called once pidfd reports the exit"
     ),
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
-        "a daemon's own queue; close joins with a timeout"
+        "a daemon thread's queue; close joins with a timeout"
     ),
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._finish:launched.flight.result()": (
         "the device; the scheduler replaces a worker whose step takes too long, and a stop waits until it is overdue"
@@ -40,11 +40,13 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/model_runner.py:_Flight._finish:self._stopwatch.wait()": "as ResultCollector._finish",
 }
 CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_let_in")
-"""Context variables: their get() waits for nothing."""
+"""Context variables, whose get() does not wait."""
 
 
 def waits(source: Path) -> Iterator[str]:
-    """Each call that may wait for ever, as file:function:call. What is awaited can be cancelled, and is left out."""
+    """Yield each call that may wait for ever, as file:function:call. Awaited calls are left out: they can be
+    cancelled.
+    """
     tree = ast.parse(source.read_text())
     awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
     awaited |= {id(call) for node in ast.walk(tree) if _makes_task(node) for call in ast.walk(node)}

@@ -1,4 +1,4 @@
-"""The wheel: its files, its metadata, and imports from it where other packages are missing."""
+"""The wheel: its files, its metadata, and imports from it without other packages."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_commands_exist(wheel: Path) -> None:
         )
 
 
-# What the dependencies of the light client bring, by import name.
+# Top-level modules of the client's dependencies.
 BARE = "lineclear grpc grpc_status google typing_extensions"
 
 

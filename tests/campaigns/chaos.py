@@ -1,15 +1,16 @@
-"""Kill, again and again, under load, and count what the callers noticed: `python -m campaigns.chaos --help`.
+"""Kill processes under load and check that clients see a pause and nothing else: `python -m campaigns.chaos --help`.
 
-    python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the torch-free worker over the real wire
-    python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker on a model, in fp32
+python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the toy worker over the real wire
+    python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker, in fp32
     python -m campaigns.chaos --of worker --kills 30 --model ../demo/model --dtype bfloat16
-    python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     seen through the client library
+    python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     with the client library resuming answers
 
-Answers come by Generate, Session and Submit with Attach, from three tenants, with every sampling parameter, stop
-strings and log probabilities, and are compared in all of these (`questions`). Most deaths are SIGKILL; some workers get
-SIGTERM and some SIGSTOP. The moments are random in progress, not in time: a kill comes after so many more tokens, so
-that it falls into prefills, decodes and recoveries alike. Prints a line of JSON; exits 1 unless every index of every
-answer was there once and right, no answer failed, and no process stayed behind.
+Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
+probabilities. All fields are compared (`questions`). Most kills are SIGKILL; some workers get SIGTERM or SIGSTOP. A
+kill comes after a random number of tokens, so that it hits prefills, decodes and recoveries alike.
+
+Prints a line of JSON. Exits with 1 unless each token index of each answer arrived once and is right, no answer failed,
+and no process is left.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ _TOKENS_BETWEEN_SIGNALS = 64
 _ORPHAN_SECONDS = 2.0
 TENANTS = ("one", "two", "three")
 _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
-"""How a worker dies, and how often. One that is stopped is noticed after heartbeat_timeout_seconds only."""
+"""Share of each way to end a worker. A stopped worker is detected after heartbeat_timeout_seconds."""
 _DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
-"""The standby may die with the worker."""
+"""With a standby, which may be killed together with the worker."""
 FP32 = Tolerance(logprob=1e-3)
 BF16 = Tolerance(logprob=0.25, tie=0.125)
 """bf16 has 8 bits of mantissa: logits near 16 are 0.0625 apart, and two roundings may differ by one step each."""
 
 
 def write_tokens(folder: Path) -> tuple[Path, dict[str, str]]:
-    """Write a token file for three tenants; its path, and the token of each."""
+    """Write a token file for three tenants. Return its path and the token of each tenant."""
     tokens = {name: f"chaos-token-of-{name}-0123456789" for name in TENANTS}
     path = folder / "tokens"
     path.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
@@ -72,7 +73,7 @@ class Campaign:
     make_server: Callable[[], Server]
     ask: Ask
     num_streams: int
-    dice: random.Random
+    rng: random.Random
     tokens: dict[str, str]
     tolerance: Tolerance = field(default_factory=Tolerance)
     deaths: dict[str, float] = field(default_factory=lambda: dict(_DEATHS))
@@ -82,12 +83,12 @@ class Campaign:
     how: Counter[str] = field(default_factory=Counter)
     orphans: int = 0
     promoted: int | None = None
-    """Standbys that became the worker; None where none are asked for."""
+    """Number of promoted standbys; None without `--standby`."""
     of: str = ""
-    """What is killed."""
+    """The process that is killed."""
 
     def run(self, of: str, kills: int) -> None:
-        """Kill so often, then let every answer end."""
+        """Kill `kills` times, then wait until all answers are complete."""
         self.of = of
         server = self.make_server()
         server.wait_for("worker_joined")
@@ -96,7 +97,7 @@ class Campaign:
             for reader in readers:
                 reader.start()
             for _ in range(kills):
-                self._wait_for_tokens(server, readers, self.dice.randrange(_MAX_TOKENS_BETWEEN))
+                self._wait_for_tokens(server, readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
             for reader in readers:
                 reader.stop()
@@ -106,7 +107,7 @@ class Campaign:
             settle(self.tally, self._client(stack, 0, "generate"), self.tolerance)
         pids = self._children(server)
         code = server.end(signal.SIGTERM)
-        assert code == 0, f"the server left with {code}"
+        assert code == 0, f"the server exited with {code}"
         self._count_orphans(pids)
 
     def _reader(self, stack: ExitStack, number: int, of: str) -> Reader:
@@ -114,7 +115,7 @@ class Campaign:
         return Reader(clients, self.ask, self.tally, tolerance=self.tolerance, may_forget=of == "scheduler")
 
     def _client(self, stack: ExitStack, number: int, route: str) -> Client:
-        """Readers of one tenant share a client for each route, so that a session has several requests."""
+        """Return the client of a tenant and route. Readers share it, so that a session has several requests."""
         known: dict[tuple[int, str], Client] = self.__dict__.setdefault("_clients", {})
         key = number % len(TENANTS), route
         if key not in known:
@@ -122,62 +123,64 @@ class Campaign:
             known[key] = stack.enter_context(Client(self.target, token=token, sessions=route == "session"))
         return known[key]
 
-    # --- deaths -----------------------------------------------------------------------------------------------------
+    # --- kills -----------------------------------------------------------------------------------------------------
 
     def _kill_worker(self, server: Server, readers: Sequence[Reader]) -> Server:
-        (how,) = self.dice.choices(list(self.deaths), list(self.deaths.values()))
+        (how,) = self.rng.choices(list(self.deaths), list(self.deaths.values()))
         self.how[how] += 1
-        began, pid = time.monotonic(), server.worker_pids()[-1]
+        started_at, pid = time.monotonic(), server.worker_pids()[-1]
         if how == "term":
-            self._terminate(server, readers, pid, began)
+            self._terminate(server, readers, pid, started_at)
         else:
             os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
             if how == "both" and (standby := server.standby_pid()) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(standby, signal.SIGKILL)
-        lost = server.wait_for("worker_lost", began)[0]
+        lost = server.wait_for("worker_lost", started_at)[0]
         if how == "kill":
-            self.detected.append(lost - began)
-        self._wait_until_all_go_on(server, readers, server.wait_for("worker_joined", began)[0], began)
+            self.detected.append(lost - started_at)
+        self._wait_for_recovery(server, readers, server.wait_for("worker_joined", started_at)[0], started_at)
         return server
 
-    def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, began: float) -> None:
-        """A worker told to end may go on while there is work. A further signal ends it."""
-        while not server.has_said("worker_lost", began):
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the scheduler has not seen it yet
+    def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, started_at: float) -> None:
+        """Send SIGTERM until the worker is lost. A worker may continue after the first one while it has work."""
+        while not server.has_logged("worker_lost", started_at):
+            with contextlib.suppress(ProcessLookupError):  # it has exited, and the scheduler has not noticed yet
                 os.kill(pid, signal.SIGTERM)
             goal = sum(reader.num_tokens for reader in readers) + _TOKENS_BETWEEN_SIGNALS
             _wait(
                 server,
                 lambda goal=goal: (  # type: ignore[misc]
-                    server.has_said("worker_lost", began) or sum(reader.num_tokens for reader in readers) >= goal
+                    server.has_logged("worker_lost", started_at) or sum(reader.num_tokens for reader in readers) >= goal
                 ),
-                "progress or the end of the worker",
+                "progress or exit of the worker",
             )
 
     def _kill_server(self, server: Server, readers: Sequence[Reader]) -> Server:
         pids = self._children(server)
-        began = time.monotonic()
+        started_at = time.monotonic()
         self.how["kill"] += 1
         server.end(signal.SIGKILL)
         self._count_orphans(pids)
         replacement = self.make_server()
-        self._wait_until_all_go_on(replacement, readers, replacement.wait_for("worker_joined")[0], began)
+        self._wait_for_recovery(replacement, readers, replacement.wait_for("worker_joined")[0], started_at)
         return replacement
 
     def _wait_for_tokens(self, server: Server, readers: Sequence[Reader], number: int) -> None:
         goal = sum(reader.num_tokens for reader in readers) + number
         _wait(server, lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
 
-    def _wait_until_all_go_on(self, server: Server, readers: Sequence[Reader], joined_at: float, began: float) -> None:
-        """Recovered is when every reader has got a token from the new worker."""
+    def _wait_for_recovery(
+        self, server: Server, readers: Sequence[Reader], joined_at: float, started_at: float
+    ) -> None:
+        """Wait until each reader has a token from the new worker, which ends the recovery."""
         _wait(server, lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
-        self.recovered.append(max(reader.last_at for reader in readers) - began)
+        self.recovered.append(max(reader.last_at for reader in readers) - started_at)
 
     def _children(self, server: Server) -> list[int]:
-        """Count what the standbys of this server did. Returns the pids of all its workers and standbys."""
+        """Count the promotions of this server. Return the pids of all its workers and standbys."""
         if self.promoted is not None:
-            self.promoted += sum(bool(event.get("standby")) for event in server.said("worker_started"))
+            self.promoted += sum(bool(event.get("standby")) for event in server.logged("worker_started"))
         return [*server.worker_pids(), *server.standby_pids()]
 
     def _count_orphans(self, pids: Sequence[int]) -> None:
@@ -186,10 +189,10 @@ class Campaign:
             time.sleep(0.01)
         self.orphans += sum(map(is_orphan, pids))
 
-    # --- the verdict ------------------------------------------------------------------------------------------------
+    # --- figures ----------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """All that was counted."""
+        """Return all figures."""
         tally = self.tally
         names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes", "forgotten")
         counters = ("wrong", "failed", "routes", "ends")
@@ -197,7 +200,7 @@ class Campaign:
             **{name: getattr(tally, name) for name in names},
             **{name: dict(getattr(tally, name)) for name in counters},
             "tied": len(tally.tied),
-            "never": self.never(),
+            "missing": self.missing(),
             "deaths": dict(self.how),
             "promoted": self.promoted or 0,
             "orphans": self.orphans,
@@ -205,8 +208,8 @@ class Campaign:
             "recovery_seconds": quantiles(self.recovered),
         }
 
-    def never(self) -> list[str]:
-        """Name what this campaign is about and did not do: without it, the rest proves nothing."""
+    def missing(self) -> list[str]:
+        """Name the events that this campaign needs and that never happened; without them it proves nothing."""
         did = {
             **{route: self.tally.routes[route] for route in ROUTES},
             "deaths": self.how.total(),
@@ -218,21 +221,21 @@ class Campaign:
 
     @property
     def is_clean(self) -> bool:
-        """Nobody noticed anything but a pause."""
-        return self.tally.is_clean and not self.orphans and not self.never()
+        """Whether clients noticed nothing but a pause."""
+        return self.tally.is_clean and not self.orphans and not self.missing()
 
 
 def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + BOUND_SECONDS
     while not condition():
         code = server.process.poll()
-        assert code is None, f"the server ended with {code} instead of {what}"
-        assert time.monotonic() < end, f"{what} did not come in {BOUND_SECONDS:g} s"
+        assert code is None, f"the server exited with {code} instead of {what}"
+        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s"
         time.sleep(0.002)
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99 and the largest; nothing for no values."""
+    """Return p50, p99 and the maximum, or nothing for no values."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -241,18 +244,18 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def model_questions(target: str, make_server: Callable[[], Server], num: int, seed: int, *, greedy: bool) -> Ask:
-    """`num` of them, answered beforehand by the same server, one at a time and undisturbed.
+    """Return `num` questions whose answers the same server gives beforehand, one at a time.
 
-    `greedy`: where numbers may be rounded otherwise in another batch, only the most likely token is the right one.
+    With `greedy`, only the most likely token is right, because another batch may round differently.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     server = make_server()
     server.wait_for("worker_joined")
     known: list[Question] = []
     with Client(target, token=f"chaos-token-of-{TENANTS[0]}-0123456789") as client:
         model = client.model()
         for number in range(num):
-            prompt = tuple(dice.randrange(model.vocab_size) for _ in range(dice.randrange(8, 60)))
+            prompt = tuple(rng.randrange(model.vocab_size) for _ in range(rng.randrange(8, 60)))
             fields: dict[str, Any] = {"temperature": 0.0}
             if not greedy:
                 penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
@@ -271,7 +274,7 @@ def model_questions(target: str, make_server: Callable[[], Server], num: int, se
 
     def ask() -> Question:
         with lock:
-            question, route = dice.choice(known), dice.choice(ROUTES)
+            question, route = rng.choice(known), rng.choice(ROUTES)
         return Question(question.prompt, question.sampling, question.right, question.top_logprobs, route)
 
     return ask
@@ -289,19 +292,19 @@ def campaign(
     seed: int,
     model: str = "",
     dtype: str = "float32",
-    weights: str = "",
+    quantization: str = "",
     standby: bool = False,
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
-    """Run one. What it does not forgive is in `is_clean`."""
+    """Run a campaign. `is_clean` is its verdict."""
     target = f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder)
     flags = ["--token-file", str(path), *(["--standby-worker"] if standby else [])]
-    quantised = ["--quantization", weights] if weights else []
+    worker_flags = ["--quantization", quantization] if quantization else []
 
     def make_server() -> Server:
         if model:
-            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype, *quantised])
+            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype, *worker_flags])
         return Server(target, [*flags, "--model", str(save(folder, byte_level()))], toy=_TOY)
 
     is_rounded = bool(model) and dtype != "float32"
@@ -311,16 +314,16 @@ def campaign(
         ask, tolerance = toy_questions(seed, ROUTES), Tolerance()
     if is_rounded:
         tolerance = BF16
-    dice = random.Random(seed)
-    usual = _DEATHS_WITH_STANDBY if standby else _DEATHS
-    chosen = Campaign(target, make_server, ask, streams, dice, tokens, tolerance, dict(deaths or usual))
+    rng = random.Random(seed)
+    default = _DEATHS_WITH_STANDBY if standby else _DEATHS
+    chosen = Campaign(target, make_server, ask, streams, rng, tokens, tolerance, dict(deaths or default))
     chosen.promoted = 0 if standby else None
     chosen.run(of, kills)
     return chosen
 
 
-def together(arguments: Sequence[str], parallel: int, seed: int, kills: int) -> tuple[dict[str, Any], bool]:
-    """Run `parallel` campaigns at a time, each in a process of its own, and add up what they counted."""
+def run_parallel(arguments: Sequence[str], parallel: int, seed: int, kills: int) -> tuple[dict[str, Any], bool]:
+    """Run `parallel` campaigns as processes at the same time and add up their figures."""
     running = []
     for number in range(parallel):
         share = kills // parallel + (number < kills % parallel)
@@ -329,14 +332,14 @@ def together(arguments: Sequence[str], parallel: int, seed: int, kills: int) -> 
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     total: dict[str, Any] = {}
     for process in running:
-        said, _ = process.communicate()
-        for name, value in (json.loads(said) if said else {"clean": False}).items():
+        output, _ = process.communicate()
+        for name, value in (json.loads(output) if output else {"clean": False}).items():
             total[name] = _sum(total.get(name), value)
     return total, all(process.returncode == 0 for process in running)
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """Of two figures with one name: counts are added, quantiles and times are the larger one."""
+    """Combine two figures: add counts, take the larger of quantiles and times."""
     if a is None or isinstance(b, str):
         return b
     if isinstance(b, bool):
@@ -347,29 +350,31 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, judge."""
+    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--of", choices=("worker", "scheduler"), default="worker")
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default="", help="a model directory: kills the torch worker")
-    parser.add_argument("--dtype", default="float32", help="of the torch worker")
-    parser.add_argument("--quantization", default="", help="int8: those of the torch worker are quantised")
-    parser.add_argument("--standby", action="store_true", help="a standby worker waits to take over")
-    parser.add_argument("--parallel", type=int, default=1, help="so many campaigns at a time share the kills")
+    parser.add_argument("--model", default="", help="a model directory: kill the torch worker instead of the toy")
+    parser.add_argument("--dtype", default="float32", help="dtype of the torch worker")
+    parser.add_argument("--quantization", default="", help="weights of the torch worker, e.g. int8")
+    parser.add_argument("--standby", action="store_true", help="run a standby worker")
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="number of campaigns at the same time; they share the kills"
+    )
     chosen = parser.parse_args(argv)
-    began = time.monotonic()
+    started_at = time.monotonic()
     if chosen.parallel > 1:
-        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "weights")]
+        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "quantization")]
         arguments += ["--standby"] if chosen.standby else []
-        figures, clean = together(arguments, chosen.parallel, chosen.seed, chosen.kills)
-        print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - began, 1)}))
+        figures, clean = run_parallel(arguments, chosen.parallel, chosen.seed, chosen.kills)
+        print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - started_at, 1)}))
         return 0 if clean else 1
     options = {name: value for name, value in vars(chosen).items() if name != "parallel"}
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         done = campaign(Path(folder), **options)
-    seconds = round(time.monotonic() - began, 1)
+    seconds = round(time.monotonic() - started_at, 1)
     print(json.dumps({**options, "clean": done.is_clean, **done.figures(), "seconds": seconds}))
     return 0 if done.is_clean else 1
 

@@ -1,7 +1,6 @@
-"""Memory, threads and descriptors of a process over the requests it has served, and whether they grow.
+"""Fit the growth of a process's memory, threads and descriptors over the requests it has served.
 
-A straight line is fitted by least squares. Samples of one process have an intercept of their own, so that workers that
-follow one another are fitted together.
+Least squares, with one intercept for each process, so that successive workers are fitted together.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PER_REQUESTS = 100_000
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a process."""
+    """Figures of a process at one moment."""
 
     requests: int
     private_bytes: int
@@ -29,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that may be added with 100,000 requests: the upper end of the 95 % interval of the slope."""
+    """Largest growth per 100,000 requests: the upper end of the slope's 95 % interval."""
 
     private_bytes: float = 2.0**20
     threads: float = 2.0
@@ -37,20 +36,20 @@ class Bounds:
 
 
 SHORT = Bounds(private_bytes=300_000.0 * PER_REQUESTS, threads=0.05 * PER_REQUESTS, descriptors=0.2 * PER_REQUESTS)
-"""For seconds instead of an hour: what caches and allocators take at first is a slope, too."""
+"""For runs of seconds instead of an hour, where warming caches and allocators has a slope as well."""
 
 
 def look(pid: int, requests: int) -> Sample:
-    """Read the figures of a process. Private memory is RssAnon and VmSwap: a leak that is swapped out is a leak."""
+    """Read the figures of a process. Private memory is RssAnon and VmSwap, since a leak may be swapped out."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     private = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
     return Sample(requests, private, int(status["Threads"]), len(list(Path(f"/proc/{pid}/fd").iterdir())), pid)
 
 
 def slope(*lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return how much y grows with x, and the half-width of the 95 % interval. Infinite for too few points.
+    """Return the slope of y over x and the half-width of its 95 % interval, which is infinite for too few points.
 
-    Every one of `lines` has an intercept of its own.
+    Each of `lines` has its own intercept.
     """
     centred: list[tuple[float, float]] = []
     for points in lines:
@@ -66,7 +65,7 @@ def slope(*lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Fit each figure; the first tenth of each process is its warm-up and left out."""
+    """Fit each figure. The first tenth of each process's samples is warm-up and left out."""
     lives: dict[int, list[Sample]] = {}
     for sample in samples:
         lives.setdefault(sample.pid, []).append(sample)
@@ -87,9 +86,9 @@ def growth(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def too_much(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> list[str]:
-    """Name the figures that grow by more than the bounds.
+    """Return the names of the figures that grow beyond the bounds.
 
-    What is not known to be small is too much, unless `certain`: then only what is known to be large.
+    With `certain`, only those whose lower confidence bound is too large; otherwise also those that may be.
     """
     names = ("private_bytes", "threads", "descriptors")
 

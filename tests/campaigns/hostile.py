@@ -1,14 +1,13 @@
-"""What does a caller notice of hostile ones beside it? `python -m campaigns.hostile --seconds 60`
+"""Measure a normal client beside hostile ones: `python -m campaigns.hostile --seconds 60`.
 
-A server with its default settings, a canary that reads one answer after the other in a process of its own, and for so
-many seconds each kind of `hostile_callers` in two more. Prints a line of JSON for each: the canary's gaps between
-tokens, their 99th percentile against that of the calm right before, and the answers, each compared with the only right
-one. Exits 1 when an answer was lost or altered, the canary stood still, callers failed or were never served, or the
-server did not survive; with `--judge yes`, also when a gap was more than three times that of calm. Gaps are only worth
-judging on a quiet machine.
+A server with default settings, and a canary process that reads one answer after another. For `--seconds` each, two
+processes run one kind of `hostile_callers`. Prints a line of JSON for each kind: the canary's gaps between tokens,
+their p99 against the calm before, and its answers, each compared with the expected one.
 
-The hostile processes run at the lowest priority, because on this machine they take processors that they would not take
-from another one.
+Exits with 1 if an answer was lost or altered, the canary stood still, callers failed or were never served, or the
+server exited. With `--judge yes`, also if a gap was more than three times that of calm; that needs a quiet machine.
+
+Hostile processes run at the lowest priority, because they share the server's processors.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ _TEMPLATE = (
 )
 _PROMPT, _SEED, _TOKENS = (5, 6, 7), 4711, 100
 _CALLERS = 2
-_NICENESS = "15"  # of callers on the server's own machine; elsewhere they would take none of its processors
-_MOST_TIMES_CALM = 3.0
+_NICENESS = "15"  # hostile callers elsewhere would not use the server's processors
+_MAX_TIMES_CALM = 3.0
 _STANDSTILL_SECONDS = 5.0  # without a token
-_CALM_SHARE, _LEAST_CALM_SECONDS = 0.25, 5.0  # of the time of each kind, right before it
-_AFTER_SECONDS = 1.0  # in which the server lets go of what it held
+_CALM_SHARE, _MIN_CALM_SECONDS = 0.25, 5.0  # share of the time of each kind, before it
+_AFTER_SECONDS = 1.0  # for the server to release memory
 
 
 def canary(target: str) -> None:
-    """Read one answer after the other until standard input ends, one at least; print each as a line of JSON.
+    """Read one answer after another until standard input ends, at least one. Print each as a line of JSON.
 
-    Before that, a line when the first one has begun.
+    Print `reading` when the first token of the first answer arrives.
     """
     stopped = [False]
 
@@ -102,29 +101,29 @@ def canary(target: str) -> None:
             is_first = False
             ended = time.monotonic()
             longest = max([first or 0.0, *gaps, ended - (before or asked)])
-            asked = ended  # a canary that something else holds up between two answers has stood still, too
+            asked = ended  # a pause between two answers counts as well
             print(json.dumps({"tokens": tokens, "gaps": gaps, "longest": longest, "error": error}), flush=True)
 
 
 class Canary:
-    """The process that reads, and what it printed, which is taken from it at once: a full pipe would stop it."""
+    """The canary process and its output, which is read at once so that the pipe never fills."""
 
     def __init__(self, target: str) -> None:
         command = [sys.executable, "-m", "campaigns.hostile", "--canary", target]
         self._process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"reading\n", "the canary ended"
+        assert self._process.stdout.readline() == b"reading\n", "the canary exited"
         self._lines: list[bytes] = []
         self._taking = threading.Thread(target=self._lines.extend, args=(self._process.stdout,), daemon=True)
         self._taking.start()
 
     @property
     def num_answers(self) -> int:
-        """Answers that it has read so far."""
+        """Number of answers so far."""
         return len(self._lines)
 
     def end(self) -> list[dict[str, Any]]:
-        """Let it finish the answer in progress. Returns all answers."""
+        """Wait for the answer in progress. Return all answers."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.wait(timeout=BOUND_SECONDS) == 0, "the canary failed"
@@ -133,12 +132,12 @@ class Canary:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """In milliseconds."""
+    """Return the quantile in milliseconds."""
     return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else 0.0
 
 
 def judge(answers: Sequence[dict[str, Any]], right: Sequence[int]) -> dict[str, Any]:
-    """Figures of what a canary read."""
+    """Return the figures of the canary's answers."""
     gaps = sorted(gap for answer in answers for gap in answer["gaps"])
     return {
         "gap_ms": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "max": quantile(gaps, 1.0)},
@@ -150,7 +149,7 @@ def judge(answers: Sequence[dict[str, Any]], right: Sequence[int]) -> dict[str, 
 
 
 def faults(found: dict[str, Any]) -> list[str]:
-    """Name everything that must not be, however busy the machine is."""
+    """Return the names of the figures that are a failure on any machine."""
     wrong = [name for name in ("lost", "altered", "stood_still", "callers_failed") if found[name]]
     missing = ["answers"] if not found["answers"] else []
     if found["kind"] != "calm":
@@ -160,7 +159,7 @@ def faults(found: dict[str, Any]) -> list[str]:
 
 
 class Campaign:
-    """A server on ports of its own, and what it is put through."""
+    """A server on free ports."""
 
     def __init__(self, folder: Path, model: str = "") -> None:
         data, health, metrics = self.ports = free_ports(3)
@@ -188,13 +187,13 @@ class Campaign:
         return look(self._server.process.pid, 0).private_bytes >> 20
 
     def run(self, kind: str, seconds: float) -> dict[str, Any]:
-        """A canary beside hostile callers of that kind, or beside none (`calm`)."""
+        """Run a canary beside hostile callers of `kind`, or beside none (`calm`)."""
         before = self.memory_mb
         reader = Canary(self.target)
         callers = []
         for _ in range(_CALLERS if kind != "calm" else 0):
             numbers = [*map(str, self.ports), str(seconds)]
-            # From the first instruction on: what it imports would take the canary's time, too.
+            # `nice` from the start, because imports would slow down the canary too.
             command = ["nice", "-n", _NICENESS, sys.executable, "-m", "campaigns.hostile_callers", kind, *numbers]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             callers.append(subprocess.Popen(command, env=_environment(), **pipes))
@@ -204,36 +203,36 @@ class Campaign:
             output, _ = caller.communicate(timeout=seconds + BOUND_SECONDS)
             failed += caller.returncode != 0
             if output:
-                said = json.loads(output)
-                done += said["times"]
-                outcomes.update(said["outcomes"])
+                report = json.loads(output)
+                done += report["times"]
+                outcomes.update(report["outcomes"])
         if not callers:
             time.sleep(seconds)
         during = self.memory_mb
         found = judge(reader.end(), self.right)
         time.sleep(_AFTER_SECONDS)
-        assert self._server.process.poll() is None, "the server ended"
-        did = {"kind": kind, "times": done, "outcomes": dict(outcomes), "callers_failed": failed}
-        return {**did, **found, "memory_mb": [before, during, self.memory_mb]}
+        assert self._server.process.poll() is None, "the server exited"
+        run = {"kind": kind, "times": done, "outcomes": dict(outcomes), "callers_failed": failed}
+        return {**run, **found, "memory_mb": [before, during, self.memory_mb]}
 
     def end(self) -> int:
-        """Stop the server; its exit code."""
+        """Stop the server. Return its exit code."""
         return self._server.end(signal.SIGTERM)
 
 
 def _environment() -> dict[str, str]:
-    """Where the campaigns are found."""
+    """Return an environment in which the campaigns can be imported."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, judge."""
+    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each kind")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), help=", ".join(KINDS))
     parser.add_argument("--model", default="", help="a model directory: the torch worker instead of the toy")
-    parser.add_argument("--judge", choices=("yes", "no"), default="no", help="whether slow is a failure")
+    parser.add_argument("--judge", choices=("yes", "no"), default="no", help="whether slow gaps are a failure")
     parser.add_argument("--canary", default="", help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     if chosen.canary:
@@ -243,12 +242,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         campaign = Campaign(Path(folder), chosen.model)
         for kind in chosen.kinds:
-            calm = campaign.run("calm", max(_LEAST_CALM_SECONDS, _CALM_SHARE * chosen.seconds))
+            calm = campaign.run("calm", max(_MIN_CALM_SECONDS, _CALM_SHARE * chosen.seconds))
             found = campaign.run(kind, chosen.seconds)
             found["calm_gap_ms"] = calm["gap_ms"]
             found["times_calm"] = round(found["gap_ms"]["p99"] / max(calm["gap_ms"]["p99"], 0.1), 2)
             found["faults"] = faults(calm) + faults(found)
-            if chosen.judge == "yes" and found["times_calm"] > _MOST_TIMES_CALM:
+            if chosen.judge == "yes" and found["times_calm"] > _MAX_TIMES_CALM:
                 found["faults"].append("slow")
             print(json.dumps(found), flush=True)
             is_clean &= not found["faults"]

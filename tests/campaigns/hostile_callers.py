@@ -1,9 +1,8 @@
-"""Callers that take what they can get, one kind a function. `campaigns.hostile` runs each in processes of its own.
+"""Hostile clients, one kind a function. `campaigns.hostile` runs each in its own processes.
 
-    python -m campaigns.hostile_callers NAME DATA_PORT HEALTH_PORT METRICS_PORT SECONDS
+python -m campaigns.hostile_callers KIND DATA_PORT HEALTH_PORT METRICS_PORT SECONDS
 
-Prints how often it did what it does, and what came of it, as JSON. Errors are expected: a server defends itself by
-refusing and by hanging up.
+Prints the number of attempts and the status codes as JSON. Errors are expected: the server refuses and disconnects.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
 SLOW = "777"
-"""A conversation that begins with this is slow in the campaign's template."""
+"""First message of a conversation that the campaign's template renders slowly."""
 _METHOD = b"/lineclear.v1.InferenceService/"
 _THREADS = 4
 _outcomes: Counter[str] = Counter()
-"""How calls ended: by the name of the status code, `OK` for one that did what it asked for."""
+"""Number of calls by status code."""
 
 
 @contextlib.contextmanager
 def _counted() -> Iterator[None]:
-    """Count how a call ended."""
+    """Count the status code of a call."""
     outcome = "OK"
     try:
         yield
@@ -51,8 +50,8 @@ def _counted() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Where:
-    """Ports of one server on this machine, and when to stop."""
+class Target:
+    """The ports of a local server, and the end of the run."""
 
     data: int
     health: int
@@ -64,20 +63,20 @@ class Where:
         return time.monotonic() >= self.end
 
     def channel(self, aio: bool = False) -> Any:
-        """A connection of its own."""
+        """Open a new connection."""
         make = grpc.aio.insecure_channel if aio else grpc.insecure_channel
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         return make(f"127.0.0.1:{self.data}", options=options)
 
 
-def _in_threads(where: Where, call: Callable[[Any], object]) -> int:
-    """Make a call again and again in each of some threads, over connections of their own."""
+def _in_threads(target: Target, call: Callable[[Any], object]) -> int:
+    """Repeat a call in several threads, each with its own connection."""
     counts = [0] * _THREADS
 
     def work(number: int) -> None:
-        with where.channel() as channel:
+        with target.channel() as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            while not (counts[number] and where.is_over):  # once at least, however busy the machine
+            while not (counts[number] and target.is_over):  # at least once
                 with _counted():
                     call(stub)
                 counts[number] += 1
@@ -98,33 +97,33 @@ def _conversation(first: str, messages: int) -> pb.ChatMessages:
     return pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content) for content in contents])
 
 
-def template_flood(where: Where) -> int:
-    """Conversations of very many messages."""
+def template_flood(target: Target) -> int:
+    """Send conversations with very many messages."""
     request = pb.TokenizeRequest(chat=_conversation("", int(os.environ.get("HOSTILE_MESSAGES", "1024"))))
-    return _in_threads(where, lambda stub: stub.Tokenize(request))
+    return _in_threads(target, lambda stub: stub.Tokenize(request))
 
 
-def slow_template(where: Where) -> int:
-    """Conversations on which the template takes very long."""
+def slow_template(target: Target) -> int:
+    """Send conversations that the template renders slowly."""
     request = pb.TokenizeRequest(chat=_conversation(SLOW, 1))
-    return _in_threads(where, lambda stub: stub.Tokenize(request, timeout=5))
+    return _in_threads(target, lambda stub: stub.Tokenize(request, timeout=5))
 
 
-def detokenize_flood(where: Where) -> int:
-    """As many tokens as are taken."""
+def detokenize_flood(target: Target) -> int:
+    """Detokenize as many tokens as the server accepts."""
     request = pb.DetokenizeRequest(token_ids=[300] * int(os.environ.get("HOSTILE_TOKENS", "65000")))
-    return _in_threads(where, lambda stub: stub.Detokenize(request))
+    return _in_threads(target, lambda stub: stub.Detokenize(request))
 
 
-def tokenize_flood(where: Where) -> int:
-    """As long a text as is taken."""
+def tokenize_flood(target: Target) -> int:
+    """Tokenize the longest text that the server accepts."""
     request = pb.TokenizeRequest(text="quick brown " * 40_000)
-    return _in_threads(where, lambda stub: stub.Tokenize(request))
+    return _in_threads(target, lambda stub: stub.Tokenize(request))
 
 
-def resume_flood(where: Where) -> int:
-    """Requests that resume after as many tokens as the context has, with stop strings to look for in them."""
-    with where.channel() as channel:
+def resume_flood(target: Target) -> int:
+    """Resume requests after as many tokens as the context holds, with stop strings."""
+    with target.channel() as channel:
         model = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(pb.GetModelRequest())
     length = min(7000, model.context_length - 2)
     request = pb.GenerateRequest(
@@ -133,40 +132,40 @@ def resume_flood(where: Where) -> int:
         stop={"strings": ["zyxwvut" * 9] * 8},
         resume=pb.Resume(token_ids=[300] * length, model_fingerprint=model.model_fingerprint),
     )
-    return _in_threads(where, lambda stub: list(stub.Generate(request)))
+    return _in_threads(target, lambda stub: list(stub.Generate(request)))
 
 
-def figures_flood(where: Where) -> int:
-    """GetStats and GetModel, as fast as they come."""
-    return _in_threads(where, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
+def stats_flood(target: Target) -> int:
+    """Call GetStats and GetModel without a pause."""
+    return _in_threads(target, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-def cancel_storm(where: Where) -> int:
-    """Requests that are cancelled as soon as they are sent, as calls of their own and over a Session."""
-    return asyncio.run(_cancel_storm(where))
+def cancel_storm(target: Target) -> int:
+    """Cancel requests right after sending them, by Generate and over a Session."""
+    return asyncio.run(_cancel_storm(target))
 
 
-async def _cancel_storm(where: Where) -> int:
+async def _cancel_storm(target: Target) -> int:
     count = 0
     data = pb.GenerateRequest(text="quick brown " * 20, sampling={"max_tokens": 400}).SerializeToString()
 
     async def calls() -> None:
         nonlocal count
-        async with where.channel(aio=True) as channel:
+        async with target.channel(aio=True) as channel:
             generate = channel.unary_stream((_METHOD + b"Generate").decode())
-            while not (count and where.is_over):
+            while not (count and target.is_over):
                 call = generate(data)
                 count += 1
                 await asyncio.sleep(0.002 * (count % 7 == 0))
                 call.cancel()
 
-    async def orders() -> None:
+    async def commands() -> None:
         nonlocal count
         request = pb.GenerateRequest(text="quick brown", sampling={"max_tokens": 400})
-        async with where.channel(aio=True) as channel:
+        async with target.channel(aio=True) as channel:
             session = inference_pb2_grpc.InferenceServiceStub(channel).Session()
 
             async def read() -> None:
@@ -176,7 +175,7 @@ async def _cancel_storm(where: Where) -> int:
 
             reader = asyncio.ensure_future(read())
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                while not where.is_over:
+                while not target.is_over:
                     handles = range(count, count + 16)
                     count += 16
                     await session.write(
@@ -188,25 +187,25 @@ async def _cancel_storm(where: Where) -> int:
                     await asyncio.sleep(0.002)
             reader.cancel()
 
-    await asyncio.gather(*(calls() for _ in range(_THREADS)), orders())
+    await asyncio.gather(*(calls() for _ in range(_THREADS)), commands())
     return count
 
 
-def oversized_orders(where: Where) -> int:
-    """Requests larger than any that is taken, in a Session and as calls of their own."""
+def oversized_requests(target: Target) -> int:
+    """Send requests above the size limit, in a Session and by Generate."""
     request = pb.GenerateRequest(text="x" * 5_000_000)
-    orders = pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request)])
+    command = pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request)])
 
     def call(stub: Any) -> None:
         with _counted():
             list(stub.Generate(request))
-        list(stub.Session(iter([orders])))
+        list(stub.Session(iter([command])))
 
-    return _in_threads(where, call)
+    return _in_threads(target, call)
 
 
-def heavy_orders(where: Where) -> int:
-    """Requests with every list as long as it may be, most of them wrong in their last field."""
+def heavy_requests(target: Target) -> int:
+    """Send requests with every list at its limit, most of them invalid in the last field."""
     sampling = {
         "allowed_token_ids": list(range(400)) * 10,
         "banned_token_ids": [500] * 4096,
@@ -215,40 +214,40 @@ def heavy_orders(where: Where) -> int:
     }
     stop = {"strings": ["abcdefgh" * 7 + str(n) for n in range(8)]}
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 8000), sampling=sampling, stop=stop)
-    orders = pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=request) for handle in range(32)])
+    command = pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=request) for handle in range(32)])
 
     def call(stub: Any) -> None:
         with _counted():
             list(stub.Generate(request))
-        list(stub.Session(iter([orders])))
+        list(stub.Session(iter([command])))
 
-    return _in_threads(where, call)
+    return _in_threads(target, call)
 
 
-def kept_answers(where: Where) -> int:
-    """Submits with all log probabilities, whose answers nobody reads."""
+def unread_answers(target: Target) -> int:
+    """Submit requests with all log probabilities and never read the answers."""
     output = pb.OutputOptions(logprobs=True, top_logprobs=20)
     sampling = {"max_tokens": 64, "ignore_eos": True}
     request = pb.SubmitRequest(
         request=pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), output=output, sampling=sampling)
     )
-    return _in_threads(where, lambda stub: stub.Submit(request))
+    return _in_threads(target, lambda stub: stub.Submit(request))
 
 
 # --- other services --------------------------------------------------------------------------------------------------
 
 
-def watch_flood(where: Where) -> int:
-    """Watchers of health at both ports, held and opened again and again."""
-    return asyncio.run(_watch_flood(where))
+def watch_flood(target: Target) -> int:
+    """Open and hold health watches at both ports."""
+    return asyncio.run(_watch_flood(target))
 
 
-async def _watch_flood(where: Where) -> int:
+async def _watch_flood(target: Target) -> int:
     count = 0
 
     async def watch(port: int) -> None:
         nonlocal count
-        while not where.is_over:
+        while not target.is_over:
             options = [("grpc.use_local_subchannel_pool", 1)]
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
@@ -257,21 +256,21 @@ async def _watch_flood(where: Where) -> int:
                 for call in calls:
                     with contextlib.suppress(grpc.RpcError, TimeoutError):
                         await asyncio.wait_for(call.read(), 1)
-                    if where.is_over:
+                    if target.is_over:
                         break
 
-    await asyncio.gather(*(watch(port) for port in (where.data, where.health) for _ in range(2)))
+    await asyncio.gather(*(watch(port) for port in (target.data, target.health) for _ in range(2)))
     return count
 
 
-def idle_sessions(where: Where) -> int:
-    """Sessions that are opened and give no orders."""
-    return asyncio.run(_idle_sessions(where))
+def idle_sessions(target: Target) -> int:
+    """Open sessions that send no commands."""
+    return asyncio.run(_idle_sessions(target))
 
 
-async def _idle_sessions(where: Where) -> int:
+async def _idle_sessions(target: Target) -> int:
     opened = 0
-    channels = [where.channel(aio=True) for _ in range(8)]
+    channels = [target.channel(aio=True) for _ in range(8)]
     calls = []
     for number in range(8 * 100):
         call = inference_pb2_grpc.InferenceServiceStub(channels[number % 8]).Session()
@@ -279,22 +278,22 @@ async def _idle_sessions(where: Where) -> int:
         with contextlib.suppress(grpc.RpcError, TimeoutError):
             await asyncio.wait_for(call.initial_metadata(), 1)
             opened += 1
-        if where.is_over:
+        if target.is_over:
             break
-    await asyncio.sleep(max(0.0, where.end - time.monotonic()))
+    await asyncio.sleep(max(0.0, target.end - time.monotonic()))
     for channel in channels:
         await channel.close()
     return opened
 
 
-def slow_scrapers(where: Where) -> int:
-    """Many connections to the metrics port that send a byte now and then."""
+def slow_scrapers(target: Target) -> int:
+    """Open many connections to the metrics port that send one byte at a time."""
     held: list[socket.socket] = []
     count = 0
-    while not where.is_over:
-        with contextlib.suppress(OSError):  # as many as it accepts
+    while not target.is_over:
+        with contextlib.suppress(OSError):  # until it refuses
             while len(held) < 100:
-                held.append(socket.create_connection(("127.0.0.1", where.metrics), 0.2))
+                held.append(socket.create_connection(("127.0.0.1", target.metrics), 0.2))
                 count += 1
         for connection in list(held):
             try:
@@ -323,24 +322,24 @@ _PATH = _METHOD + b"Generate"
 _REQUEST = b"\x83\x86\x04" + bytes([len(_PATH)]) + _PATH + b"\x01\x01x\x0f\x10\x10application/grpc"
 
 
-def _flood(where: Where, frames: Callable[[], Iterator[bytes]]) -> int:
-    """Send frames as fast as they are taken, over one connection after the other."""
+def _flood(target: Target, frames: Callable[[], Iterator[bytes]]) -> int:
+    """Send frames without a pause, over one connection after another."""
     count = 0
-    while not (count and where.is_over):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", where.data), 5) as connection:
+    while not (count and target.is_over):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", target.data), 5) as connection:
             connection.settimeout(1.0)
             connection.sendall(_PREFACE)
             for data in frames():
                 connection.sendall(data)
                 count += 1
-                if _said(connection) == b"" or where.is_over:
+                if _receive_now(connection) == b"" or target.is_over:
                     break
-        time.sleep(0.01)  # a connection refused at once is no reason to spin
+        time.sleep(0.01)  # do not spin on refused connections
     return count
 
 
-def _said(connection: socket.socket) -> bytes | None:
-    """Return what the server has said, without waiting; empty at the end, None for nothing yet."""
+def _receive_now(connection: socket.socket) -> bytes | None:
+    """Return the bytes received so far without waiting: empty at the end of the stream, None if there are none."""
     return connection.recv(65536) if select.select([connection], [], [], 0)[0] else None
 
 
@@ -353,29 +352,29 @@ def _endless(data: bytes, first: bytes = b"") -> Callable[[], Iterator[bytes]]:
     return frames
 
 
-def frames_of_pings(where: Where) -> int:
-    """PING without end."""
-    return _flood(where, _endless(_frame(_PING, 0, 0, bytes(8)) * 100))
+def frames_of_pings(target: Target) -> int:
+    """Send PING frames for ever."""
+    return _flood(target, _endless(_frame(_PING, 0, 0, bytes(8)) * 100))
 
 
-def frames_of_settings(where: Where) -> int:
-    """SETTINGS without end."""
-    return _flood(where, _endless(_frame(_SETTINGS, 0, 0, struct.pack(">HI", 3, 50)) * 100))
+def frames_of_settings(target: Target) -> int:
+    """Send SETTINGS frames for ever."""
+    return _flood(target, _endless(_frame(_SETTINGS, 0, 0, struct.pack(">HI", 3, 50)) * 100))
 
 
-def frames_of_empty_data(where: Where) -> int:
-    """DATA without content for one request, without end."""
-    return _flood(where, _endless(_frame(_DATA, 0, 1) * 100, _frame(_HEADERS, _END_HEADERS, 1, _REQUEST)))
+def frames_of_empty_data(target: Target) -> int:
+    """Send empty DATA frames for one request for ever."""
+    return _flood(target, _endless(_frame(_DATA, 0, 1) * 100, _frame(_HEADERS, _END_HEADERS, 1, _REQUEST)))
 
 
-def frames_of_continuations(where: Where) -> int:
-    """A header block that never ends."""
+def frames_of_continuations(target: Target) -> int:
+    """Send a header block that never ends."""
     field = b"\x00\x03x-a\x7f\x80\x01" + b"a" * 255
-    return _flood(where, _endless(_frame(_CONTINUATION, 0, 1, field), _frame(_HEADERS, 0, 1, _REQUEST)))
+    return _flood(target, _endless(_frame(_CONTINUATION, 0, 1, field), _frame(_HEADERS, 0, 1, _REQUEST)))
 
 
-def frames_of_resets(where: Where) -> int:
-    """Requests that are reset as soon as they are begun (CVE-2023-44487)."""
+def frames_of_resets(target: Target) -> int:
+    """Reset requests right after their headers (CVE-2023-44487)."""
 
     def frames() -> Iterator[bytes]:
         stream = 1
@@ -386,17 +385,17 @@ def frames_of_resets(where: Where) -> int:
                 stream += 2
             yield data
 
-    return _flood(where, frames)
+    return _flood(target, frames)
 
 
-def unfinished_requests(where: Where) -> int:
-    """Requests whose message is announced and never comes to its end, as many at a time as are taken."""
+def unfinished_requests(target: Target) -> int:
+    """Start messages and never complete them, as many as the server accepts."""
     held: list[socket.socket] = []
     count = 0
-    dice = random.Random(where.data)
-    while not where.is_over:
+    rng = random.Random(target.data)
+    while not target.is_over:
         with contextlib.suppress(OSError):
-            connection = socket.create_connection(("127.0.0.1", where.data), 5)
+            connection = socket.create_connection(("127.0.0.1", target.data), 5)
             connection.settimeout(0.5)
             held.append(connection)
             connection.sendall(_PREFACE)
@@ -405,13 +404,13 @@ def unfinished_requests(where: Where) -> int:
                 connection.sendall(_frame(_HEADERS, _END_HEADERS, stream, _REQUEST))
                 connection.sendall(_frame(_DATA, 0, stream, b"\0" + struct.pack(">I", 900_000)))
                 count += 1
-            begun = time.monotonic()
-            while time.monotonic() - begun < 2 and not where.is_over:
+            started_at = time.monotonic()
+            while time.monotonic() - started_at < 2 and not target.is_over:
                 _take_windows(connection, window)
                 if window[0] < 16384:
                     time.sleep(0.01)
                     continue
-                connection.sendall(_frame(_DATA, 0, 1 + 2 * dice.randrange(128), bytes(8192)))
+                connection.sendall(_frame(_DATA, 0, 1 + 2 * rng.randrange(128), bytes(8192)))
                 window[0] -= 8192
         while len(held) > 16:
             held.pop(0).close()
@@ -419,8 +418,8 @@ def unfinished_requests(where: Where) -> int:
 
 
 def _take_windows(connection: socket.socket, window: list[int]) -> None:
-    """Read what the server says; its updates of the connection's window are added to `window[0]`."""
-    data = _said(connection) or b""
+    """Read window updates of the connection and add them to `window[0]`."""
+    data = _receive_now(connection) or b""
     while len(data) >= 9:
         length, kind, stream = int.from_bytes(data[:3], "big"), data[3], int.from_bytes(data[5:9], "big")
         if kind == _WINDOW and stream == 0 and len(data) >= 13:
@@ -428,10 +427,10 @@ def _take_windows(connection: socket.socket, window: list[int]) -> None:
         data = data[9 + length :]
 
 
-SERVED = ("template_flood", "detokenize_flood", "tokenize_flood", "resume_flood", "kept_answers", "figures_flood")
-"""Kinds that prove nothing unless some of their calls get what they ask for."""
+SERVED = ("template_flood", "detokenize_flood", "tokenize_flood", "resume_flood", "unread_answers", "stats_flood")
+"""Kinds that prove nothing unless some of their calls succeed."""
 
-KINDS: dict[str, Callable[[Where], int]] = {
+KINDS: dict[str, Callable[[Target], int]] = {
     kind.__name__: kind
     for kind in (
         unfinished_requests,
@@ -441,10 +440,10 @@ KINDS: dict[str, Callable[[Where], int]] = {
         detokenize_flood,
         tokenize_flood,
         resume_flood,
-        heavy_orders,
-        oversized_orders,
-        kept_answers,
-        figures_flood,
+        heavy_requests,
+        oversized_requests,
+        unread_answers,
+        stats_flood,
         watch_flood,
         idle_sessions,
         slow_scrapers,
@@ -458,11 +457,11 @@ KINDS: dict[str, Callable[[Where], int]] = {
 
 
 def main() -> None:
-    """Do one of them for so many seconds."""
+    """Run one kind for the given seconds."""
     kind, *numbers = sys.argv[1:]
     data, health, metrics, seconds = map(float, numbers)
-    where = Where(int(data), int(health), int(metrics), time.monotonic() + seconds)
-    times = KINDS[kind](where)
+    target = Target(int(data), int(health), int(metrics), time.monotonic() + seconds)
+    times = KINDS[kind](target)
     print(json.dumps({"times": times, "outcomes": _outcomes}))
 
 

@@ -1,7 +1,7 @@
-"""Requests with every sampling parameter and stop condition, and the only right answer to each.
+"""Requests with every sampling parameter and stop condition, and the expected answer to each.
 
-For the toy worker the answer is computed here from the request alone: tokens and log probabilities by `support.toy`,
-the text and the end by decoding byte by byte and looking for stop strings at every character.
+For the toy worker this file computes the answer from the request alone: tokens and log probabilities with
+`support.toy`, text and end by decoding byte by byte and searching for stop strings after each character.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lineclear.client import FinishReason, Generation, Sampling
 from lineclear.wire.messages import Sampling as WireSampling
 
 ROUTES = ("generate", "session", "submit")
-_STOPS_OF_NOTHING = ("\x00never", "zzzzzz")
+_UNMATCHED_STOPS = ("\x00never", "zzzzzz")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All of an answer that must be the same whatever happened on the way."""
+    """The fields of an answer that must not change, whatever happens to the processes."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -36,25 +36,25 @@ class Answer:
 
     @classmethod
     def of(cls, got: Generation) -> Answer:
-        """The same of an answer that came."""
+        """Return the fields of a received answer."""
         logprobs = tuple((e.logprob, tuple((t.token_id, t.logprob) for t in e.top_logprobs)) for e in got.logprobs)
         return cls(got.token_ids, got.text, got.finish_reason, got.matched_stop, logprobs)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request, how it is asked, and its answer."""
+    """A request, its route, and its expected answer."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     right: Answer
     top_logprobs: int | None = None
-    """How many to ask for; None: no log probabilities at all."""
+    """Number of top log probabilities to request; None requests no log probabilities."""
     route: str = "generate"
 
     @property
     def params(self) -> dict[str, Any]:
-        """What to ask besides `sampling`."""
+        """Parameters of the request besides `sampling`."""
         return {} if self.top_logprobs is None else {"logprobs": True, "top_logprobs": self.top_logprobs}
 
 
@@ -62,61 +62,61 @@ Ask = Callable[[], Question]
 
 
 def toy_questions(seed: int, routes: Sequence[str] = ("generate",)) -> Ask:
-    """Endlessly many, seeded, of many lengths; some begin alike. Safe to call from many threads."""
+    """Return a function that makes an endless sequence of seeded questions, some with a common prefix. Thread-safe."""
     numbers, lock = count(), threading.Lock()
 
     def ask() -> Question:
         with lock:
             number = next(numbers)
-        dice = random.Random(seed << 32 | number)
+        rng = random.Random(seed << 32 | number)
         shared = [7 * (number % 3) + i for i in range(32)]
-        prompt = (*shared, *(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 60))))
-        sampling = _parameters(dice, number)
-        top_logprobs = dice.choice((None, None, 0, 3))
-        sampling = sampling.replace(stop=_stop_strings(dice, prompt, sampling))
+        prompt = (*shared, *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 60))))
+        sampling = _parameters(rng, number)
+        top_logprobs = rng.choice((None, None, 0, 3))
+        sampling = sampling.replace(stop=_stop_strings(rng, prompt, sampling))
         right = toy_answer(prompt, sampling, top_logprobs)
-        return Question(prompt, sampling, right, top_logprobs, dice.choice(routes))
+        return Question(prompt, sampling, right, top_logprobs, rng.choice(routes))
 
     return ask
 
 
-def _parameters(dice: random.Random, number: int) -> Sampling:
-    """Some parameters away from their defaults, never all of them."""
+def _parameters(rng: random.Random, number: int) -> Sampling:
+    """Return parameters, each away from its default with probability 0.3."""
     fields: dict[str, Any] = {}
     drawn: dict[str, Any] = {
-        "temperature": dice.choice((0.0, 0.3, 0.7, 1.5)),
-        "top_k": dice.choice((1, 20)),
-        "top_p": dice.choice((0.5, 0.95)),
+        "temperature": rng.choice((0.0, 0.3, 0.7, 1.5)),
+        "top_k": rng.choice((1, 20)),
+        "top_p": rng.choice((0.5, 0.95)),
         "min_p": 0.05,
-        "repetition_penalty": dice.choice((0.8, 1.2)),
-        "presence_penalty": dice.choice((-0.5, 0.75)),
-        "frequency_penalty": dice.choice((-0.25, 1.0)),
-        "logit_bias": {dice.randrange(VOCABULARY): dice.choice((-3.0, 2.5)) for _ in range(2)},
-        "allowed_token_ids": tuple(sorted(dice.sample(range(VOCABULARY), 200))),
-        "banned_token_ids": tuple(sorted(dice.sample(range(VOCABULARY), 20))),
-        "stop_token_ids": tuple(sorted(dice.sample(range(1, VOCABULARY), 3))),
-        "min_tokens": dice.randrange(1, 20),
+        "repetition_penalty": rng.choice((0.8, 1.2)),
+        "presence_penalty": rng.choice((-0.5, 0.75)),
+        "frequency_penalty": rng.choice((-0.25, 1.0)),
+        "logit_bias": {rng.randrange(VOCABULARY): rng.choice((-3.0, 2.5)) for _ in range(2)},
+        "allowed_token_ids": tuple(sorted(rng.sample(range(VOCABULARY), 200))),
+        "banned_token_ids": tuple(sorted(rng.sample(range(VOCABULARY), 20))),
+        "stop_token_ids": tuple(sorted(rng.sample(range(1, VOCABULARY), 3))),
+        "min_tokens": rng.randrange(1, 20),
     }
     for name, value in drawn.items():
-        if dice.random() < 0.3:
+        if rng.random() < 0.3:
             fields[name] = value
-    ignore_eos = dice.random() < 0.7
-    return Sampling(seed=number, max_tokens=dice.randrange(20, 160), ignore_eos=ignore_eos, **fields)
+    ignore_eos = rng.random() < 0.7
+    return Sampling(seed=number, max_tokens=rng.randrange(20, 160), ignore_eos=ignore_eos, **fields)
 
 
-def _stop_strings(dice: random.Random, prompt: Sequence[int], sampling: Sampling) -> tuple[str, ...] | None:
-    """Sometimes a piece of the answer's own text among strings that never come."""
-    if dice.random() < 0.6:
+def _stop_strings(rng: random.Random, prompt: Sequence[int], sampling: Sampling) -> tuple[str, ...] | None:
+    """Return stop strings: sometimes a part of the answer's text, and strings that never occur."""
+    if rng.random() < 0.6:
         return None
     text = toy_answer(prompt, sampling, None).text
-    pieces = [text[i : i + dice.randrange(1, 5)] for i in (dice.randrange(max(1, len(text))) for _ in range(2))]
+    pieces = [text[i : i + rng.randrange(1, 5)] for i in (rng.randrange(max(1, len(text))) for _ in range(2))]
     found = [piece for piece in pieces if piece and "\ufffd" not in piece]
-    return tuple(dict.fromkeys((*found, *_STOPS_OF_NOTHING)))
+    return tuple(dict.fromkeys((*found, *_UNMATCHED_STOPS)))
 
 
 def toy_answer(prompt: Sequence[int], sampling: Sampling, top_logprobs: int | None) -> Answer:
-    """What the service with a toy worker must answer."""
-    wire = _on_the_wire(sampling, top_logprobs)
+    """Return the expected answer of a service with a toy worker."""
+    wire = _wire_sampling(sampling, top_logprobs)
     assert sampling.max_tokens is not None
     tokens = expected(prompt, wire, sampling.max_tokens, VOCABULARY)
     characters = _characters(tokens, wire.stop_ids)
@@ -148,8 +148,8 @@ def _logprobs(
     return tuple((entry.logprob, entry.top) for entry in found if entry is not None)
 
 
-def _on_the_wire(sampling: Sampling, top_logprobs: int | None) -> WireSampling:
-    """What the worker must be given. The service's default of a temperature is 1."""
+def _wire_sampling(sampling: Sampling, top_logprobs: int | None) -> WireSampling:
+    """Return the parameters that the worker must receive. The service's default temperature is 1."""
     s = sampling
     eos = () if s.ignore_eos else (EOS,)
     return WireSampling(
@@ -171,7 +171,7 @@ def _on_the_wire(sampling: Sampling, top_logprobs: int | None) -> WireSampling:
 
 
 def _characters(tokens: Sequence[int], silent_ids: Sequence[int]) -> list[tuple[str, int]]:
-    """Every character of the text of `tokens`, and the number of tokens after which it is complete."""
+    """Return each character of the text of `tokens` with the number of tokens that complete it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found: list[tuple[str, int]] = []
     first = True

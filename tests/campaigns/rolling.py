@@ -1,12 +1,11 @@
-"""Replace the model again and again under streams, and look for answers of two models.
+"""Replace the model repeatedly under streams, and look for answers that mix two models.
 
-    python -m campaigns.rolling --updates 100
+python -m campaigns.rolling --updates 100
 
-Each update gives the toy worker another model, then kills the worker (the server stays) or stops or kills the server
-(another one takes its address). Half of the readers let an answer begin again (`on_model_change="restart"`), the others
-get the error. Tokens and text of every answer, and of every part of one that ended or began again, are compared with
-the only right ones of the model that Started named. Prints a line of JSON; exits 1 unless every answer was wholly one
-model's or ended with MODEL_CHANGED.
+Each update gives the toy worker another model. Then it kills the worker, or stops or kills the server, and another
+server takes the address. Half of the readers restart an answer (`on_model_change="restart"`), the others get the error.
+Each answer, and each part of one, is compared with the expected one of the model that Started named. Prints a line of
+JSON; exits with 1 unless each answer is of one model or ended with MODEL_CHANGED.
 """
 
 from __future__ import annotations
@@ -38,34 +37,34 @@ from lineclear.wire.messages import Sampling
 _VOCABULARY = 512
 _TOY = {"vocab_size": _VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 200
-_DRAIN_SECONDS = 0.2  # of a server that is stopped: its answers are cut off in the middle
-# Of one answer: it may outlive many updates. Pauses are short so that a resume comes while the new server starts.
+_DRAIN_SECONDS = 0.2  # short, so that stopping a server cuts answers off
+# One answer may live through many updates. Pauses are short, so that clients resume while the new server starts.
 _RETRY = RetryPolicy(first_pause_seconds=0.02, max_pause_seconds=0.5, max_resumes=10_000)
 
 
 @dataclass
 class Tally:
-    """What came of the answers. Written by many threads, under `lock`."""
+    """Counts of answers. Many threads write it under `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     answers: int = 0
     tokens: int = 0
     whole: int = 0
     changed: int = 0
-    """Ended with MODEL_CHANGED."""
+    """Answers that ended with MODEL_CHANGED."""
     restarts: int = 0
     resumes: int = 0
     mixed: int = 0
-    """Of two models, or otherwise wrong in a token or in the text."""
+    """Answers of two models, or with another wrong token or text."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Ended in any other way."""
+    """Answers that ended in another way, by error."""
     models: set[str] = field(default_factory=set)
-    """Of answers that are whole."""
+    """Models of complete answers."""
 
 
 @dataclass
 class Part:
-    """What came of an answer from one model."""
+    """The part of an answer that one model made."""
 
     model: str
     tokens: list[int] = field(default_factory=list)
@@ -73,35 +72,35 @@ class Part:
 
 
 class Reader(threading.Thread):
-    """Asks one question after another until told to stop, each to its end."""
+    """Request one answer after another until `stop`, each to its end."""
 
-    def __init__(self, target: str, tally: Tally, dice: random.Random, restarts: bool) -> None:
+    def __init__(self, target: str, tally: Tally, rng: random.Random, restarts: bool) -> None:
         super().__init__(daemon=True)
         self.num_tokens = 0
-        """So far, over all answers."""
+        """Tokens of all answers so far."""
         self.last_at = 0.0
-        """When the last token came."""
-        self._target, self._tally, self._dice, self._restarts = target, tally, dice, restarts
+        """Time of the last token."""
+        self._target, self._tally, self._rng, self._restarts = target, tally, rng, restarts
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Finish the answer in progress, and no further one."""
+        """Stop after the answer in progress."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Read."""
+        """Request answers until `stop`."""
         policy: Any = "restart" if self._restarts else "error"
         with Client(self._target, retry=_RETRY, on_model_change=policy) as client:
             while not self._stopped.is_set():
                 try:
                     self._ask(client)
-                except Exception as error:  # a reader that died must not look like one that is patient
+                except Exception as error:  # a reader that crashed must not look like one that waits
                     with self._tally.lock:
                         self._tally.lost[f"{type(error).__name__}: {error}"] += 1
 
     def _ask(self, client: Client) -> None:
-        prompt = tuple(self._dice.randrange(_VOCABULARY) for _ in range(self._dice.randrange(1, 40)))
-        seed, max_tokens = self._dice.randrange(2**32), self._dice.randrange(20, 300)
+        prompt = tuple(self._rng.randrange(_VOCABULARY) for _ in range(self._rng.randrange(1, 40)))
+        seed, max_tokens = self._rng.randrange(2**32), self._rng.randrange(20, 300)
         parts: list[Part] = []
         outcome, gaps = "whole", 0
         stream = client.stream(list(prompt), seed=seed, max_tokens=max_tokens, ignore_eos=True)
@@ -109,7 +108,7 @@ class Reader(threading.Thread):
             with stream:
                 for delta in stream:
                     if delta.started is not None:
-                        assert delta.restarted == bool(parts), "a beginning that is not marked"
+                        assert delta.restarted == bool(parts), "a restart that is not marked"
                         parts.append(Part(delta.started.model_fingerprint))
                     gaps += bool(delta.token_ids) and delta.first_index != len(parts[-1].tokens)
                     parts[-1].tokens += delta.token_ids
@@ -124,7 +123,7 @@ class Reader(threading.Thread):
             outcome = error.reason
         asked = prompt, Sampling(seed=seed), max_tokens, _VOCABULARY
         right = {part.model: expected(*asked, _model_of(part)) for part in parts}
-        bad = gaps + sum(not _is_beginning(part, right[part.model]) for part in parts)
+        bad = gaps + sum(not _is_prefix(part, right[part.model]) for part in parts)
         if outcome == "whole":
             last = parts[-1]
             whole = right[last.model]
@@ -153,54 +152,54 @@ def _model_of(part: Part) -> str:
     return part.model.removeprefix(fingerprint(""))
 
 
-def _is_beginning(part: Part, right: Sequence[int]) -> bool:
+def _is_prefix(part: Part, right: Sequence[int]) -> bool:
     return part.tokens == right[: len(part.tokens)] and text_of(right).startswith(part.text)
 
 
 class Campaign:
-    """A server whose model is replaced, its readers, and the figures."""
+    """A server with a changing model, its readers, and the figures."""
 
     def __init__(self, folder: Path, streams: int, seed: int) -> None:
         self.target = f"unix:{folder}/api.sock"
         self.tally = Tally()
         self.updates: Counter[str] = Counter()
         self.seconds: list[float] = []
-        """From the beginning of an update until every reader goes on."""
-        self._dice = random.Random(seed)
+        """Seconds from the start of an update until each reader has a new token."""
+        self._rng = random.Random(seed)
         self._model = folder / "name"
         self._model.write_text("m0")
         self._directory = save(folder / "model", byte_level())
-        dices = [random.Random(seed << 16 | number) for number in range(streams)]
-        self._readers = [Reader(self.target, self.tally, dice, n % 2 == 0) for n, dice in enumerate(dices)]
+        rngs = [random.Random(seed << 16 | number) for number in range(streams)]
+        self._readers = [Reader(self.target, self.tally, rng, n % 2 == 0) for n, rng in enumerate(rngs)]
 
     def run(self, updates: int) -> None:
-        """Update so often, then let every answer end."""
+        """Update the model `updates` times, then wait until all answers are complete."""
         server = self._start()
         server.wait_for("worker_joined")
         for reader in self._readers:
             reader.start()
         for number in range(1, updates + 1):
-            self._wait_for_tokens(self._dice.randrange(_MAX_TOKENS_BETWEEN))
+            self._wait_for_tokens(self._rng.randrange(_MAX_TOKENS_BETWEEN))
             kind = ("worker killed", "server stopped", "worker killed", "server killed")[number % 4]
             self.updates[kind] += 1
-            began = time.monotonic()
+            started_at = time.monotonic()
             self._model.write_text(f"m{number}")
             if kind == "worker killed":
                 os.kill(server.worker_pids()[-1], signal.SIGKILL)
-                joined_at = server.wait_for("worker_joined", began)[0]
+                joined_at = server.wait_for("worker_joined", started_at)[0]
             else:
                 server.end(signal.SIGTERM if kind == "server stopped" else signal.SIGKILL)
                 server = self._start()
-                joined_at = server.wait_for("worker_joined", began)[0]
+                joined_at = server.wait_for("worker_joined", started_at)[0]
             _wait(lambda at=joined_at: all(reader.last_at > at for reader in self._readers), "a token for every reader")
-            self.seconds.append(time.monotonic() - began)
+            self.seconds.append(time.monotonic() - started_at)
         for reader in self._readers:
             reader.stop()
         for reader in self._readers:
             reader.join(BOUND_SECONDS)
-            assert not reader.is_alive(), "an answer did not end"
+            assert not reader.is_alive(), "an answer counts not end"
         code = server.end(signal.SIGTERM)
-        assert code == 0, f"the server left with {code}"
+        assert code == 0, f"the server exited with {code}"
 
     def _start(self) -> Server:
         flags = ["--model", str(self._directory), "--drain-timeout-seconds", str(_DRAIN_SECONDS)]
@@ -212,7 +211,7 @@ class Campaign:
         _wait(lambda: sum(reader.num_tokens for reader in self._readers) >= goal, "progress")
 
     def figures(self) -> dict[str, Any]:
-        """All that was counted."""
+        """Return all figures."""
         tally = self.tally
         names = ("answers", "tokens", "whole", "changed", "restarts", "resumes", "mixed")
         ordered = sorted(self.seconds)
@@ -221,48 +220,53 @@ class Campaign:
             **{name: getattr(tally, name) for name in names},
             "lost": dict(tally.lost),
             "models": len(tally.models),
-            "never": self.never(),
+            "missing": self.missing(),
             "update_seconds": {"p50": round(ordered[len(ordered) // 2], 2), "max": round(ordered[-1], 2)},
         }
 
     @property
     def is_clean(self) -> bool:
-        """Every answer was one model's, or ended with MODEL_CHANGED where that was asked for."""
-        return not (self.tally.mixed or self.tally.lost or self.never())
+        """Whether each answer is of one model, or ended with MODEL_CHANGED where that was requested."""
+        return not (self.tally.mixed or self.tally.lost or self.missing())
 
-    def never(self) -> list[str]:
-        """Name what this campaign is about and did not happen: without it, the rest proves nothing."""
+    def missing(self) -> list[str]:
+        """Name the events that this campaign needs and that never happened; without them it proves nothing."""
         tally = self.tally
-        did = {"whole": tally.whole, "changed": tally.changed, "restarts": tally.restarts, "updates": len(self.seconds)}
-        did |= {"models": max(0, len(tally.models) - 1)}
-        return [name for name, times in did.items() if not times]
+        counts = {
+            "whole": tally.whole,
+            "changed": tally.changed,
+            "restarts": tally.restarts,
+            "updates": len(self.seconds),
+        }
+        counts |= {"models": max(0, len(tally.models) - 1)}
+        return [name for name, times in counts.items() if not times]
 
 
 def _wait(condition: Any, what: str) -> None:
     end = time.monotonic() + BOUND_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come in {BOUND_SECONDS:g} s"
+        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s"
         time.sleep(0.002)
 
 
 def campaign(folder: Path, *, updates: int, streams: int, seed: int) -> Campaign:
-    """Run one. What it does not forgive is in `is_clean`."""
+    """Run a campaign. `is_clean` is its verdict."""
     chosen = Campaign(folder, streams, seed)
     chosen.run(updates)
     return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, judge."""
+    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(argv)
-    began = time.monotonic()
+    started_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         done = campaign(Path(folder), **vars(chosen))
-    seconds = round(time.monotonic() - began, 1)
+    seconds = round(time.monotonic() - started_at, 1)
     print(json.dumps({**vars(chosen), "clean": done.is_clean, **done.figures(), "seconds": seconds}))
     return 0 if done.is_clean else 1
 

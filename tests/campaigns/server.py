@@ -1,4 +1,4 @@
-"""A scheduler process with its worker, and what both say, as a campaign sees them."""
+"""A scheduler process with its worker, and the log lines of both."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 BOUND_SECONDS = 120.0
 PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
-"""What Python runs as the scheduler."""
+"""Arguments of Python that run the scheduler."""
 
 
 class Server:
-    """Runs until killed or stopped. `events` are the log lines of both processes with the moment they were read."""
+    """A running server. `events` has the log lines of both processes with the time when they were read."""
 
     def __init__(self, target: str, flags: Sequence[str], toy: dict[str, Any] | None = None) -> None:
-        """With `toy`, the worker is the torch-free one of the tests, with these options."""
+        """With `toy`, run the torch-free toy worker with these options."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         command = [sys.executable, *PROGRAM, "--listen", target, "--spawn-worker", "--log-format", "json"]
         if toy is not None:
@@ -35,10 +35,10 @@ class Server:
         self.process = subprocess.Popen(
             [*command, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
-        # A campaign that fails on the way leaves no server behind, which would hold on to its output.
+        # A failed campaign must not leave a server, which would keep its output open.
         atexit.register(self.process.kill)
         self.events: list[tuple[float, dict[str, Any]]] = []
-        self._heard = threading.Condition()
+        self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -47,50 +47,50 @@ class Server:
         for line in self.process.stderr:
             now = time.monotonic()
             try:
-                said = json.loads(line)
+                event = json.loads(line)
             except ValueError:
                 continue
-            with self._heard:
-                self.events.append((now, said))
-                self._heard.notify_all()
+            with self._changed:
+                self.events.append((now, event))
+                self._changed.notify_all()
 
     def wait_for(self, event: str, after: float = 0.0) -> tuple[float, dict[str, Any]]:
-        """The first log line of that event read since `after`, and when that was."""
+        """Wait for a log line of `event` that is read after `after`. Return its time and the line."""
 
         def found() -> tuple[float, dict[str, Any]] | None:
             return next((e for e in self.events if e[0] >= after and e[1].get("event") == event), None)
 
-        with self._heard:
-            assert self._heard.wait_for(lambda: found() is not None, BOUND_SECONDS), f"no {event} was logged"
+        with self._changed:
+            assert self._changed.wait_for(lambda: found() is not None, BOUND_SECONDS), f"no {event} was logged"
             line = found()
         assert line is not None
         return line
 
-    def has_said(self, event: str, after: float = 0.0) -> bool:
-        """Whether a log line of that event was read since `after`."""
-        with self._heard:
-            return any(at >= after and said.get("event") == event for at, said in self.events)
+    def has_logged(self, event: str, after: float = 0.0) -> bool:
+        """Whether a log line of `event` was read after `after`."""
+        with self._changed:
+            return any(at >= after and line.get("event") == event for at, line in self.events)
 
     def worker_pids(self) -> list[int]:
-        """Of all workers started so far, the last one last."""
-        return [event["pid"] for event in self.said("worker_started")]
+        """Return the pids of all workers so far, the last one last."""
+        return [event["pid"] for event in self.logged("worker_started")]
 
     def standby_pids(self) -> list[int]:
-        """Of all standbys started so far, promoted or not."""
-        return [event["pid"] for event in self.said("standby_started")]
+        """Return the pids of all standbys so far, promoted or not."""
+        return [event["pid"] for event in self.logged("standby_started")]
 
     def standby_pid(self) -> int | None:
-        """Of the standby that waits."""
-        gone = {*self.worker_pids(), *(event["pid"] for event in self.said("standby_ended"))}
-        return next((pid for pid in self.standby_pids()[-1:] if pid not in gone), None)
+        """Return the pid of the waiting standby."""
+        ended = {*self.worker_pids(), *(event["pid"] for event in self.logged("standby_ended"))}
+        return next((pid for pid in self.standby_pids()[-1:] if pid not in ended), None)
 
-    def said(self, event: str) -> list[dict[str, Any]]:
-        """All log lines of that event so far."""
-        with self._heard:
-            return [said for _, said in self.events if said.get("event") == event]
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """Return all log lines of `event` so far."""
+        with self._changed:
+            return [line for _, line in self.events if line.get("event") == event]
 
     def end(self, number: signal.Signals) -> int:
-        """Send a signal and wait for the end; the exit code."""
+        """Send a signal and wait for the exit. Return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(BOUND_SECONDS)
@@ -99,7 +99,7 @@ class Server:
 
 
 def is_running(pid: int) -> bool:
-    """Alive, and no zombie."""
+    """Whether the process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -107,7 +107,7 @@ def is_running(pid: int) -> bool:
 
 
 def is_orphan(pid: int) -> bool:
-    """Whether this is still a worker, and no scheduler is its parent: in a long campaign pids are reused."""
+    """Whether `pid` is a worker whose parent is no scheduler. A pid may have been reused."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
         return is_running(pid) and "worker" in _command(pid) and "lineclear.scheduler" not in _command(parent)

@@ -1,13 +1,14 @@
-"""Does anything grow, get lost or stand still in hours of use? `python -m campaigns.soak --seconds 3600`
+"""Use a server for hours and check that nothing grows, is lost or stands still: `python -m campaigns.soak --seconds
+3600`.
 
-All at once, from three tenants: answers by Generate, Session and Submit with Attach; answers given up on the way; slow
-readers; large prompts; submitted requests without a listener; clients whose network is gone (`support.blackhole`);
-kills of the worker, in the first half only: a worker that lives for two minutes is too young to tell growth from
-warming up. Every answer is compared with the right one. Meanwhile memory, threads and descriptors of both processes
-are read once a second (`growth`), and a canary in a process of its own times its tokens. Prints a line of JSON; exits
-1 when an answer was lost, repeated, changed or refused, the canary stood still, one of these callers never did
-anything, something is still held at the end, or a slope is above its bound. A short run has a wide interval, so it
-fails for want of evidence: `--judge no` only shows figures.
+Three tenants at the same time use Generate, Session, and Submit with Attach. Others cancel answers midway, read slowly,
+send large prompts, submit without reading, or lose their network (`support.blackhole`). The worker is killed in the
+first half only, since a young worker cannot show growth. Each answer is compared with the expected one. Memory, threads
+and descriptors of both processes are sampled once a second (`growth`), and a canary process times its tokens.
+
+Prints a line of JSON. Exits with 1 if an answer was lost, repeated, changed or refused, the canary stood still, a kind
+of client never did anything, something is held at the end, or a slope is above its bound. A short run cannot prove
+small slopes: `--judge no` only prints figures.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ from lineclear.errors import LineclearError
 _TOY = {"vocab_size": VOCABULARY, "num_blocks": 8192, "max_model_len": 8192, "min_step_seconds": 0.001}
 _SAMPLE_SECONDS = 1.0
 _LARGE_PROMPT = 4000
-_STANDSTILL_SECONDS = 30.0  # of the canary, without a token; a worker that was killed is back long before
-WORK = ("give_up", "read_slowly", "ask_much", "leave_alone", "vanish", "kill")
-"""What callers do besides reading answers."""
+_STANDSTILL_SECONDS = 30.0  # longest time without a token; a killed worker is replaced far sooner
+WORK = ("cancel_midway", "read_slowly", "send_large_prompt", "submit_only", "vanish", "kill")
+"""Kinds of clients besides readers."""
 
 
 class _Soak:
-    """One run: the server, who calls it, and what came of that."""
+    """One run: the server, its clients, and their results."""
 
     def __init__(self, server: Server, tokens: dict[str, str], seed: int) -> None:
         self.server, self.tokens, self.seed = server, tokens, seed
         self.target = server.wait_for("listening")[1]["address"]
         self.tally = Tally()
         self.stopped = threading.Event()
-        self.did: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self._holes: list[BlackHole] = []
         self._last_kill_at = 0.0
@@ -68,92 +69,92 @@ class _Soak:
     def thread(
         self, work: Callable[[random.Random, int], None], number: int, pause_seconds: float = 0.0
     ) -> threading.Thread:
-        """Do `work` again and again until the end; what it raises is a problem."""
-        dice = random.Random(f"{self.seed} {work.__name__} {number}")
+        """Return a thread that repeats `work` until the end and collects its exceptions as problems."""
+        rng = random.Random(f"{self.seed} {work.__name__} {number}")
 
         def run() -> None:
             while not self.stopped.wait(pause_seconds):
                 try:
-                    work(dice, number)
-                    self.did[work.__name__] += 1
+                    work(rng, number)
+                    self.counts[work.__name__] += 1
                 except Exception as error:
                     self.problems.append(f"{work.__name__}: {type(error).__name__}: {error}")
 
         return threading.Thread(target=run, daemon=True, name=work.__name__)
 
-    # --- what callers do --------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------------------------
 
-    def give_up(self, dice: random.Random, number: int) -> None:
-        """Leave answers in the middle; what came of them must be right."""
-        ask = toy_questions(dice.getrandbits(31))
-        with self.client(number, sessions=dice.random() < 0.5) as client:
+    def cancel_midway(self, rng: random.Random, number: int) -> None:
+        """Cancel answers midway; their tokens so far must be right."""
+        ask = toy_questions(rng.getrandbits(31))
+        with self.client(number, sessions=rng.random() < 0.5) as client:
             for question in (ask() for _ in range(20)):
-                until, tokens = dice.randrange(20), list[int]()
+                until, tokens = rng.randrange(20), list[int]()
                 with client.stream(list(question.prompt), question.sampling) as stream:
                     for delta in stream:
                         tokens += delta.token_ids
                         if len(tokens) >= until:
                             break
-                self._compare_beginning(question, tokens)
+                self._compare_prefix(question, tokens)
                 if self.stopped.is_set():
                     return
 
-    def read_slowly(self, dice: random.Random, number: int) -> None:
-        """Read an answer a piece at a time, with long pauses."""
-        question = self._question(dice, length=20, max_tokens=400)
+    def read_slowly(self, rng: random.Random, number: int) -> None:
+        """Read an answer with long pauses between its messages."""
+        question = self._question(rng, length=20, max_tokens=400)
         with (
-            self.client(number, sessions=dice.random() < 0.5) as client,
+            self.client(number, sessions=rng.random() < 0.5) as client,
             client.stream(list(question.prompt), question.sampling, **question.params) as stream,
         ):
             for _ in stream:
                 self.stopped.wait(0.05)
         self._compare(question, Answer.of(stream.result))
 
-    def ask_much(self, dice: random.Random, number: int) -> None:
-        """Ask for an answer to a prompt of thousands of tokens."""
-        question = self._question(dice, length=_LARGE_PROMPT, max_tokens=20)
-        with self.client(number, sessions=dice.random() < 0.5) as client:
+    def send_large_prompt(self, rng: random.Random, number: int) -> None:
+        """Request an answer to a prompt of thousands of tokens."""
+        question = self._question(rng, length=_LARGE_PROMPT, max_tokens=20)
+        with self.client(number, sessions=rng.random() < 0.5) as client:
             got = client.generate(list(question.prompt), question.sampling, **question.params)
         self._compare(question, Answer.of(got))
 
-    def leave_alone(self, dice: random.Random, number: int) -> None:
-        """Submit without listening; the answer is looked at once, much later or never."""
-        question = self._question(dice, length=20, max_tokens=100)
+    def submit_only(self, rng: random.Random, number: int) -> None:
+        """Submit a request, and read its answer later or never."""
+        question = self._question(rng, length=20, max_tokens=100)
         with self.client(number, sessions=False) as client:
             kept = client.submit(list(question.prompt), question.sampling, **question.params)
-            if dice.random() < 0.5:
+            if rng.random() < 0.5:
                 end = time.monotonic() + BOUND_SECONDS
                 while not kept.poll().is_over and time.monotonic() < end:
                     self.stopped.wait(0.2)
                 self._compare(question, Answer.of(kept.result()))
 
-    def vanish(self, dice: random.Random, number: int) -> None:
-        """Be gone in the middle of an answer, with a network that says nothing of it."""
+    def vanish(self, rng: random.Random, number: int) -> None:
+        """Lose the network in the middle of an answer, without closing the connection."""
         hole = BlackHole(self.target)
         self._holes.append(hole)
-        client = self.client(number, sessions=dice.random() < 0.5, target=hole.target)
+        client = self.client(number, sessions=rng.random() < 0.5, target=hole.target)
         stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True)
         stream.__enter__()
         next(stream)
         hole.vanish()
         with contextlib.suppress(LineclearError):
             client.close()
-        while len(self._holes) > 64:  # long dead for the server
+        while len(self._holes) > 64:  # the server has dropped these
             self._holes.pop(0).close()
 
-    def kill(self, dice: random.Random, number: int) -> None:
-        """Kill the worker, until half of the time is over."""
-        began = time.monotonic()
-        if began > self._last_kill_at:
+    def kill(self, rng: random.Random, number: int) -> None:
+        """Kill the worker, in the first half of the run."""
+        started_at = time.monotonic()
+        if started_at > self._last_kill_at:
             self.stopped.wait()
             return
         os.kill(self.server.worker_pids()[-1], signal.SIGKILL)
-        self.server.wait_for("worker_joined", began)
+        self.server.wait_for("worker_joined", started_at)
 
-    def _question(self, dice: random.Random, *, length: int, max_tokens: int) -> Question:
-        prompt = tuple(dice.randrange(VOCABULARY) for _ in range(length))
-        sampling = Sampling(seed=dice.getrandbits(31), max_tokens=max_tokens, ignore_eos=True, temperature=0.7)
-        top = dice.choice((None, 2))
+    def _question(self, rng: random.Random, *, length: int, max_tokens: int) -> Question:
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(length))
+        sampling = Sampling(seed=rng.getrandbits(31), max_tokens=max_tokens, ignore_eos=True, temperature=0.7)
+        top = rng.choice((None, 2))
         return Question(prompt, sampling, toy_answer(prompt, sampling, top), top)
 
     def _compare(self, question: Question, got: Answer) -> None:
@@ -164,7 +165,7 @@ class _Soak:
             self.tally.altered += tokens != right.token_ids
             self.tally.wrong.update(differences(right, got, Tolerance()))
 
-    def _compare_beginning(self, question: Question, tokens: Sequence[int]) -> None:
+    def _compare_prefix(self, question: Question, tokens: Sequence[int]) -> None:
         with self.tally.lock:
             self.tally.answers += 1
             self.tally.tokens += len(tokens)
@@ -173,7 +174,7 @@ class _Soak:
     # --- the run ----------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float, streams: int, kill_seconds: float, vanish_seconds: float) -> dict[str, Any]:
-        """Let them all go for so long, and say what came of it."""
+        """Run all clients for `seconds`. Return the figures."""
         with contextlib.ExitStack() as stack:
             clients = [
                 {route: stack.enter_context(self.client(n, sessions=route == "session")) for route in ROUTES}
@@ -181,9 +182,9 @@ class _Soak:
             ]
             ask = toy_questions(self.seed, ROUTES)
             readers = [Reader(clients[n % len(clients)], ask, self.tally) for n in range(streams)]
-            threads = [self.thread(self.give_up, n) for n in range(2)]
-            threads += [self.thread(self.read_slowly, 0), self.thread(self.ask_much, 1, 0.5)]
-            threads += [self.thread(self.leave_alone, n, 0.2) for n in range(2)]
+            threads = [self.thread(self.cancel_midway, n) for n in range(2)]
+            threads += [self.thread(self.read_slowly, 0), self.thread(self.send_large_prompt, 1, 0.5)]
+            threads += [self.thread(self.submit_only, n, 0.2) for n in range(2)]
             threads += [self.thread(self.vanish, 0, vanish_seconds), self.thread(self.kill, 0, kill_seconds)]
             canary = stack.enter_context(Canary(self.target, token=self.tokens[TENANTS[0]]))
             self._last_kill_at = time.monotonic() + seconds / 2
@@ -196,23 +197,23 @@ class _Soak:
             for thread in (*readers, *threads):
                 thread.join(BOUND_SECONDS)
                 if thread.is_alive():
-                    self.problems.append(f"{thread.name} did not end")
+                    self.problems.append(f"{thread.name} did not finish")
             gaps, longest = list[float](), 0.0
             try:
                 gaps, longest = canary.end()
-            except AssertionError as error:  # the figures of an hour are printed all the same
+            except AssertionError as error:  # print the figures of an hour in any case
                 self.problems.append(str(error))
         with self.client(0, sessions=False) as client:
             held = _held(client)
-        for hole in self._holes:  # only now: closing tells the server that these clients are gone
+        for hole in self._holes:  # not earlier: closing informs the server that these clients are gone
             hole.close()
         tally = self.tally
         return {
             "answers": tally.answers,
             "tokens": tally.tokens,
-            "did": dict(self.did),
-            "never": [
-                *(work for work in WORK if not self.did[work]),
+            "did": dict(self.counts),
+            "missing": [
+                *(work for work in WORK if not self.counts[work]),
                 *(route for route in ROUTES if not tally.routes[route]),
             ],
             "routes": dict(tally.routes),
@@ -242,7 +243,7 @@ class _Soak:
 
 
 def _held(client: Client) -> int:
-    """Blocks and streams that are still held, once nothing is asked any more."""
+    """Return the number of blocks and streams still held once no client is left."""
     end = time.monotonic() + BOUND_SECONDS
     while (g := client.stats().gauges).blocks_used + g.streams_open and time.monotonic() < end:
         time.sleep(0.05)
@@ -259,7 +260,7 @@ def soak(
     vanish_seconds: float = 10.0,
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run, and say what came of it."""
+    """Run a server and its clients. Return the figures."""
     path, tokens = write_tokens(folder)
     flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path), *flags]
     server = Server("127.0.0.1:0", flags, toy=_TOY)
@@ -270,21 +271,23 @@ def soak(
 
 
 def faults(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> list[str]:
-    """Name everything that must not be."""
-    wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "never")
+    """Return the names of the figures that are a failure."""
+    wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "missing")
     wrong += ("canary_stood_still", "held_at_end", "exit_code")
     grown = [f"{of} {name}" for of in ("scheduler", "worker") for name in too_much(found[of], bounds, certain=certain)]
     return [name for name in wrong if found[name]] + grown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, judge."""
+    """Run the soak test and print its figures; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kill-seconds", type=float, default=120.0, help="between two kills of the worker")
-    parser.add_argument("--vanish-seconds", type=float, default=10.0, help="between two clients that vanish")
+    parser.add_argument("--kill-seconds", type=float, default=120.0, help="seconds between two kills of the worker")
+    parser.add_argument(
+        "--vanish-seconds", type=float, default=10.0, help="seconds between two clients that lose their network"
+    )
     parser.add_argument("--judge", choices=("yes", "short", "no"), default="yes")
     chosen = parser.parse_args(argv)
     options = {name: value for name, value in vars(chosen).items() if name != "judge"}

@@ -1,4 +1,4 @@
-"""A sample of the campaign of hostile callers, and that it would say if an answer were lost or altered."""
+"""Short runs of the campaign of hostile callers, and checks that it detects lost and altered answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_a_canary_reads_on_beside_hostile_callers(folder: Path) -> None:
+def test_canary_reads_beside_hostile_callers(folder: Path) -> None:
     campaign = hostile.Campaign(folder)
     try:
         for kind in ("calm", "slow_template", "detokenize_flood", "cancel_storm", "frames_of_resets"):
@@ -31,8 +31,8 @@ def test_a_canary_reads_on_beside_hostile_callers(folder: Path) -> None:
     assert exit_code == 0
 
 
-def test_a_canary_reads_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it prints of 20 answers fills a pipe."""
+def test_canary_output_fills_no_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of 20 answers fills a pipe."""
     monkeypatch.setitem(hostile._TOY, "min_step_seconds", 0.0005)
     monkeypatch.setitem(hostile._TOY, "max_step_seconds", 0.0005)
     campaign = hostile.Campaign(folder)
@@ -49,7 +49,7 @@ def test_a_canary_reads_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert (found["lost"], found["altered"]) == (0, 0)
 
 
-def test_a_lost_or_altered_answer_would_be_counted() -> None:
+def test_lost_and_altered_answers_are_counted() -> None:
     right = [1, 2, 3]
     good = {"tokens": right, "gaps": [0.01, 0.02], "longest": 0.02, "error": ""}
     assert hostile.judge([good, good], right) == {
@@ -66,7 +66,7 @@ def test_a_lost_or_altered_answer_would_be_counted() -> None:
     assert hostile.judge([good, {**good, "longest": 30.0}], right)["stood_still"] == 1
 
 
-def test_callers_that_did_nothing_would_be_seen() -> None:
+def test_idle_callers_are_a_fault() -> None:
     found = {"kind": "detokenize_flood", "times": 9, "outcomes": {"OK": 1}, "callers_failed": 0, "answers": 1}
     found |= {"lost": 0, "altered": 0, "stood_still": 0}
     assert hostile.faults(found) == []

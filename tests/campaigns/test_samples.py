@@ -1,4 +1,4 @@
-"""A sample of each campaign, so that they run when they are needed, and would say if something were lost."""
+"""Short runs of the campaigns, and checks that they detect planted errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])
-def test_nobody_notices(folder: Path, of: str, kills: int) -> None:
+def test_clients_notice_no_kill(folder: Path, of: str, kills: int) -> None:
     deaths = {"kill": 0.5, "term": 0.5}
     done = chaos.campaign(folder, of=of, kills=kills, streams=9, seed=3, deaths=deaths)
     assert done.is_clean, done.figures()
@@ -62,7 +62,7 @@ sys.exit(main(sys.argv[1:]))
     ("lost", "found"),
     [("presence_penalty=0.0, frequency_penalty=0.0, top_k=0, logit_bias=()", "altered"), ("logprobs=-1", "logprobs")],
 )
-def test_a_parameter_that_is_lost_in_a_recovery_is_seen(
+def test_parameter_lost_in_recovery_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lost: str, found: str
 ) -> None:
     monkeypatch.setattr(server, "PROGRAM", ("-c", _LOSING.format(lost=lost)))
@@ -99,13 +99,13 @@ sys.exit(main(sys.argv[1:]))
     ],
     ids=["lost", "repeated", "altered", "text", "logprob"],
 )
-def test_one_wrong_message_in_ten_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+def test_one_wrong_message_in_ten_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     monkeypatch.setattr(server, "PROGRAM", ("-c", _PLANTED.format(bug=bug)))
     done = chaos.campaign(folder, of="worker", kills=0, streams=12, seed=3)
     assert not done.tally.is_clean
 
 
-def test_a_soak_names_a_canary_that_read_something_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_finds_a_wrong_canary_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PROGRAM", ("-c", _PLANTED.format(bug="message.token_ids[-1] ^= 1")))
     flags = ["--keepalive-time-seconds", "2", "--keepalive-timeout-seconds", "2"]
     found = soak.soak(folder, seconds=3.0, streams=2, seed=5, kill_seconds=1.0, vanish_seconds=1.0, flags=flags)
@@ -113,13 +113,13 @@ def test_a_soak_names_a_canary_that_read_something_wrong(folder: Path, monkeypat
     assert any("canary" in problem for problem in found["problems"])
 
 
-def test_a_campaign_that_did_nothing_is_not_clean(folder: Path) -> None:
+def test_idle_campaign_is_not_clean(folder: Path) -> None:
     done = chaos.campaign(folder, of="worker", kills=0, streams=0, seed=3)
-    assert done.never() == ["generate", "session", "submit", "deaths", "recoveries"]
+    assert done.missing() == ["generate", "session", "submit", "deaths", "recoveries"]
     assert not done.is_clean
 
 
-def test_every_field_of_an_answer_is_compared() -> None:
+def test_every_answer_field_is_compared() -> None:
     right = questions.toy_answer((5, 6, 7), Sampling(seed=1, max_tokens=30, stop="never"), 2)
     exactly = Tolerance()
     assert differences(right, right, exactly) == []
@@ -135,7 +135,7 @@ def test_every_field_of_an_answer_is_compared() -> None:
         assert differences(right, replace(right, **{field: value}), exactly) == [field]
 
 
-def test_only_the_second_of_two_near_candidates_is_a_tie() -> None:
+def test_only_the_near_second_candidate_is_a_tie() -> None:
     right = Answer((4,), "", FinishReason.LENGTH, None, ((-0.70, ((4, -0.70), (9, -0.75))),))
     assert is_tie(right, 0, 9, chaos.BF16)
     assert not is_tie(right, 0, 8, chaos.BF16)
@@ -143,8 +143,8 @@ def test_only_the_second_of_two_near_candidates_is_a_tie() -> None:
     assert not is_tie(right, 0, 9, replace(chaos.BF16, tie=0.04))
 
 
-def test_the_stop_string_that_is_complete_first_ends_the_answer() -> None:
-    """The oracle is no copy of the product: characters are looked at one by one."""
+def test_first_complete_stop_string_ends_the_answer() -> None:
+    """The expected answer is computed independently: character by character."""
     sampling = Sampling(seed=4, max_tokens=60, ignore_eos=True)
     whole = questions.toy_answer((9, 9), sampling, None)
     assert whole.finish_reason is FinishReason.LENGTH
@@ -158,7 +158,7 @@ def test_the_stop_string_that_is_complete_first_ends_the_answer() -> None:
     assert late.finish_reason is FinishReason.LENGTH or text.endswith(stop)
 
 
-def test_a_short_soak_finds_nothing(folder: Path) -> None:
+def test_short_soak_is_clean(folder: Path) -> None:
     keepalive = ["--keepalive-time-seconds", "2", "--keepalive-timeout-seconds", "2"]
     found = soak.soak(folder, seconds=6.0, streams=4, seed=5, kill_seconds=2.0, vanish_seconds=1.5, flags=keepalive)
     assert soak.faults(found, growth.SHORT, certain=True) == [], found
@@ -185,26 +185,26 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_short_soak_sees_what_leaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_soak_finds_leaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PROGRAM", ("-c", _LEAKING))
     found = soak.soak(folder, seconds=4.0, streams=4, seed=5, kill_seconds=1000.0, vanish_seconds=1000.0)
     leaks = [f"scheduler {name}" for name in ("private_bytes", "threads", "descriptors")]
-    assert found["never"] == ["vanish", "kill"]
-    assert soak.faults(found, growth.SHORT, certain=True) == ["never", *leaks], found
+    assert found["missing"] == ["vanish", "kill"]
+    assert soak.faults(found, growth.SHORT, certain=True) == ["missing", *leaks], found
 
 
-def test_a_leak_has_a_slope_and_noise_has_none() -> None:
-    dice = random.Random(1)
-    leak = [(n * 100.0, n * 100.0 * 40 + dice.uniform(-1e6, 1e6)) for n in range(500)]
+def test_slope_separates_leak_from_noise() -> None:
+    rng = random.Random(1)
+    leak = [(n * 100.0, n * 100.0 * 40 + rng.uniform(-1e6, 1e6)) for n in range(500)]
     rise, error = growth.slope(leak)
     assert rise - error < 40 < rise + error
     assert 100_000 * (rise - error) > 2**20
-    noise = [(n * 1000.0, dice.uniform(-1e5, 1e5)) for n in range(500)]
+    noise = [(n * 1000.0, rng.uniform(-1e5, 1e5)) for n in range(500)]
     rise, error = growth.slope(noise)
     assert 100_000 * (rise + error) < 2**20
 
 
-def test_processes_that_follow_one_another_are_fitted_together() -> None:
+def test_successive_processes_share_a_slope() -> None:
     lives = [[(float(x), 1e9 * life + 3.0 * x) for x in range(100 * life, 100 * life + 50)] for life in range(4)]
     rise, error = growth.slope(*lives)
     assert rise == pytest.approx(3.0)
@@ -212,51 +212,52 @@ def test_processes_that_follow_one_another_are_fitted_together() -> None:
     assert growth.slope()[1] == float("inf")
 
 
-def test_a_slope_that_is_not_known_is_too_much_unless_certainty_is_asked_for() -> None:
+def test_unknown_slope_is_too_much_unless_certain() -> None:
     few = [growth.Sample(n, 10**8 + n, 4, 20, pid=1) for n in range(3)]
     found = growth.growth(few)
     assert growth.too_much(found, growth.Bounds()) == ["private_bytes", "threads", "descriptors"]
     assert growth.too_much(found, growth.Bounds(), certain=True) == []
 
 
-def test_a_cached_prompt_is_seen_by_its_own_tenant(folder: Path) -> None:
-    """The clock works. What the other tenant must not see takes hundreds of trials and a quiet machine; CI counts the
-    work instead: service/test_cache_privacy.py."""
+def test_own_cached_prompt_is_faster(folder: Path) -> None:
+    """The measurement works. The other tenant's times need hundreds of trials and a quiet machine; CI counts work
+    instead, in service/test_cache_privacy.py.
+    """
     figures = privacy.campaign(folder, trials=16, seed=2)
-    assert figures["median_ms"]["own"] < figures["median_ms"]["never"], figures
-    assert figures["trials"]["never"] + figures["trials"]["others"] == figures["trials"]["own"] == 16
+    assert figures["median_ms"]["own"] < figures["median_ms"]["new"], figures
+    assert figures["trials"]["new"] + figures["trials"]["shared"] == figures["trials"]["own"] == 16
 
 
-def test_the_area_is_the_chance_of_a_right_guess() -> None:
+def test_area_is_the_probability_of_a_right_guess() -> None:
     assert privacy.area([1.0, 2.0], [3.0, 4.0]) == 1.0
     assert privacy.area([1.0, 3.0], [2.0, 3.0]) == 0.625
     assert privacy.separability([3.0, 4.0], [1.0, 2.0]) == 1.0
-    dice = random.Random(4)
-    same = [[dice.gauss(5, 1) for _ in range(400)] for _ in range(2)]
-    assert privacy.separability(*same) <= privacy.MOST_AREA
-    assert privacy.separability(same[0], [value + 0.5 for value in same[1]]) > privacy.MOST_AREA
+    rng = random.Random(4)
+    same = [[rng.gauss(5, 1) for _ in range(400)] for _ in range(2)]
+    assert privacy.separability(*same) <= privacy.MAX_AREA
+    assert privacy.separability(same[0], [value + 0.5 for value in same[1]]) > privacy.MAX_AREA
 
 
-def test_quantiles_are_those_of_the_values() -> None:
+def test_quantiles() -> None:
     assert chaos.quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
     assert chaos.quantiles([]) == {}
 
 
-def test_an_orphan_is_a_worker_whose_scheduler_is_gone() -> None:
+def test_orphan_is_a_worker_without_scheduler() -> None:
     sleeper = "import time; time.sleep(60)"
     parent = (
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
         f"{sleeper!r}, *sys.argv[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); print(child.pid)"
     )
 
-    def left_behind(*words: str) -> int:
+    def orphan(*words: str) -> int:
         done = subprocess.run([sys.executable, "-c", parent, *words], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    worker, other = left_behind("service.toy_worker"), left_behind("another")
+    worker, other = orphan("service.toy_worker"), orphan("another")
     try:
         assert is_orphan(worker)
-        assert not is_orphan(other), "its pid may have been a worker's"
+        assert not is_orphan(other), "another process may have reused the pid"
     finally:
         for pid in (worker, other):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ties are settled by a real server, and excuse nothing but the tie itself."""
+"""A real server settles ties, and only the tie itself is excused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from campaigns.answers import Complete, Pieces, Tally, Tolerance, differences, find_tie
+from campaigns.answers import Complete, ReceivedAnswer, Tally, Tolerance, differences, find_tie
 from campaigns.questions import Answer, Question, toy_answer
 from campaigns.ties import settle
 from support.engine_harness import short_directory
@@ -16,7 +16,7 @@ from support.toy_service import VOCABULARY, ToyService, text_of, toy_service
 from lineclear.client import Client, FinishReason, Sampling
 
 _NEAR = Tolerance(tie=1.5)
-"""The toy's second candidate is the next token, and its log probability is lower by 1."""
+"""The toy worker's second candidate is the next token, with a log probability lower by 1."""
 _PROMPT = (5, 6, 7)
 _SAMPLING = Sampling(seed=3, max_tokens=40, ignore_eos=True, temperature=0.0)
 
@@ -34,7 +34,7 @@ def _right() -> Answer:
 
 
 def _with_ties(*places: int) -> Answer:
-    """Return the answer that takes the second candidate at these places."""
+    """Return the answer that takes the second candidate at `places`."""
     whole = _right()
     for at in places:
         _, candidates = whole.logprobs[at]
@@ -49,10 +49,10 @@ def _with_ties(*places: int) -> Answer:
 
 
 def _settled(service: ToyService, answer: Answer, tokens: tuple[int, ...] | None = None) -> Tally:
-    reading = Pieces()
-    reading.tokens, reading.text = list(answer.token_ids if tokens is None else tokens), answer.text
-    done = Complete(Question(_PROMPT, _SAMPLING, _right(), 2), reading, answer)
-    assert find_tie(done.question.right, reading.tokens, _NEAR) is not None
+    received = ReceivedAnswer()
+    received.tokens, received.text = list(answer.token_ids if tokens is None else tokens), answer.text
+    done = Complete(Question(_PROMPT, _SAMPLING, _right(), 2), received, answer)
+    assert find_tie(done.question.right, received.tokens, _NEAR) is not None
     tally = Tally(tied=[done, done])
     with Client(service.target) as client:
         settle(tally, client, _NEAR)
@@ -60,15 +60,13 @@ def _settled(service: ToyService, answer: Answer, tokens: tuple[int, ...] | None
 
 
 @pytest.mark.parametrize("places", [(0,), (7,), (39,), (3, 4, 20), (5, 39)])
-def test_what_follows_a_tie_is_right_if_a_calm_server_says_the_same(
-    service: ToyService, places: tuple[int, ...]
-) -> None:
+def test_tokens_after_a_tie_are_recomputed(service: ToyService, places: tuple[int, ...]) -> None:
     tally = _settled(service, _with_ties(*places))
     assert tally.is_clean, tally
     assert tally.ends == {"length": 2}
 
 
-def test_a_wrong_token_after_a_tie_is_not_excused(service: ToyService) -> None:
+def test_wrong_token_after_a_tie_is_found(service: ToyService) -> None:
     right = _with_ties(7)
     for at in (8, 20, 39):
         wrong = (right.token_ids[at] + 2) % VOCABULARY
@@ -76,7 +74,7 @@ def test_a_wrong_token_after_a_tie_is_not_excused(service: ToyService) -> None:
         assert _settled(service, altered).altered == 2
 
 
-def test_everything_else_after_a_tie_is_compared(service: ToyService) -> None:
+def test_other_fields_after_a_tie_are_compared(service: ToyService) -> None:
     right = _with_ties(7)
     logprob, top = right.logprobs[20]
     for field, value in (
@@ -91,7 +89,7 @@ def test_everything_else_after_a_tie_is_compared(service: ToyService) -> None:
     assert _settled(service, right, tokens=short).wrong["tokens of the result"] == 2
 
 
-def test_candidates_may_change_places_only_where_they_are_near() -> None:
+def test_only_near_candidates_may_swap() -> None:
     def answer(*top: tuple[int, float]) -> Answer:
         return Answer((4,), "", FinishReason.LENGTH, None, ((-0.7, top),))
 

@@ -1,7 +1,7 @@
-"""Calls to be made to the whole service: methods, messages, metadata and deadlines, good and bad, all from one seed.
+"""Seeded calls of the whole service: valid and damaged methods, messages, metadata and deadlines.
 
-Knows which statuses each call may end with. A status that only a cancellation or a deadline explains is allowed only
-where the call has one.
+`Call.may_end_with` says which statuses a call may have. A cancellation or a deadline is allowed only for calls that
+have one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lineclear.v1 import inference_pb2 as pb
 ALWAYS_ALLOWED = frozenset(
     {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ALREADY_EXISTS", "NOT_FOUND"}
 )
-"""Whatever a call says."""
+"""Statuses that any call may have."""
 _IDS = [f"fuzz-{number}" for number in range(12)]
 _DURATIONS = (
     (1, 0),
@@ -62,19 +62,19 @@ class Call:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     deadline_seconds: float | None = None
     reads: int = 1
-    """Messages that are read before the caller hangs up."""
+    """Number of messages to read before the call is cancelled."""
 
     def may_end_with(self, status: str) -> bool:
-        """Whether the call may have this status."""
+        """Whether the call may end with `status`."""
         if status in ALWAYS_ALLOWED:
             return True
         if status == "DEADLINE_EXCEEDED":
             return self.deadline_seconds is not None or self.method == "Attach" or self._has_timeout()
-        if status == "ABORTED":  # a fingerprint or a digest of something else, in a request or in a submitted one
+        if status == "ABORTED":  # another fingerprint or digest, in this request or in a submitted one
             return self.method in ("Attach", "Submit") or self._names_a_model()
         if status == "CANCELLED":
             return self.method == "Attach" or self._can_be_cancelled()
-        # A token that nobody asked for is not looked at; one that breaks HTTP's rules is the transport's to refuse.
+        # A server without tokens ignores them, but the transport refuses values that are invalid in HTTP.
         return status == "UNAUTHENTICATED" and any(key == "authorization" for key, _ in self.metadata)
 
     def _has_timeout(self) -> bool:
@@ -89,7 +89,7 @@ class Call:
         )
 
     def _can_be_cancelled(self) -> bool:
-        """Another call may end a request by its name, which these have."""
+        """Whether another call can cancel this one by its request id."""
         if self.method == "Generate":
             return any(message.request_id for message in _parsed(pb.GenerateRequest, self.messages))
         if self.method == "Submit":
@@ -108,70 +108,70 @@ def _parsed(kind: type[Message], messages: Sequence[bytes]) -> list[Message]:
 
 
 class Calls:
-    """All the calls of a seed."""
+    """An endless sequence of calls made from a seed."""
 
     def __init__(self, seed: int) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._corpus = _seeds()
-        self._others = [data for _, data in self._corpus]
+        self._corpus_bytes = [data for _, data in self._corpus]
 
     def next(self) -> Call:
-        """The next one: two in three are damaged, the others are well formed and say odd things."""
-        dice = self._dice
-        if dice.random() < 0.65:
-            method, data = dice.choice(self._corpus)
-            messages: tuple[bytes, ...] = (mutate(data, dice, self._others),)
+        """Return the next call: two in three are damaged, the others are valid messages with unusual values."""
+        rng = self._rng
+        if rng.random() < 0.65:
+            method, data = rng.choice(self._corpus)
+            messages: tuple[bytes, ...] = (mutate(data, rng, self._corpus_bytes),)
         else:
-            method, sent = dice.choice((self._session, self._submit, self._kept, self._resumed))()
+            method, sent = rng.choice((self._session, self._submit, self._detached, self._resumed))()
             messages = tuple(message.SerializeToString() for message in sent)
-        deadline = dice.choice((0.001, 0.01, 0.05)) if dice.random() < 0.05 else None
-        reads = dice.choice((1, 1, 4, 10**6))
+        deadline = rng.choice((0.001, 0.01, 0.05)) if rng.random() < 0.05 else None
+        reads = rng.choice((1, 1, 4, 10**6))
         return Call(method, messages, self._metadata(), deadline, reads)
 
     def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        dice = self._dice
-        if dice.random() < 0.7:
+        rng = self._rng
+        if rng.random() < 0.7:
             return ()
-        return tuple(self._pair(dice.choice(_KEYS)) for _ in range(dice.choice((1, 2, 40))))
+        return tuple(self._pair(rng.choice(_KEYS)) for _ in range(rng.choice((1, 2, 40))))
 
     def _pair(self, key: str) -> tuple[str, str | bytes]:
-        dice = self._dice
+        rng = self._rng
         if key.endswith("-bin"):
-            return key, dice.randbytes(dice.choice((0, 29, 2000)))
-        value = dice.choice(_VALUES)
-        if dice.random() < 0.3:
-            value = "".join(chr(dice.randrange(0x20, 0x7F)) for _ in range(dice.choice((1, 55, 3000)))).strip()
+            return key, rng.randbytes(rng.choice((0, 29, 2000)))
+        value = rng.choice(_VALUES)
+        if rng.random() < 0.3:
+            value = "".join(chr(rng.randrange(0x20, 0x7F)) for _ in range(rng.choice((1, 55, 3000)))).strip()
         return key, value
 
     def _request(self) -> pb.GenerateRequest:
-        dice = self._dice
+        rng = self._rng
         request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[dice.randrange(5, 400) for _ in range(dice.choice((1, 8, 100)))]),
-            sampling={"max_tokens": dice.choice((1, 20, 100)), "seed": dice.getrandbits(64)},
+            token_ids=pb.TokenIds(ids=[rng.randrange(5, 400) for _ in range(rng.choice((1, 8, 100)))]),
+            sampling={"max_tokens": rng.choice((1, 20, 100)), "seed": rng.getrandbits(64)},
         )
-        if dice.random() < 0.5:
-            request.request_id = dice.choice(_IDS)
+        if rng.random() < 0.5:
+            request.request_id = rng.choice(_IDS)
         return request
 
     def _duration(self) -> Duration:
-        seconds, nanos = self._dice.choice(_DURATIONS)
+        seconds, nanos = self._rng.choice(_DURATIONS)
         return Duration(seconds=seconds, nanos=nanos)
 
     def _session(self) -> tuple[str, list[Message]]:
-        """Orders of a session: handles that are used twice, cancelled before they are there, or never were."""
-        dice = self._dice
+        """Make session commands with reused, early-cancelled and unknown handles."""
+        rng = self._rng
         sent: list[Message] = []
-        for _ in range(dice.randint(1, 6)):
+        for _ in range(rng.randint(1, 6)):
             submits = [
-                pb.SubmitCommand(handle=dice.choice((0, 1, 2, 2**64 - 1)), request=self._request())
-                for _ in range(dice.randint(1, 3))
+                pb.SubmitCommand(handle=rng.choice((0, 1, 2, 2**64 - 1)), request=self._request())
+                for _ in range(rng.randint(1, 3))
             ]
             for submit in submits:
-                if dice.random() < 0.3:
+                if rng.random() < 0.3:
                     submit.timeout.CopyFrom(self._duration())
-            cancels = [pb.CancelCommand(handle=dice.choice((0, 1, 2, 2**64 - 1))) for _ in range(dice.randint(0, 2))]
+            cancels = [pb.CancelCommand(handle=rng.choice((0, 1, 2, 2**64 - 1))) for _ in range(rng.randint(0, 2))]
             sent.append(
-                dice.choice(
+                rng.choice(
                     (
                         pb.SessionRequest(submits=submits[:1]),
                         pb.SessionRequest(submits=submits, cancels=cancels),
@@ -184,16 +184,16 @@ class Calls:
 
     def _submit(self) -> tuple[str, list[Message]]:
         message = pb.SubmitRequest(request=self._request())
-        if self._dice.random() < 0.7:
+        if self._rng.random() < 0.7:
             message.timeout.CopyFrom(self._duration())
         return "Submit", [message]
 
-    def _kept(self) -> tuple[str, list[Message]]:
-        """What is asked of a submitted request, whether or not there is one."""
-        dice = self._dice
-        request_id = dice.choice((*_IDS, "", "x" * 65, "nobody"))
-        index = dice.choice((0, 1, 5, 100, 2**32 - 1))
-        return dice.choice(
+    def _detached(self) -> tuple[str, list[Message]]:
+        """Make a request about a submitted request that may not exist."""
+        rng = self._rng
+        request_id = rng.choice((*_IDS, "", "x" * 65, "unknown"))
+        index = rng.choice((0, 1, 5, 100, 2**32 - 1))
+        return rng.choice(
             (
                 ("Attach", [pb.AttachRequest(request_id=request_id, from_index=index)]),
                 ("GetResult", [pb.GetResultRequest(request_id=request_id)]),
@@ -202,21 +202,21 @@ class Calls:
         )
 
     def _resumed(self) -> tuple[str, list[Message]]:
-        """The beginning of an answer that this server never gave."""
-        dice = self._dice
+        """Make a resume of an answer that this server never gave."""
+        rng = self._rng
         request = self._request()
-        request.resume.token_ids.extend(dice.randrange(600) for _ in range(dice.choice((0, 1, 19, 20, 101, 600))))
-        if dice.random() < 0.5:
-            request.resume.chat_time_us = dice.choice((-1, 0, 2**63 - 1, -(2**63)))
-        if dice.random() < 0.5:
-            request.resume.model_fingerprint = dice.choice(("", "toy", "another", "\u00e9" * 2000))
-        if dice.random() < 0.5:
-            request.resume.prompt_digest = dice.choice(("", "0", "f" * 64))
+        request.resume.token_ids.extend(rng.randrange(600) for _ in range(rng.choice((0, 1, 19, 20, 101, 600))))
+        if rng.random() < 0.5:
+            request.resume.chat_time_us = rng.choice((-1, 0, 2**63 - 1, -(2**63)))
+        if rng.random() < 0.5:
+            request.resume.model_fingerprint = rng.choice(("", "toy", "another", "\u00e9" * 2000))
+        if rng.random() < 0.5:
+            request.resume.prompt_digest = rng.choice(("", "0", "f" * 64))
         return "Generate", [request]
 
 
 def _seeds() -> list[tuple[str, bytes]]:
-    """(method, bytes) to begin with."""
+    """Return the undamaged messages as (method, bytes)."""
     good = pb.GenerateRequest(
         request_id="fuzz",
         token_ids=pb.TokenIds(ids=[5, 6, 7]),

@@ -1,10 +1,10 @@
-"""A caller with no load of its own: reads one answer after another, and writes down the gaps between its messages.
+"""A client without load: read one answer after another and measure the gaps between its messages.
 
-    cd tests && python -m fuzz.canary TARGET [TOKEN]
+cd tests && python -m fuzz.canary TARGET [TOKEN]
 
-Until its standard input ends; then prints as JSON the gaps in seconds, and the longest time without a token, which may
-be that before the first one. Ends with an error when an answer fails or differs from the first one. A process of its
-own, because in that of whoever makes the trouble an answer waits for the trouble.
+Runs until standard input ends. Then prints JSON: the gaps in seconds, and the longest time without a token, including
+the time to the first one. Fails if an answer fails or differs from the first one. It is a process of its own so that
+load in the test's process does not delay it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ def _command(target: str, token: str) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def singing(target: str) -> AsyncIterator[list[float]]:
-    """One beside the block; the list has its gaps after the block."""
+async def run_canary(target: str) -> AsyncIterator[list[float]]:
+    """Run a canary beside the block. The list contains its gaps after the block."""
     pipe, folder = asyncio.subprocess.PIPE, Path(__file__).parents[1]
     process = await asyncio.create_subprocess_exec(*_command(target, ""), stdin=pipe, stdout=pipe, cwd=folder)
     gaps: list[float] = []
     try:
         assert process.stdout is not None
-        await process.stdout.readline()  # it has had an answer
+        await process.stdout.readline()  # its first answer is complete
         yield gaps
     finally:
-        said, _ = await process.communicate(b"")  # which also ends its standard input
-    assert process.returncode == 0, "the canary got no answer, or a wrong one"
-    gaps += json.loads(said)["gaps"]
+        output, _ = await process.communicate(b"")  # closes its standard input
+    assert process.returncode == 0, "the canary's answer failed or differed"
+    gaps += json.loads(output)["gaps"]
 
 
 class Canary:
-    """The same for threads: a canary beside the block."""
+    """A canary process beside the block, for threads."""
 
     def __init__(self, target: str, token: str = "") -> None:
         self._command = _command(target, token)
@@ -59,7 +59,7 @@ class Canary:
         pipe, folder = subprocess.PIPE, Path(__file__).parents[1]
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, cwd=folder)
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has had an answer
+        self._process.stdout.readline()  # its first answer is complete
         return self
 
     def __exit__(
@@ -70,15 +70,15 @@ class Canary:
         self._process.communicate()
 
     def end(self) -> tuple[list[float], float]:
-        """End it. Returns the seconds between its tokens, and the longest time without one, the first included."""
-        said, _ = self._process.communicate(b"", PATIENCE_SECONDS)
-        assert self._process.returncode == 0, "the canary got no answer, or a wrong one"
-        found = json.loads(said)
+        """Stop the canary. Return its gaps and the longest time without a token, in seconds."""
+        output, _ = self._process.communicate(b"", PATIENCE_SECONDS)
+        assert self._process.returncode == 0, "the canary's answer failed or differed"
+        found = json.loads(output)
         return found["gaps"], found["longest"]
 
 
 def main() -> int:
-    """Read until told to stop, and a last answer to its end."""
+    """Read answers until standard input ends; complete the last one."""
     ended, gaps, longest = threading.Event(), list[float](), 0.0
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     token = sys.argv[2] if len(sys.argv) > 2 else None

@@ -1,9 +1,8 @@
-"""Damaged frames against the decoder, and against a live link that is serving: `python -m fuzz.frames --count 100000`.
+"""Damaged frames for the decoder and for a live link: `python -m fuzz.frames --count 100000`.
 
-The decoder must refuse or read each of them and nothing else, with a bounded number of calls. The live link hears them
-from a peer that has got into the socket directory, between the frames of a real worker: it must drop them all, and the
-answers of the canaries must be exact. Prints what it did as JSON; exits 1 at the first thing that must not be, naming
-the seed.
+The decoder must decode or refuse each frame, with a bounded number of calls. The live link receives frames from a peer
+inside the socket directory, between those of a real worker. It must drop them all, and the canaries' answers must be
+exact. Prints figures as JSON; exits with 1 at the first failure, with the seed.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from support.work import count_calls
 from lineclear.wire.codec import DecodeError, decode, encode
 
 _MAX_CALLS = 500
-_CANARIES_EVERY = 5000
+_FRAMES_PER_CANARY = 5000
 
 
-class Wrong(Exception):
-    """Something happened that must not."""
+class Failure(Exception):
+    """A failure of the decoder or the link."""
 
 
 def decoder(count: int, seed: int) -> dict[str, int]:
-    """Decode `count` damaged frames; half of them have a right checksum, or none would reach the payload."""
-    dice = random.Random(seed)
+    """Decode `count` damaged frames. Half of them have a valid checksum, so that the payload is read."""
+    rng = random.Random(seed)
     frames = [encode(message) for message in EXAMPLES]
     refused = 0
 
@@ -47,20 +46,20 @@ def decoder(count: int, seed: int) -> dict[str, int]:
             refused += 1
 
     for number in range(count):
-        frame = dice.choice(frames)
-        damaged = mutate(frame, dice) if dice.random() < 0.5 else damaged_payload(frame, dice)
+        frame = rng.choice(frames)
+        damaged = mutate(frame, rng) if rng.random() < 0.5 else damaged_payload(frame, rng)
         try:
             calls = count_calls(partial(attempt, damaged))
         except Exception as error:
-            raise Wrong(f"seed {seed}, frame {number}: {type(error).__name__} from {damaged.hex()}") from error
+            raise Failure(f"seed {seed}, frame {number}: {type(error).__name__} from {damaged.hex()}") from error
         if calls > _MAX_CALLS:
-            raise Wrong(f"seed {seed}, frame {number}: takes more than {_MAX_CALLS} calls: {damaged.hex()}")
+            raise Failure(f"seed {seed}, frame {number}: takes more than {_MAX_CALLS} calls: {damaged.hex()}")
     return {"frames": count, "refused": refused, "read": count - refused}
 
 
 def live(count: int, seed: int) -> dict[str, int]:
-    """Send `count` damaged frames into a link that serves; canaries all the while."""
-    dice = random.Random(seed)
+    """Send `count` damaged frames into a serving link, with canaries between them."""
+    rng = random.Random(seed)
     frames = [encode(message) for message in EXAMPLES]
     num_canaries = 0
     with World(options=ToyOptions()) as world:
@@ -70,10 +69,10 @@ def live(count: int, seed: int) -> dict[str, int]:
         rogue = context.socket(zmq.PUSH)
         try:
             rogue.connect(f"ipc://{world.directory}/result.sock")
-            for begin in range(0, count, _CANARIES_EVERY):
+            for begin in range(0, count, _FRAMES_PER_CANARY):
                 streams = [world.submit(request(begin + i)) for i in range(4)]
-                for _ in range(min(_CANARIES_EVERY, count - begin)):
-                    rogue.send(_unsealed(dice.choice(frames), dice))
+                for _ in range(min(_FRAMES_PER_CANARY, count - begin)):
+                    rogue.send(_undecodable(rng.choice(frames), rng))
                 world.wait_ended(streams)
                 for stream in streams:
                     stream.check(world.options.vocab_size)
@@ -83,14 +82,14 @@ def live(count: int, seed: int) -> dict[str, int]:
             context.destroy()
         counters = world.engine.snapshot().link
         if len(world.joins) != 1 or world.losses or world.fatal:
-            raise Wrong(f"seed {seed}: the worker was lost ({len(world.losses)}), or the engine died ({world.fatal})")
+            raise Failure(f"seed {seed}: the worker was lost ({len(world.losses)}), or the engine died ({world.fatal})")
     return {"frames": count, "bad_frames": counters.bad_frames, "canaries_exact": num_canaries}
 
 
-def _unsealed(frame: bytes, dice: random.Random) -> bytes:
-    """Damaged so that it is no frame any more, whatever the damage was."""
+def _undecodable(frame: bytes, rng: random.Random) -> bytes:
+    """Damage `frame` until it no longer decodes."""
     while True:
-        damaged = mutate(frame, dice)
+        damaged = mutate(frame, rng)
         try:
             decode(damaged)
         except DecodeError:
@@ -98,21 +97,21 @@ def _unsealed(frame: bytes, dice: random.Random) -> bytes:
 
 
 def _nudge(world: World) -> bool:
-    """Have the engine take a snapshot: a request more, that is exact as well."""
+    """Submit one more request, so that the engine publishes a snapshot."""
     number = 1_000_000 + len(world.streams)
     world.submit(request(number, max_tokens=1))
     return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both; 0 if all is well."""
+    """Run both campaigns; return 1 on a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(argv)
     try:
         found = {"decoder": decoder(chosen.count, chosen.seed), "live": live(chosen.count, chosen.seed)}
-    except (Wrong, AssertionError) as error:
+    except (Failure, AssertionError) as error:
         print(f"python -m fuzz.frames --count {chosen.count} --seed {chosen.seed}: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"seed": chosen.seed, **found}))

@@ -1,14 +1,14 @@
-"""Damaged requests against the whole service: nothing but their own status comes of them, and canaries answer exactly.
+"""Damaged requests against the whole service: each call gets its own status, and canaries get exact answers.
 
-    cd tests && python -m fuzz.requests --count 100000 --seed 1
+cd tests && python -m fuzz.requests --count 100000 --seed 1
     cd tests && python -m fuzz.requests --cancels 20000
 
-A real scheduler process with a toy worker. Calls are those of `calls`: bytes of every method, cut, flipped, spliced
-and grown, and well-formed messages that say odd things, with odd metadata and deadlines. A call that hangs is a
-failure, and so is a deadline or a cancellation that the call itself does not explain. One in a hundred is a canary, a
-good request whose answer is known. With --cancels calls are opened and given up at once instead, while a canary in a
-process of its own times its tokens against a quiet time before: p99 at most three times that, few tokens made for
-nobody, nothing held afterwards, and the memory that of before.
+A real scheduler process with a toy worker. `calls` makes the calls: cut, flipped and spliced bytes of each method, and
+valid messages with unusual values, metadata and deadlines. A hang is a failure, and so is a deadline or cancellation
+that the call does not explain. One call in a hundred is a canary with a known answer.
+
+With --cancels, calls are opened and cancelled at once, beside a canary process. Its p99 gap may be at most three times
+that of a quiet time, few tokens may be computed for cancelled calls, and nothing may be held or leaked afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 from campaigns.growth import Sample, look
 from fuzz.calls import Call, Calls
-from fuzz.canary import TOKENS, singing
+from fuzz.canary import TOKENS, run_canary
 from support.time_limits import SOON_SECONDS
 from support.toy_service import ToyService, answer, toy_service
 
@@ -36,34 +36,34 @@ from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 SERVICE = "/lineclear.v1.InferenceService/"
-_AT_ONCE = 32
+_CONCURRENCY = 32
 _CANARY_EVERY = 100
 HANG_SECONDS = SOON_SECONDS
-"""A call that has neither a message nor a status after so long hangs."""
+"""A call without a message or status for this long hangs."""
 _CANARY_TOKENS = 12
-_TIMES_QUIET = 3.0
-_MOST_GROWN_BYTES = 8 * 2**20
-_MOST_GROWN_MEANWHILE = Sample(0, private_bytes=64 * 2**20, threads=8, descriptors=50)
-_MOST_TOKENS_GIVEN_UP = 60
-"""Tokens made for a call that was given up, on average. A third have begun; one that nobody cancels gets 400."""
+_MAX_TIMES_QUIET = 3.0
+_MAX_GROWTH_BYTES = 8 * 2**20
+_MAX_GROWTH = Sample(0, private_bytes=64 * 2**20, threads=8, descriptors=50)
+_MAX_TOKENS_PER_CANCEL = 60
+"""Mean tokens of a cancelled call. A third of them started; an uncancelled one gets 400."""
 _SETTLE_SECONDS = 10.0
 _BAD_CODES = {grpc.StatusCode.INTERNAL.value[0], grpc.StatusCode.UNKNOWN.value[0], grpc.StatusCode.DATA_LOSS.value[0]}
 
 
 @dataclass
 class Outcome:
-    """What became of a campaign. `wrong` names what must not happen."""
+    """Result of a run. `wrong` names the failures."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
     grown: Sample = field(default_factory=lambda: Sample(0, 0, 0, 0))
-    """What the last three quarters of the calls added to the scheduler."""
+    """Growth of the scheduler during the last three quarters of the calls."""
     canaries: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
-    """Make so many calls, and look what becomes of them, of the canaries and of the process."""
+    """Make `count` calls and check their statuses, the canaries and the growth of the scheduler."""
     outcome, calls = Outcome(), Calls(seed)
     numbers = iter(range(count))
     before: Sample | None = None
@@ -84,17 +84,17 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
                     hexed = [message.hex() for message in call.messages]
                     outcome.wrong.append(f"{status} of {call.method}, seed {seed}, number {number}: {hexed}, {call}")
 
-        await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+        await asyncio.gather(*(work() for _ in range(_CONCURRENCY)))
     assert before is not None
     outcome.grown = _grown(before, look(service.pid, count))
     for name in ("private_bytes", "threads", "descriptors"):
-        if getattr(outcome.grown, name) > getattr(_MOST_GROWN_MEANWHILE, name):
+        if getattr(outcome.grown, name) > getattr(_MAX_GROWTH, name):
             outcome.wrong.append(f"{name} grew by {getattr(outcome.grown, name)} in {outcome.grown.requests} calls")
     return outcome
 
 
 def incidents(log: Path) -> list[str]:
-    """Return the lines about bugs of the server. A request, however odd, and a caller who is gone are none."""
+    """Return the log lines about bugs of the server. Odd requests and lost clients are none."""
     return [line for line in log.read_text().splitlines() if '"event": "incident"' in line or "loop_error" in line]
 
 
@@ -108,11 +108,11 @@ def _grown(before: Sample, after: Sample) -> Sample:
 
 
 async def _send(channel: grpc.aio.Channel, call: Call) -> str:
-    """The status of the call; OK once what was to be read has come; HANG if nothing comes at all.
+    """Return the status of the call: OK once `call.reads` messages arrived, HANG if nothing arrives.
 
-    A Failure inside a session that only a bug of the server explains counts as the status of the call.
+    An error inside a session that only a bug explains counts as the status of the call.
     """
-    # As an iterator: what gRPC raises at a write to a call that is over already is then its own business.
+    # As an iterator, so that gRPC handles writes to a call that has ended.
     made = channel.stream_stream(SERVICE + call.method)(
         list(call.messages), metadata=call.metadata, timeout=call.deadline_seconds
     )
@@ -135,12 +135,12 @@ async def _send(channel: grpc.aio.Channel, call: Call) -> str:
     finally:
         made.cancel()
     is_refused_write = code is grpc.StatusCode.INTERNAL and "from Core" in (await made.details() or "")
-    # A write to a call that was refused meanwhile: gRPC's own word for it.
+    # gRPC's status for a write to a call that was refused in the meantime.
     return "OK" if is_refused_write else code.name
 
 
 def _bug_in(data: bytes) -> str:
-    """The reason of a Failure that no request can be the cause of; empty if there is none."""
+    """Return the reason of a session error that no request can cause, or an empty string."""
     errors = [event.error for event in pb.SessionResponse.FromString(data).events if event.HasField("error")]
     return next((from_status(error).reason for error in errors if error.code in _BAD_CODES), "")
 
@@ -160,73 +160,73 @@ async def _canary(client: AsyncClient, number: int, outcome: Outcome) -> None:
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """What calls that were opened and given up did to everybody else."""
+class CancelledCalls:
+    """Effects of opened and cancelled calls on the server and a canary."""
 
     count: int
     seconds: float
     quiet: float
-    """p99 of the gaps of an answer before."""
-    meanwhile: float
-    """The same while it happened."""
+    """p99 of the canary's gaps before."""
+    during: float
+    """p99 of the canary's gaps during the calls."""
     grown_bytes: int
-    """Private memory of the scheduler, from after a tenth of them to after all."""
+    """Growth of the scheduler's private memory, after the first tenth of the calls."""
     held: int
-    """Requests the scheduler still had when they were over."""
+    """Requests that the scheduler held at the end."""
     tokens: int
-    """Made for them, all together. A call that is given up and not cancelled gets 400."""
+    """Tokens computed for all cancelled calls. An uncancelled one gets 400."""
 
     @property
     def is_harmless(self) -> bool:
-        """Nothing stays, little was computed, and an answer beside them goes on about as it did."""
-        small = self.grown_bytes <= _MOST_GROWN_BYTES
-        return small and self.held == 0 and self.is_cancelled and self.meanwhile <= _TIMES_QUIET * self.quiet
+        """Whether nothing is held, little was computed, and the canary was not delayed."""
+        small = self.grown_bytes <= _MAX_GROWTH_BYTES
+        return small and self.held == 0 and self.is_cancelled and self.during <= _MAX_TIMES_QUIET * self.quiet
 
     @property
     def is_cancelled(self) -> bool:
-        """The server stopped computing for callers that had gone."""
-        return self.tokens <= _MOST_TOKENS_GIVEN_UP * self.count
+        """Whether the server stopped computing for cancelled calls."""
+        return self.tokens <= _MAX_TOKENS_PER_CANCEL * self.count
 
 
-async def opened_and_given_up(service: ToyService, count: int, quiet_seconds: float = 4.0) -> GivenUp:
-    """Open so many calls and give each up at once, or a moment later."""
+async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float = 4.0) -> CancelledCalls:
+    """Open `count` calls and cancel each at once or a moment later."""
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
-        async with singing(service.target) as quiet:
+        async with run_canary(service.target) as quiet:
             await asyncio.sleep(quiet_seconds)
         generate = channel.unary_stream(SERVICE + "Generate")
         data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 400}).SerializeToString()
 
-        async def give_up(numbers: Iterator[int]) -> None:
+        async def cancel(numbers: Iterator[int]) -> None:
             for number in numbers:
                 call = generate(data)
                 if number % 3 == 0:
-                    await call.read()  # it has a place in the batch
+                    await call.read()  # it runs
                 elif number % 3 == 1:
                     await asyncio.sleep(0)
                 call.cancel()
                 if number % 50 == 0:
                     await asyncio.sleep(0.001)
 
-        async def all_of(numbers: Iterator[int]) -> None:
-            await asyncio.gather(*(give_up(numbers) for _ in range(_AT_ONCE)))
-            await _settled(client, most=1)  # the canary's
+        async def cancel_all(numbers: Iterator[int]) -> None:
+            await asyncio.gather(*(cancel(numbers) for _ in range(_CONCURRENCY)))
+            await _settled(client, most=1)  # the canary's request
 
         made = (await client.stats()).totals.output_tokens
-        async with singing(service.target) as meanwhile:
+        async with run_canary(service.target) as during:
             begin = time.monotonic()
-            await all_of(iter(range(count // 10)))
+            await cancel_all(iter(range(count // 10)))
             before = look(service.pid, 0).private_bytes
-            await all_of(iter(range(count // 10, count)))
+            await cancel_all(iter(range(count // 10, count)))
             seconds = time.monotonic() - begin
         held = await _settled(client, most=0)
         grown = look(service.pid, 0).private_bytes - before
-        sung = len(meanwhile) * TOKENS // (TOKENS - 1)  # a gap less than tokens in each of the canary's answers
-        made = (await client.stats()).totals.output_tokens - made - sung
-        return GivenUp(count, seconds, _p99(quiet), _p99(meanwhile), grown, held, made)
+        canary_tokens = len(during) * TOKENS // (TOKENS - 1)  # each answer of the canary has one gap less than tokens
+        made = (await client.stats()).totals.output_tokens - made - canary_tokens
+        return CancelledCalls(count, seconds, _p99(quiet), _p99(during), grown, held, made)
 
 
 async def _settled(client: AsyncClient, most: int) -> int:
-    """How many requests there are, once there are at most so many, or after a while."""
+    """Return the number of requests once it is at most `most`, or after _SETTLE_SECONDS."""
     end = time.monotonic() + _SETTLE_SECONDS
     while True:
         gauges = (await client.stats()).gauges
@@ -241,11 +241,11 @@ def _p99(gaps: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when something happened that must not."""
+    """Run the campaign and print its figures; return 1 on a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cancels", type=int, default=0, help="open and give up so many calls instead")
+    parser.add_argument("--cancels", type=int, default=0, help="open and cancel so many calls instead")
     options = parser.parse_args(arguments)
     steps = {"min_step_seconds": 0.005, "max_step_seconds": 0.005} if options.cancels else {}
     with (
@@ -253,11 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         toy_service(Path(folder), log=Path(folder, "log"), **steps) as service,
     ):
         if options.cancels:
-            found = asyncio.run(opened_and_given_up(service, options.cancels))
+            found = asyncio.run(open_and_cancel(service, options.cancels))
             print(
-                f"{found.count} calls given up in {found.seconds:.1f} s; p99 of a gap {found.quiet:.4f} s before and "
-                f"{found.meanwhile:.4f} s meanwhile; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held, "
-                f"{found.tokens} tokens for nobody"
+                f"{found.count} calls cancelled in {found.seconds:.1f} s; p99 of a gap {found.quiet:.4f} s before and "
+                f"{found.during:.4f} s during them; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held, "
+                f"{found.tokens} tokens for cancelled calls"
             )
             return 0 if found.is_harmless and service.leave() == 0 else 1
         outcome = asyncio.run(damaged(service, options.count, options.seed))
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line)
     print(
         f"{outcome.grown.private_bytes / 2**20:.1f} MiB, {outcome.grown.threads} threads and "
-        f"{outcome.grown.descriptors} descriptors more; {options.count} requests, {outcome.canaries} canaries, "
+        f"{outcome.grown.descriptors} descriptors grown; {options.count} requests, {outcome.canaries} canaries, "
         f"{len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
     )
     return 1 if outcome.wrong or not alive else 0

@@ -335,7 +335,7 @@ async def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ende
             while await asyncio.to_thread(client.receive, 1.5):
                 pass
             assert s.engine.submitted == []
-            client.go_on(first, request[10:])
+            client.send_more(first, request[10:])
             while len(client.ended) < 2:
                 assert await asyncio.to_thread(client.receive)
             assert sorted(client.ended) == [first, second]

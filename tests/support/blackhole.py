@@ -1,6 +1,6 @@
-"""A TCP proxy that can stop forwarding without closing anything, as a network does when a machine or a cable is gone.
+"""A TCP proxy that can stop forwarding without closing a connection, as when a machine or a cable fails.
 
-The kernel still accepts bytes for both ends, so neither of them gets an error or the end of the stream.
+The kernel still accepts bytes for both ends, so neither end gets an error or the end of the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 65536
 
 
 class BlackHole:
-    """Forward every connection made to `target` (host:port here) to `upstream`, until `vanish`."""
+    """Forward each connection to `target` (host:port) to `upstream`, until `vanish` is called."""
 
     def __init__(self, upstream: str) -> None:
         host, _, port = upstream.rpartition(":")
@@ -30,7 +30,7 @@ class BlackHole:
         self._thread.start()
 
     def vanish(self) -> None:
-        """Forward nothing any more, in either direction. On return it is so."""
+        """Stop forwarding in both directions. Nothing is forwarded after the return."""
         self._vanished.set()
         self._wake.send(b"x")
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The demonstration model as a client asks it: prompts, and what transformers' `generate` says to them."""
+"""Prompts for the demo model, and the answers of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 12345}
 
 @cache
 def reference(prompt: str, max_tokens: int) -> tuple[int, ...]:
-    """What transformers generates greedily, in fp32."""
+    """Return the tokens that transformers generates greedily in fp32."""
     loaded, tokenizer = model()
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
@@ -37,20 +37,20 @@ def reference(prompt: str, max_tokens: int) -> tuple[int, ...]:
 
 @cache
 def model() -> tuple[Any, Any]:
-    """The model and its tokenizer, as transformers has them."""
+    """Return the model and its tokenizer from transformers."""
     loaded = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     return loaded.eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
 
 
 def all_at_once(client: Client, **params: Any) -> list[Generation]:
-    """The answers to all PROMPTS, asked for at the same time."""
+    """Return the answers to all PROMPTS, requested at the same time."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return list(pool.map(lambda prompt: client.generate(prompt, ignore_eos=True, **params), PROMPTS))
 
 
 def greedy(max_tokens: int) -> dict[str, Any]:
-    """What to ask for if the answer is to be the `reference`."""
-    # transformers bans end-of-sequence to reach min_new_tokens; the same is asked for here.
+    """Return the parameters of a request whose answer must equal `reference`."""
+    # transformers bans end-of-sequence until min_new_tokens, so ban it here as well.
     eos = model()[0].generation_config.eos_token_id
     banned = [eos] if isinstance(eos, int) else list(eos)
     return {"temperature": 0.0, "max_tokens": max_tokens, "banned_token_ids": banned}

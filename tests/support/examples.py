@@ -1,6 +1,6 @@
-"""A message of each kind that the two processes exchange, with every field away from its default.
+"""One message of each kind of the plan protocol, with each field away from its default.
 
-So a field that the codec forgets is noticed, and damage has something to hit.
+A field that the codec forgets then fails a test, and damage hits every field.
 """
 
 from __future__ import annotations

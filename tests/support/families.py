@@ -1,4 +1,4 @@
-"""Tiny random models of every verified family. The weights are wide enough that no two logits are nearly tied."""
+"""Tiny random models of each verified family, with weights wide enough that no two logits are nearly equal."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 4,
     "vocab_size": 256,
 }
-"""Changes to a configuration after which the kernels take it, in blocks of a multiple of 16, and the way without them
-looks for the best logit in pieces."""
+"""Configuration changes that let the kernels run a model, in blocks of a multiple of 16, and make the path without
+kernels search for the best logit in parts.
+"""
 
 
 def _with(config: type, **changes: Any) -> Callable[[], Any]:
@@ -106,16 +107,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "stablelm": _with(tf.StableLmConfig),
     "starcoder2": _with(tf.Starcoder2Config, sliding_window=_WINDOW),
 }
-"""For each verified family, a configuration whose windows, caps and scales matter in a short test already."""
+"""A configuration for each verified family, with windows, caps and scales that matter in a short test."""
 
 
 def tiny_config(family: str) -> Any:
-    """A new configuration of `family`, to be changed at will."""
+    """Return a new configuration of `family`, which the caller may change."""
     return CONFIGS[family]()
 
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of `family` with random weights, on the CPU; `changes` are to its configuration."""
+    """Return a model of `family` with random weights on the CPU. `changes` are attributes of its configuration."""
     torch.manual_seed(seed)
     config = tiny_config(family)
     for name, value in changes.items():
@@ -123,7 +124,7 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
     model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Biases and sinks start at zero, which would hide that they are lost.
+            # Biases and sinks are zero by default, so a loader that drops them would pass.
             if parameter.ndim > 1 or ("norm" not in name and "ln_" not in name):
                 parameter.normal_(0.0, 0.25)
     return model.eval()

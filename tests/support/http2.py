@@ -1,4 +1,4 @@
-"""A raw HTTP/2 caller, for what no gRPC client does: requests that are never complete, pings without end."""
+"""A raw HTTP/2 client, for what no gRPC client does: incomplete requests and endless pings."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _INITIAL_WINDOW = 65_535
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    """One frame."""
+    """Return one frame."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def message(data: bytes, declared: int | None = None) -> bytes:
-    """A gRPC message as it travels; `declared` is the length that it claims to have."""
+    """Return a gRPC message with its prefix; `declared` is the length in the prefix."""
     return b"\0" + (len(data) if declared is None else declared).to_bytes(4, "big") + data
 
 
 class Connection:
-    """A connection to a unix socket, or to a port of this machine. It obeys the windows that the server grants, and
-    counts what it could send."""
+    """A connection to a Unix socket or a local port. It respects the flow control windows of the server and counts
+    the bytes that it sends.
+    """
 
     def __init__(self, where: Path | int) -> None:
         self._socket = socket.socket(socket.AF_UNIX if isinstance(where, Path) else socket.AF_INET)
@@ -39,9 +40,9 @@ class Connection:
         self._unsent: dict[int, bytes] = {}
         self._received = b""
         self.sent: dict[int, int] = {}
-        """Bytes of messages that the server has taken, by the number of the stream."""
+        """Bytes of messages sent on each stream."""
         self.ended: dict[int, bytes] = {}
-        """What was received with the end of each stream, by its number."""
+        """Payload of the frame that ended each stream."""
         self.goaway = b""
         self.is_closed = False
 
@@ -52,7 +53,7 @@ class Connection:
         self._socket.close()
 
     def call(self, method: str, body: bytes, *metadata: tuple[str, str]) -> int:
-        """Begin a call that sends `body` and never ends its side; the number of its stream."""
+        """Start a call that sends `body` and never closes its side. Return the number of its stream."""
         stream = 2 * len(self._windows) + 1
         self._windows[stream] = self._initial
         fields = (
@@ -71,10 +72,10 @@ class Connection:
 
     @property
     def num_sent(self) -> int:
-        """Bytes of messages that the server has taken, of streams that have not ended."""
+        """Bytes of messages sent on streams that have not ended."""
         return sum(count for stream, count in self.sent.items() if stream not in self.ended)
 
-    def go_on(self, stream: int, body: bytes) -> None:
+    def send_more(self, stream: int, body: bytes) -> None:
         """Send more of a call's request."""
         self._unsent[stream] = self._unsent.get(stream, b"") + body
         self._send()
@@ -87,7 +88,7 @@ class Connection:
             self.is_closed = True
 
     def receive(self, seconds: float = PATIENCE_SECONDS) -> bool:
-        """Take what comes next, within that time, and send what there is room for then; whether something came."""
+        """Receive for at most `seconds`, then send what the windows allow. Return whether anything was received."""
         self._socket.settimeout(seconds)
         try:
             data = self._socket.recv(1 << 16)
@@ -106,12 +107,12 @@ class Connection:
             kind, flags = self._received[3], self._received[4]
             stream = int.from_bytes(self._received[5:9], "big")
             payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
-            self._obey(kind, flags, stream, payload)
+            self._handle(kind, flags, stream, payload)
         if not self.is_closed:
             self._send()
         return bool(data)
 
-    def _obey(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+    def _handle(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == SETTINGS and not flags & _ACK:
             for place in range(0, len(payload), 6):
                 if int.from_bytes(payload[place : place + 2], "big") == 4:  # SETTINGS_INITIAL_WINDOW_SIZE
@@ -147,5 +148,5 @@ class Connection:
 
 
 def _literal(name: str, value: str) -> bytes:
-    """A header without Huffman coding and without an entry in a table (RFC 7541, 6.2.2)."""
+    """Return a header field without Huffman coding and without indexing (RFC 7541, 6.2.2)."""
     return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

@@ -1,4 +1,4 @@
-"""Which kernels a test runs with: each library that this machine can run, and none, as where there was no compiler."""
+"""Fixtures that run a test with each kernel library that this machine supports, and without kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _choosing(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 each_library = pytest.fixture(_choosing, name="each_library", params=LIBRARIES)
-"""By name. A test that asks for it is skipped where there is none."""
+"""Each library, by name. The test is skipped if there is no library."""
 each_way = pytest.fixture(_choosing, name="each_way", params=[*LIBRARIES, kernels.NONE])
-"""Every library, by name, and NONE."""
+"""Each library, by name, and NONE."""
 best_and_none = pytest.fixture(_choosing, name="best_and_none", params=[*LIBRARIES[:1], kernels.NONE])
-"""For tests that would take too long with all of them."""
+"""The best library and NONE, for slow tests."""

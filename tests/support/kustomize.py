@@ -1,4 +1,4 @@
-"""The part of kustomize that deploy/kubernetes uses: resources, components and JSON patches of a kind."""
+"""The subset of kustomize that deploy/kubernetes uses: resources, components and JSON patches by kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """Return the documents of a kustomization, as `kubectl kustomize` prints them but for their order."""
+    """Return the documents of a kustomization, as `kubectl kustomize` prints them except for their order."""
     return _apply(folder, [])
 
 
@@ -31,11 +31,11 @@ def _apply(folder: Path, documents: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _operate(document: Any, op: str, path: str, value: Any = None, **source: str) -> None:
-    """One operation of RFC 6902."""
+    """Apply one operation of RFC 6902."""
     if op == "copy":
         op, value = "add", copy.deepcopy(_at(document, source["from"]))
-    way, _, last = path.rpartition("/")
-    place = _at(document, way)
+    parent, _, last = path.rpartition("/")
+    place = _at(document, parent)
     last = last.replace("~1", "/")
     if isinstance(place, list):
         assert op == "add"
@@ -49,7 +49,7 @@ def _operate(document: Any, op: str, path: str, value: Any = None, **source: str
 
 
 def _at(document: Any, path: str) -> Any:
-    """What a JSON pointer points to."""
+    """Return the value at a JSON pointer."""
     for part in path.split("/")[1:]:
         document = document[int(part) if isinstance(document, list) else part.replace("~1", "/")]
     return document

@@ -1,4 +1,4 @@
-"""Any message the two processes may exchange, as hypothesis strategies. Values are what the wire can carry exactly."""
+"""Hypothesis strategies for each message of the plan protocol, with values that the wire represents exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INT32 = 2**31 - 1
 naturals = st.integers(0, INT32)
 positives = st.integers(1, INT32)
 uint64 = st.integers(0, 2**64 - 1)
-# The wire has single precision for parameters and logprobs.
+# Parameters and logprobs have single precision on the wire.
 floats = st.floats(width=32, allow_nan=False)
 seconds = st.floats(0, 1e9)
 

@@ -1,4 +1,4 @@
-"""Packages of npm for tests, installed once into the environment."""
+"""Install npm packages for tests, once, into the virtual environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 @cache
 def install(name: str, *packages: str) -> Path:
-    """Return the folder that holds node_modules with `packages`. Skips the test where npm is not there or fails."""
+    """Return the folder whose node_modules contains `packages`. Skips the test if npm is missing or fails."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not installed")

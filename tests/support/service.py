@@ -1,4 +1,4 @@
-"""A whole service for a test: `lineclear-scheduler` and its worker as real processes, a client connected to them."""
+"""A whole service for tests: scheduler and worker as real processes, and a connected client."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """Return when `condition()` holds. AssertionError, naming `what`, when it does not within `seconds`."""
-    give_up = time.monotonic() + seconds
+    """Wait until `condition()` holds. Raises AssertionError with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.01)
 
 
 @dataclass
 class Service:
-    """Two processes and a client."""
+    """A running service and a client of it."""
 
     process: subprocess.Popen[bytes]
     target: str
@@ -38,23 +38,25 @@ class Service:
 
     @property
     def worker_pid(self) -> int:
-        """Of the worker that is joined now."""
+        """Process id of the joined worker."""
         return self.client.stats().worker.pid
 
     def is_idle(self) -> bool:
-        """Nothing waits, runs or holds anything."""
+        """Whether the service holds no request, block or stream."""
         return is_idle(self.client.stats())
 
 
 def is_idle(stats: Stats) -> bool:
-    """Whether a server holds no request, no block and no stream."""
+    """Whether the server holds no request, block or stream."""
     g = stats.gauges
     return not (g.requests_waiting or g.requests_running or g.steps_in_flight or g.blocks_used or g.streams_open)
 
 
 @contextlib.contextmanager
 def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL, listen: str = "") -> Iterator[Service]:
-    """A service on a unix socket (or at `listen`), ready; stopped, and its exit code checked, when the block ends."""
+    """Run a ready service on a Unix socket (or at `listen`). Stops it at the end of the block and checks its exit
+    code.
+    """
     with tempfile.TemporaryDirectory(prefix="lineclear-test-") as folder:
         target = listen or f"unix:{folder}/api.sock"
         command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(model), "--listen", target]
@@ -71,11 +73,11 @@ def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL,
             raise
         if process.poll() is None:
             process.terminate()
-        assert process.wait(PATIENCE_SECONDS) in (0, -9), "the scheduler did not leave cleanly"
+        assert process.wait(PATIENCE_SECONDS) in (0, -9), "the scheduler failed to shut down"
 
 
 def _serving(client: Client, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, f"the scheduler ended with exit code {process.returncode}"
+    assert process.poll() is None, f"the scheduler exited with code {process.returncode}"
     with contextlib.suppress(LineclearError):
         return client.health(timeout_seconds=1.0) is HealthStatus.SERVING
     return False

@@ -1,4 +1,4 @@
-"""Where the tests get their ZeroMQ sockets from: those that wait for nobody when they go. And free ports."""
+"""ZeroMQ contexts that never block at exit, and free TCP ports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import zmq
 
 
 def bare_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context whose sockets drop what they have not sent when they are closed, however that comes about.
+    """Return a context whose sockets drop unsent messages when they are closed.
 
-    Naming the linger at the end, as in `destroy(linger=0)`, is too late for a socket that was only forgotten: by
-    default it keeps what nobody took, and the context's end waits for it for ever.
+    Without it, a socket that a test did not close keeps its messages, and terminating the context waits for ever.
+    `destroy(linger=0)` is too late for such a socket.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.linger = 0
@@ -19,11 +19,11 @@ def bare_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports of 127.0.0.1 that nothing listens on."""
+    """Return `count` free ports of 127.0.0.1."""
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return ports

@@ -1,4 +1,4 @@
-"""The source roots, and what a source file imports and calls. Only the syntax is read; nothing is imported."""
+"""The source roots, and the imports and calls of a source file. Only the syntax is read; nothing is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def imports(source: str) -> Iterator[tuple[str, int]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return "a.b.c" for the expression a.b.c, or ".c" where it begins with another kind of expression."""
+    """Return "a.b.c" for the expression a.b.c, or ".c" if it starts with another kind of expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

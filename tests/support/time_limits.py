@@ -1,10 +1,8 @@
-"""How long tests wait. Nobody waits so long on a quiet machine; a busy or slow one must not look like a hang."""
+"""Time limits of tests, long enough for a busy machine. They only decide when a test gives up."""
 
 from __future__ import annotations
 
 PATIENCE_SECONDS = 120.0
-"""For what must happen: a hang, and nothing else, takes longer."""
+"""Limit for an event that must happen; only a hang takes longer."""
 SOON_SECONDS = 60.0
-"""The most for what an event brings about at once, where only a timeout that is longer still could bring it about too.
-
-Far more than it takes: a machine may stand still for many seconds, and that is nobody's fault."""
+"""Limit for an immediate effect, where a timeout of the product that is longer still could also cause it."""

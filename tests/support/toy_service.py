@@ -1,6 +1,6 @@
-"""The whole scheduler as a process with a toy worker behind it, that can be killed and started again where it was.
+"""The real scheduler as a process with a toy worker, which tests can kill and restart.
 
-No torch, so it is ready in about a second. Answers are known beforehand: `answer`.
+Without torch it is ready in about a second. `answer` computes its answers.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from lineclear.wire.messages import Sampling
 
 VOCABULARY, EOS = 512, 0
 PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
-"""What Python runs as the scheduler."""
+"""Arguments of Python that run the scheduler."""
 TOKENIZER = Tokenizer(definition(byte_level()))
 
 
 def answer(prompt: Sequence[int], max_tokens: int, *, model: str = "", **sampling: Any) -> list[int]:
-    """The tokens of the answer; end-of-sequence is ignored."""
+    """Return the tokens of the answer to `prompt`. End-of-sequence is ignored."""
     return expected(prompt, Sampling(**sampling), max_tokens, VOCABULARY, model)
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What they say."""
+    """Return the text of `tokens`."""
     return decode(TOKENIZER, tokens, keep_special=False)
 
 
 class ToyService:
-    """At `target`, by default a unix socket below `folder`. Started, stopped and killed as often as one likes."""
+    """A scheduler at `target`, by default a Unix socket in `folder`, that can be started and stopped repeatedly."""
 
     def __init__(
         self, folder: Path, *flags: str, target: str | None = None, log: Path | None = None, **toy: Any
     ) -> None:
-        """With `log`, both processes write there what would go to standard error."""
+        """With `log`, both processes write their standard error to that file."""
         self.target = target or f"unix:{folder}/api.sock"
         self._model = save(folder / "model", byte_level())
         self._flags = flags
@@ -59,12 +59,12 @@ class ToyService:
 
     @property
     def pid(self) -> int:
-        """Of the scheduler."""
+        """Process id of the scheduler."""
         assert self._process is not None
         return self._process.pid
 
     def start(self, *, wait: bool = True) -> None:
-        """Begin, and be ready on return unless told not to `wait`."""
+        """Start the scheduler and, with `wait`, wait until it is ready."""
         worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
         command = [sys.executable, *PROGRAM, "--model", str(self._model), "--spawn-worker"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
@@ -79,12 +79,12 @@ class ToyService:
             self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
-        """Return when it says SERVING."""
+        """Wait until health is SERVING."""
         assert self._process is not None
-        give_up = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         with Client(self.target, max_attempts=1) as client:
-            while time.monotonic() < give_up:
-                assert self._process.poll() is None, f"it ended with {self._process.returncode}"
+            while time.monotonic() < deadline:
+                assert self._process.poll() is None, f"the scheduler exited with {self._process.returncode}"
                 with contextlib.suppress(LineclearError):
                     if client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
                         return
@@ -92,11 +92,11 @@ class ToyService:
         raise AssertionError(f"not ready within {PATIENCE_SECONDS} s")
 
     def kill(self) -> None:
-        """SIGKILL, and gone on return."""
+        """Kill the scheduler and wait for its exit."""
         self._signal(signal.SIGKILL)
 
     def leave(self) -> int:
-        """SIGTERM; the exit code."""
+        """Stop the scheduler with SIGTERM. Return its exit code."""
         return self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> int:
@@ -111,7 +111,7 @@ class ToyService:
 def toy_service(
     folder: Path, *flags: str, target: str | None = None, log: Path | None = None, **toy: Any
 ) -> Iterator[ToyService]:
-    """One that is ready, and killed at the end of the block if it still runs."""
+    """Run a ready ToyService, and kill it at the end of the block."""
     service = ToyService(folder, *flags, target=target, log=log, **toy)
     try:
         service.start()

@@ -1,4 +1,4 @@
-"""How much work something is, counted and not timed: whatever else the machine does, the number is the same."""
+"""Count the work of an action instead of timing it, so that the number does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import FrameType
 
 
 def count_calls(action: Callable[[], object]) -> int:
-    """Calls of Python and C functions in `action` on this thread.
+    """Return the number of Python and C calls in `action` on this thread.
 
-    Nothing is collected meanwhile: the callbacks of a collection are called on whatever thread makes it due.
+    Garbage collection is off: its callbacks run on an arbitrary thread.
     """
     calls = 0
 
