@@ -71,7 +71,7 @@ async def by_session(channel: grpc.aio.Channel, count: int, length: int) -> int:
 
 async def measure(model: str, way: str, count: int, tokens: int) -> list[Figure]:
     """`count` requests at once, `tokens` in all, at most 1024 each."""
-    python = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "bench.instant"]
+    python = [f"--worker-command={sys.executable} -m bench.instant"]
     flags = [*python, "--max-batch-size", str(count), "--target-batch-tokens", "4096"]
     length = min(_MOST_TOKENS, max(1, tokens // count))
     run = by_session if way == "session" else by_generate

@@ -26,7 +26,7 @@ _GOAL_TOKENS_PER_CORE = 100_000.0
 
 async def stream_all(model: str, count: int, tokens: int) -> list[Figure]:
     """`count` streams at once, `tokens` in all, at most 512 each."""
-    python = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "bench.instant"]
+    python = [f"--worker-command={sys.executable} -m bench.instant"]
     flags = [*python, "--max-batch-size", str(count), "--target-batch-tokens", "4096"]
     length = min(_MOST_TOKENS, max(1, tokens // count))
     messages = 0

@@ -239,7 +239,7 @@ async def _cadence(service: Service, seconds: float) -> list[float]:
 
 
 def _service(model: str, *flags: str) -> contextlib.AbstractAsyncContextManager[Service]:
-    worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "bench.instant"]
+    worker = [f"--worker-command={sys.executable} -m bench.instant"]
     common = ["--max-batch-size", str(_SLOTS), "--max-queue-size", str(_QUEUE), "--target-batch-tokens", "4096"]
     return serving(model, [*worker, *common, *flags], ["--step-seconds", str(_STEP_SECONDS)])
 

@@ -24,7 +24,9 @@ from pydantic_settings import BaseSettings
 
 from lineclear.errors import LineclearError, UnknownStatus, tree
 from lineclear.exit_codes import TABLE, of_grpc
-from lineclear.process import settings_base
+from lineclear.process.flag_aliases import names_of
+from lineclear.process.setting_fields import flag_of, groups
+from lineclear.process.settings_help import description
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
@@ -50,12 +52,17 @@ def configuration() -> str:
             "Made from the settings classes by `docs/generate.py`; do not edit.",
             "",
             "A flag beats an environment variable, which beats the file named by `--config` (scheduler), which",
-            "beats the default. A key of the file is the flag's name with underscores. Units are in the names. Both",
-            "processes log the values in force once, at start: all of them in JSON, in text for people those that are",
-            "not the default.",
+            "beats the default. A key of the file is the flag's name with underscores. Units are in the names.",
             "",
-            "`lineclear serve` and `lineclear-scheduler --spawn-worker` start the worker too; whatever follows a lone",
-            "`--` goes to it: `lineclear serve --model DIR --max-batch-size 32 -- --dtype bfloat16`.",
+            '"Also" are names of vLLM, SGLang, TGI and llama.cpp for the same quantity. They are accepted as flags,',
+            "environment variables and keys of the file: `--max-num-seqs`, `LINECLEAR_MAX_NUM_SEQS`, `max_num_seqs`.",
+            "If a setting has several names in the environment or in the file, its own counts.",
+            "",
+            "Both processes log their settings once, at start: all of them in JSON, those that differ from the default",
+            "in text.",
+            "",
+            "`lineclear serve` and `lineclear-scheduler --spawn-worker` start the worker too. Flags after a lone `--`",
+            "are the worker's: `lineclear serve --model DIR --max-batch-size 32 -- --dtype bfloat16`.",
             "",
             "## lineclear-scheduler",
             "",
@@ -69,12 +76,11 @@ def configuration() -> str:
 
 def _settings(kind: type[BaseSettings]) -> Iterator[str]:
     prefix = kind.model_config.get("env_prefix", "")
-    for title, fields in settings_base.groups(kind).items():
+    for title, fields in groups(kind).items():
         yield from (f"### {title}", "", "| flag | environment | default | meaning |", "|---|---|---|---|")
         for name, field in fields.items():
-            flag = settings_base.flag_of(name)
-            meaning = _cell(settings_base.name_flags(kind, field.description or "")) + _choices(field)
-            yield f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
+            meaning = _cell(description(kind, field)) + _choices(field) + _aliases(name)
+            yield f"| `{flag_of(name)}` | `{prefix}{name.upper()}` | {_default(field)} | {meaning} |"
         yield ""
 
 
@@ -82,10 +88,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is None or value in ("", ()):
+    if value == "":
         return ""
-    if isinstance(value, tuple):
-        value = " ".join("python" if str(part) == sys.executable else str(part) for part in value)
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
@@ -94,6 +98,11 @@ def _choices(field: FieldInfo) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         return " One of " + ", ".join(f"`{choice}`" for choice in choices) + "."
     return ""
+
+
+def _aliases(name: str) -> str:
+    aliases = names_of(name)[1:]
+    return " Also " + ", ".join(f"`{flag_of(alias)}`" for alias in aliases) + "." if aliases else ""
 
 
 def _cell(text: str) -> str:

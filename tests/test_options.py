@@ -1,4 +1,4 @@
-"""Settings of both processes as people meet them: what a wrong one is called, and what --help shows."""
+"""Settings of both processes: error sentences, aliases and --help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from pydantic_settings import BaseSettings
 from structlog.testing import capture_logs
 from support.sources import ROOTS
 
-from lineclear.process import settings_base
+from lineclear.process import command_line
+from lineclear.process.flag_aliases import ALIASES, OTHER_SERVERS, names_of
+from lineclear.process.setting_fields import flag_of, groups
+from lineclear.process.settings_base import ConfigurationError
+from lineclear.process.settings_help import description
 from lineclear.scheduler import settings as of_scheduler
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.worker import settings as of_worker
@@ -27,14 +31,11 @@ from lineclear.worker import settings as of_worker
 class Program(NamedTuple):
     kind: type[BaseSettings]
     load: Callable[[list[str]], Any]
-    error: type[Exception]
     required: list[str]
 
 
-SCHEDULER = Program(of_scheduler.SchedulerSettings, of_scheduler.load, of_scheduler.ConfigurationError, [])
-WORKER = Program(
-    of_worker.WorkerSettings, of_worker.load, of_worker.ConfigurationError, ["--model", "m", "--socket-directory", "/d"]
-)
+SCHEDULER = Program(of_scheduler.SchedulerSettings, lambda words: of_scheduler.load(words)[0], [])
+WORKER = Program(of_worker.WorkerSettings, of_worker.load, ["--model", "m", "--socket-directory", "/d"])
 SETTINGS = [(p, name) for p in (SCHEDULER, WORKER) for name in p.kind.model_fields]
 IDS = [f"{program.kind.__name__}-{name}" for program, name in SETTINGS]
 
@@ -49,13 +50,13 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(program: Program, words: list[str], name: str = "") -> str:
     kept = dict(zip(program.required[::2], program.required[1::2], strict=True))
     kept.pop(f"--{name.replace('_', '-')}", None)
-    with pytest.raises(program.error) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         program.load([*(word for pair in kept.items() for word in pair), *words])
     return str(caught.value)
 
 
 def bad_texts(name: str, field: FieldInfo) -> Iterator[str]:
-    """Values that a flag or a variable can have and that are not allowed."""
+    """Yield values of a flag or variable that are not allowed."""
     if field.annotation in (int, float):
         yield "many"
         for rule in field.metadata:
@@ -90,7 +91,7 @@ def says_what_is_allowed(sentence: str, name: str, field: FieldInfo) -> bool:
         return kind in sentence and {f"{bound:.15g}" for bound in bounds} <= numbers
     if name.endswith("listen"):
         return "host:port" in sentence
-    return "a text" in sentence or "a list of words" in sentence
+    return "a text" in sentence
 
 
 def names_a_field(program: Program, sentence: str) -> list[str]:
@@ -98,44 +99,44 @@ def names_a_field(program: Program, sentence: str) -> list[str]:
 
 
 def rounds(program: Program, *, is_typed: bool = True, is_file: bool = False) -> Iterator[dict[str, Any]]:
-    """Settings with a bad value each, so often that every bad value of every setting is had once."""
+    """Yield settings with a bad value each, until every bad value of every setting was used once."""
     found: dict[str, list[Any]] = {}
     for name, field in program.kind.model_fields.items():
         if not (is_typed and field.annotation is bool) and name != "config":
             found[name] = list(bad_texts(name, field))
-        if is_file and name != "config" and (field.annotation is str or name == "worker_command"):
+        if is_file and name != "config" and field.annotation is str:
             found[name].append(3)
     for number in range(max(map(len, found.values()))):
         yield {name: texts[number] for name, texts in found.items() if number < len(texts)}
 
 
 def check(program: Program, said: str, wanted: dict[str, tuple[str, Any]]) -> None:
-    """Each setting has one line, that begins with how it was given, and says what it may be."""
+    """Assert that each setting has one line, which begins with it as given and lists the allowed values."""
     lines = said.splitlines()
     assert len(lines) == len(wanted), said
     for line, (name, (given, value)) in zip(lines, wanted.items(), strict=True):
         field = program.kind.model_fields[name]
         assert line.startswith(given), line
         assert value == 3 or says_what_is_allowed(line, name, field), line
-        assert value != 3 or "is not a text" in line or "is not a list" in line, line
+        assert value != 3 or "is not a text" in line, line
 
 
 @pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
-def test_every_bad_flag_is_named_as_it_was_typed(program: Program) -> None:
+def test_bad_flags_are_named_as_typed(program: Program) -> None:
     for number, values in enumerate(rounds(program)):
-        flags = {name: settings_base.flag_of(name) for name in values}
+        flags = {name: flag_of(name) for name in values}
         separate = {name: number % 2 and not value.startswith("-") for name, value in values.items()}
         given = {n: f"{flags[n]} {shlex.quote(v)}" if separate[n] else f"{flags[n]}={v}" for n, v in values.items()}
         words = [w for n, v in values.items() for w in ([flags[n], v] if separate[n] else [f"{flags[n]}={v}"])]
         kept = [f"{flag}=m" for flag in program.required[::2] if flag not in flags.values()]
-        with pytest.raises(program.error) as caught:
+        with pytest.raises(ConfigurationError) as caught:
             program.load([*kept, *words])
         check(program, str(caught.value), {name: (given[name], value) for name, value in values.items()})
         assert not names_a_field(program, str(caught.value))
 
 
 @pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
-def test_every_bad_variable_is_named_as_it_was_set(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_variables_are_named_as_set(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = program.kind.model_config["env_prefix"]
     for values in rounds(program, is_typed=False):
         with monkeypatch.context() as patch:
@@ -143,13 +144,13 @@ def test_every_bad_variable_is_named_as_it_was_set(program: Program, monkeypatch
             for name, value in values.items():
                 patch.setenv(f"{prefix}{name.upper()}", value)
             kept = [f"{flag}=m" for flag in program.required[::2] if flag[2:].replace("-", "_") not in values]
-            with pytest.raises(program.error) as caught:
+            with pytest.raises(ConfigurationError) as caught:
                 program.load(kept)
         check(program, str(caught.value), {name: (given[name], value) for name, value in values.items()})
         assert not names_a_field(program, str(caught.value))
 
 
-def test_every_bad_line_of_the_file_is_named_with_its_file(tmp_path: Path) -> None:
+def test_bad_file_entries_are_named_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "lineclear.toml"
     for values in rounds(SCHEDULER, is_typed=False, is_file=True):
         lines = {name: f"{name} = {toml_of(value)}" for name, value in values.items()}
@@ -159,7 +160,7 @@ def test_every_bad_line_of_the_file_is_named_with_its_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)
-def test_a_flag_without_its_value_is_told_what_it_takes(program: Program, name: str) -> None:
+def test_flag_without_value_lists_allowed_values(program: Program, name: str) -> None:
     field, flag = program.kind.model_fields[name], f"--{name.replace('_', '-')}"
     if field.annotation is bool:
         said = problem(program, [f"{flag}=maybe"], name)
@@ -170,10 +171,9 @@ def test_a_flag_without_its_value_is_told_what_it_takes(program: Program, name: 
         assert not names_a_field(program, said), said
 
 
-def test_a_command_in_a_variable_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINECLEAR_WORKER_COMMAND", "python -m mine")
-    said = problem(SCHEDULER, [])
-    assert said.startswith("LINECLEAR_WORKER_COMMAND='python -m mine' is not a list of words; in the environment")
+def test_unbalanced_quotes_in_worker_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINECLEAR_WORKER_COMMAND", "python -m 'mine")
+    assert problem(SCHEDULER, []).endswith(": No closing quotation")
 
 
 def toml_of(value: object) -> str:
@@ -203,7 +203,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("source", ["flag", "variable", "file"])
 @pytest.mark.parametrize(("values", "named"), COMBINATIONS, ids=lambda value: "-".join(sorted(value)))
-def test_settings_that_contradict_each_other_are_named_as_they_were_given(
+def test_contradictions_are_named_as_given(
     values: dict[str, Any], named: set[str], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, file = [], tmp_path / "lineclear.toml"
@@ -224,17 +224,17 @@ def test_settings_that_contradict_each_other_are_named_as_they_were_given(
     assert source == "file" or not names_a_field(SCHEDULER, said), said
 
 
-def test_the_last_of_several_flags_is_the_one_that_is_named() -> None:
+def test_last_of_several_flags_is_named() -> None:
     said = problem(SCHEDULER, ["--max-batch-size", "3", "--max-batch-size=0"])
     assert said == "--max-batch-size=0 is not a whole number from 1 to 4096"
 
 
-def test_a_switch_takes_no_value() -> None:
+def test_switch_with_value_is_rejected() -> None:
     said = problem(SCHEDULER, ["--no-reflection=yes"])
     assert said == "--no-reflection=yes: --reflection takes no value; write --reflection or --no-reflection"
 
 
-def test_a_variable_beats_the_file_in_the_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_beats_file_in_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text("max_batch_size = -1\n")
     monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "0")
@@ -242,7 +242,80 @@ def test_a_variable_beats_the_file_in_the_sentence_too(tmp_path: Path, monkeypat
     assert said == "LINECLEAR_MAX_BATCH_SIZE=0 is not a whole number from 1 to 4096"
 
 
-# -- help
+# --- aliases ---
+
+
+@pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
+def test_every_alias_is_a_flag_of_its_setting(program: Program) -> None:
+    aliases = {alias: name for name in program.kind.model_fields for alias in names_of(name)[1:]}
+    assert len(aliases) >= 10
+    for alias, name in aliases.items():
+        value = "" if program.kind.model_fields[name].annotation is bool else "=1"
+        assert list(command_line.parse(program.kind, [f"{flag_of(alias)}{value}"], unknown_flag="").values) == [name]
+
+
+def test_an_alias_has_one_meaning() -> None:
+    settings = {name for _, name in SETTINGS}
+    aliases = [alias for names in ALIASES.values() for alias in names]
+    assert ALIASES.keys() <= settings
+    assert len({*aliases}) == len(aliases)
+    assert not {*aliases} & settings
+    assert not {flag_of(name) for name in (*aliases, *settings)} & OTHER_SERVERS.keys()
+    mentioned = {flag for hint in OTHER_SERVERS.values() for flag in re.findall(r"--[a-z-]*[a-z]", hint)}
+    assert mentioned <= {flag for name in settings for flag in (flag_of(name), f"--no-{flag_of(name)[2:]}")}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "entry", "expected"),
+    [
+        (["--max-num-seqs", "3"], {}, "", 3),
+        (["--max-num-seqs=3", "--max-batch-size=4"], {}, "", 4),
+        (["--max-batch-size=4", "--max-num-seqs=3"], {}, "", 3),
+        ([], {"MAX_NUM_SEQS": "5"}, "", 5),
+        ([], {"MAX_NUM_SEQS": "5", "MAX_BATCH_SIZE": "6"}, "", 6),
+        ([], {}, "max_num_seqs = 7", 7),
+        ([], {"MAX_NUM_SEQS": "5"}, "max_batch_size = 7", 5),
+        ([], {"MAX_BATCH_SIZE": "5"}, "max_num_seqs = 7", 5),
+        (["--max-num-seqs=1"], {"MAX_BATCH_SIZE": "5"}, "max_batch_size = 7", 1),
+        (["--max-batch-size=1"], {"MAX_NUM_SEQS": "5"}, "max_num_seqs = 7", 1),
+    ],
+)
+def test_aliases_work_in_flags_variables_and_file(
+    words: list[str],
+    variables: dict[str, str],
+    entry: str,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text(entry)
+    for program in (SCHEDULER, WORKER):
+        if entry and program is WORKER:
+            continue
+        for name, value in variables.items():
+            monkeypatch.setenv(f"{program.kind.model_config['env_prefix']}{name}", value)
+        config = ["--config", str(file)] if entry else []
+        assert program.load([*program.required, *config, *words]).max_batch_size == expected
+
+
+def test_a_switch_has_aliases_too() -> None:
+    assert SCHEDULER.load(["--no-enable-prefix-caching"]).prefix_cache is False
+    assert SCHEDULER.load(["--no-prefix-cache", "--enable-prefix-caching"]).prefix_cache is True
+
+
+def test_wrong_alias_is_named_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text("max_num_seqs = 0\n")
+    limits = "is not a whole number from 1 to 4096"
+    assert problem(SCHEDULER, ["--config", str(file)]) == f"max_num_seqs = 0 in {file} {limits}"
+    monkeypatch.setenv("LINECLEAR_MAX_NUM_SEQS", "0")
+    assert problem(SCHEDULER, ["--config", str(file)]) == f"LINECLEAR_MAX_NUM_SEQS=0 {limits}"
+    assert problem(SCHEDULER, ["--max-num-seqs=0"]) == f"--max-num-seqs=0 {limits}"
+    assert problem(SCHEDULER, ["--max-num-seq=0"]) == "there is no flag --max-num-seq; is it --max-num-seqs?"
+
+
+# --- help ---
 
 
 def help_of(program: Program, words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -253,13 +326,13 @@ def help_of(program: Program, words: list[str], capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
-def test_help_has_one_line_for_each_setting_in_one_group(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_each_setting_in_one_group(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of(program, ["--help"], capsys)
     assert max(map(len, lines)) <= 100
     lines = lines[lines.index("Model:") :]
     titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert titles[-1] == "Other"
-    assert titles[:-1] == list(settings_base.groups(program.kind))
+    assert titles[:-1] == list(groups(program.kind))
     of_group: dict[str, str] = {}
     title = ""
     for line in lines:
@@ -277,27 +350,27 @@ def test_help_has_one_line_for_each_setting_in_one_group(program: Program, capsy
 
 
 @pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)
-def test_help_says_all_about_one_setting(program: Program, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_one_setting(program: Program, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     field = program.kind.model_fields[name]
     lines = help_of(program, [f"--help={name.replace('_', '-')}"], capsys)
     assert max(map(len, lines)) <= 100 or get_origin(field.annotation) is Literal
     said = " ".join(" ".join(lines).split())
-    assert " ".join(settings_base.name_flags(program.kind, field.description or "").split()) in said
+    assert " ".join(description(program.kind, field).split()) in said
     assert not [n for n in program.kind.model_fields if "_" in n and f" {n}" in said]
     assert f"{program.kind.model_config['env_prefix']}{name.upper()}" in said
 
 
-def test_help_about_what_is_no_setting_says_what_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_suggests_the_nearest_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert help_of(SCHEDULER, ["--help=--max-batch-sise"], capsys) == [
         "there is no setting --max-batch-sise; is it --max-batch-size?"
     ]
 
 
-# --- in sentences of a running server --------------------------------------------------------------------------------
+# --- sentences of a running server ---
 
 
 def sentences(source: str) -> Iterator[str]:
-    """Every text of several words that is no docstring."""
+    """Yield every text of several words that is no docstring."""
     tree = ast.parse(source)
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -306,8 +379,8 @@ def sentences(source: str) -> Iterator[str]:
                 yield text
 
 
-def test_sentences_name_a_setting_by_its_flag() -> None:
-    """The caller cannot raise a limit; the operator, who reads the sentence next, knows the flag."""
+def test_sentences_name_settings_by_flag() -> None:
+    """Clients forward a sentence to the operator, who can change the flag."""
     names = "|".join(sorted({name for _, name in SETTINGS if "_" in name}))
     field = re.compile(rf"(?<![\w.-])({names})(?![\w.=])")
     found = [
@@ -321,9 +394,7 @@ def test_sentences_name_a_setting_by_its_flag() -> None:
     assert found == []
 
 
-def test_a_certificate_that_fails_while_serving_is_named_as_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reload_error_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     leaf = trustme.CA().issue_cert("localhost")
     certificate.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))

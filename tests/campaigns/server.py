@@ -30,8 +30,7 @@ class Server:
         if toy is not None:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}
-            for word in (sys.executable, "-m", "service.toy_worker"):
-                command.append(f"--worker-command={word}")
+            command.append(f"--worker-command={sys.executable} -m service.toy_worker")
         self.process = subprocess.Popen(
             [*command, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from lineclear.client import Client, LocalServer, ServerStartError, local_server
 
 def worker(option: str, what: str) -> tuple[str, ...]:
     """Flags for the demonstration model with another worker."""
-    return ("--demo", "--worker-command", sys.executable, f"--worker-command={option}", "--worker-command", what)
+    return ("--demo", "--worker-command", shlex.join([sys.executable, option, what]))
 
 
 TOY = worker("-m", "service.toy_worker")

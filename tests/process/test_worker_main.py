@@ -57,12 +57,13 @@ def test_what_imports_leave_behind_is_not_looked_through_for_garbage() -> None:
     would look at these objects; while a model is loaded there are collections again."""
     done = run("""
 import gc, sys, types
-from lineclear.worker import app, settings
+from lineclear.process import settings_base
+from lineclear.worker import app
 collections, counts, kept = [], [], []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 def make_runner(found):
     print(counts, gc.isenabled(), gc.get_freeze_count() > 300_000)
-    raise settings.ConfigurationError("enough")
+    raise settings_base.ConfigurationError("enough")
 class Imported(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -82,9 +83,10 @@ sys.exit(app.serve(["--model", "absent", "--socket-directory", "absent"], False)
 def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(form: str) -> None:
     done = run(f"""
 import sys, types
-from lineclear.worker import app, settings
+from lineclear.process import settings_base
+from lineclear.worker import app
 def make_runner(found):
-    raise settings.ConfigurationError("enough")
+    raise settings_base.ConfigurationError("enough")
 for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
         make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -114,7 +115,7 @@ class Running(Process):
         worker_command: Sequence[str] = (sys.executable, "-m", "service.toy_worker"),
         **toy: Any,
     ) -> None:
-        worker = [f"--worker-command={word}" for word in worker_command]
+        worker = [f"--worker-command={shlex.join(worker_command)}"]
         which = ["--demo"] if demo else ["--model", str(model)]
         common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
         super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, stdin, **toy)

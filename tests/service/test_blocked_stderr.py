@@ -83,7 +83,7 @@ def test_stacks_that_nobody_reads_hold_up_nothing(tmp_path: Path, stuck: int) ->
     code = RUN.replace("sys.exit", NOTES + STANDING_STILL.format(path=str(flag)) + "sys.exit", 1)
     command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
     command += ["--watchdog-timeout-seconds", "0.2", "--spawn-worker", "--log-format", "json"]
-    command += [f"--worker-command={word}" for word in (sys.executable, "-m", "service.toy_worker")]
+    command += [f"--worker-command={sys.executable} -m service.toy_worker"]
     environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}'}
     server = subprocess.Popen(command, env=environment, stderr=stuck, stdin=subprocess.DEVNULL)
     try:

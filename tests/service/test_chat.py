@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.small_tokenizers import KINDS, byte_level, definition, save
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.settings import ConfigurationError
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.text.chat_template import ChatMessage, ChatTemplate, load_chat_template
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer

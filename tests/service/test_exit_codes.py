@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ def test_workers_that_die_too_often_end_it_with_69(start: Callable[..., Running]
 
 
 def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> None:
-    worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", "raise SystemExit(78)"]
+    worker = ["--worker-command", shlex.join([sys.executable, "-c", "raise SystemExit(78)"])]
     process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker])
     try:
         assert process.exit_code() == 79
@@ -38,7 +39,7 @@ def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> 
 
 def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> None:
     """Started again, both read the files that are there now: unlike 78, starting again helps."""
-    worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+    worker = [f"--worker-command={sys.executable} -m service.toy_worker"]
     flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", "--log-format", "json", *worker]
     process = Process(flags, text_fingerprint="0123456789abcdef")
     try:
@@ -204,7 +205,7 @@ def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: P
     loads_for_ever = (
         "from lineclear.process.parent_death import die_with_parent; import signal; die_with_parent(); signal.pause()"
     )
-    worker = ["--worker-command", sys.executable, "--worker-command=-c", "--worker-command", loads_for_ever]
+    worker = ["--worker-command", shlex.join([sys.executable, "-c", loads_for_ever])]
     process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker], code)
     try:
         pid = process.wait_for("worker_started")["pid"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.address_check import check_bindable
-from lineclear.scheduler.settings import ConfigurationError
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from service.test_security import bearer
 from service.test_token_file import ALICE, token_file
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import metrics_server as scrapes_module
 from lineclear.scheduler.metrics import families
 from lineclear.scheduler.metrics_server import MAX_CONNECTIONS, MetricsServer
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, RequestTimings, ServerStats
-from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 
 

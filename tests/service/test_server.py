@@ -26,10 +26,10 @@ from service.serving import (
     until,
 )
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import health_service
 from lineclear.scheduler.grpc_api.server import CHANNELZ, LIVE, NAMES, READY, WORKER
-from lineclear.scheduler.settings import ConfigurationError
 from lineclear.v1 import inference_pb2 as pb
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

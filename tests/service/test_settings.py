@@ -1,4 +1,4 @@
-"""Where settings come from, which wins, and what is refused."""
+"""Settings of the scheduler: sources, precedence and errors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lineclear.process.flag_aliases import names_of
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local, parse_address
 from lineclear.scheduler.app import _fixed_size_timeout_seconds
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES
-from lineclear.scheduler.flag_aliases import FLAG_ALIASES
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
+from lineclear.scheduler.settings import SchedulerSettings, load
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text('model = "file"\nmax_batch_size = 3\nscheduling_policy = "shortest"\nprefix_cache = false\n')
     monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
@@ -38,20 +37,20 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
     assert settings.max_queue_size == 1024
 
 
-def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_file_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text("max_batch_size = 3\n")
     monkeypatch.setenv("LINECLEAR_CONFIG", str(file))
     assert load([])[0].max_batch_size == 3
 
 
-def test_flags_of_the_worker_come_after_two_dashes() -> None:
+def test_worker_flags_follow_two_dashes() -> None:
     settings, flags = load(["--model", "m", "--spawn-worker", "--", "--dtype", "float32", "--", "x"])
     assert settings.spawn_worker
     assert flags == ("--dtype", "float32", "--", "x")
 
 
-def test_what_kubernetes_puts_beside_a_service_named_lineclear_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "LINECLEAR_PORT": "tcp://10.0.0.1:50051",
         "LINECLEAR_PORT_50051_TCP": "tcp://10.0.0.1:50051",
@@ -67,24 +66,24 @@ def test_what_kubernetes_puts_beside_a_service_named_lineclear_is_ignored(monkey
     assert load([])[0].model_dump() == SchedulerSettings().model_dump()
 
 
-def test_no_field_can_be_hit_by_such_a_variable() -> None:
-    for name in SchedulerSettings.model_fields:
+def test_no_name_equals_a_kubernetes_service_variable() -> None:
+    for name in (name for setting in SchedulerSettings.model_fields for name in names_of(setting)):
         assert name not in ("port", "service_host", "service_port")
         assert not name.startswith(("port_", "service_port_"))
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_frozen() -> None:
     settings = SchedulerSettings()
     with pytest.raises(ValueError, match="frozen"):
         settings.max_batch_size = 7  # type: ignore[misc]
 
 
-def test_every_field_is_explained() -> None:
+def test_every_setting_is_described() -> None:
     for name, field in SchedulerSettings.model_fields.items():
         assert field.description, name
 
 
-def test_policies_are_those_of_the_core() -> None:
+def test_policies_match_the_core() -> None:
     fields = SchedulerSettings.model_fields
     for name, entries in {
         "batching_strategy": STRATEGIES,
@@ -103,7 +102,8 @@ def test_policies_are_those_of_the_core() -> None:
         (["--no-such-flag"], "there is no flag --no-such-flag"),
         (["--max-batch-sise", "3"], "there is no flag --max-batch-sise; is it --max-batch-size?"),
         (["--device", "cuda", "--demo"], "no flag --device; .*the worker's come after a lone `--`: -- --device cuda"),
-        (["--max-num-seqs=8"], "no flag --max-num-seqs; it is --max-batch-size here"),
+        (["--port=8000"], "^there is no flag --port; give --listen HOST:PORT$"),
+        (["--api-key", "k"], "^there is no flag --api-key; write it to a file and give --token-file FILE$"),
         (["stray"], "there is no argument stray; a model is named by --model stray"),
         (["--listen"], "^--listen has no value"),
         (["--listen", "0.0.0.0:50051"], "--insecure-allow-remote"),
@@ -127,12 +127,12 @@ def test_policies_are_those_of_the_core() -> None:
         (["--drain-timeout-seconds", "-1"], "--drain-timeout-seconds -1"),
     ],
 )
-def test_a_wrong_setting_is_named(flags: list[str], says: str) -> None:
+def test_wrong_setting_is_named(flags: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         load(flags)
 
 
-def test_every_flag_that_is_no_flag_is_said_at_once() -> None:
+def test_all_unknown_flags_are_reported_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load(["--port", "8000", "--max-batch-size", "4", "--dtype", "--host", "0.0.0.0"])
     assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
@@ -140,27 +140,20 @@ def test_every_flag_that_is_no_flag_is_said_at_once() -> None:
     ]
 
 
-def test_names_of_elsewhere_lead_to_settings_of_ours() -> None:
-    known = {f"--{name.replace('_', '-')}" for name in SchedulerSettings.model_fields}
-    for name, ours in FLAG_ALIASES.items():
-        assert name not in known
-        assert ours in known
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"lineclear-scheduler {version('lineclear')}\n"
 
 
-def test_help_says_where_the_flags_of_the_worker_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_worker_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(["--help"])
     assert "lineclear-worker --help" in " ".join(capsys.readouterr().out.split())
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load(["--scheduling-policy", "best", "--max-queue-size", "0", "--preemption-policy", "me"])
     assert len(str(caught.value).splitlines()) == 3
@@ -175,7 +168,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         ("\xff", r"bad\.toml: 'utf-8' codec"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, content: str, says: str) -> None:
+def test_wrong_config_file_is_rejected(tmp_path: Path, content: str, says: str) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=says):
@@ -195,16 +188,16 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str, says: str) -> Non
         ("unix:///run/x.sock", "/run/x.sock", True),
     ],
 )
-def test_addresses(address: str, parsed: object, local: bool) -> None:
+def test_address_is_parsed(address: str, parsed: object, local: bool) -> None:
     assert parse_address(address) == parsed
     assert is_local(address) is local
 
 
-def test_an_open_address_may_be_asked_for() -> None:
+def test_insecure_remote_address_can_be_allowed() -> None:
     assert load(["--listen", "0.0.0.0:1", "--insecure-allow-remote"])[0].listen == "0.0.0.0:1"
 
 
-def test_only_a_batch_timeout_that_is_set_ends_the_wait_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_size_waits_forever_without_batch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = ["--model", "m", "--batching-strategy", "fixed_size"]
     assert _fixed_size_timeout_seconds(load(fixed)[0]) is None
     assert _fixed_size_timeout_seconds(load([*fixed, "--batch-timeout-ms", "50"])[0]) == 0.05

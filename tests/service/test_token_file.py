@@ -13,11 +13,12 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.security import tls
 from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates, read_certificates
 from lineclear.scheduler.security.token_file import TokenTable, read_tokens
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
+from lineclear.scheduler.settings import SchedulerSettings
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 

@@ -16,7 +16,7 @@ from service.small_tokenizers import KINDS, SPECIAL, byte_fallback, byte_level, 
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
-from lineclear.scheduler.settings import ConfigurationError
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
 

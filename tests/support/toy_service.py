@@ -65,7 +65,7 @@ class ToyService:
 
     def start(self, *, wait: bool = True) -> None:
         """Start the scheduler and, with `wait`, wait until it is ready."""
-        worker = ["--worker-command", sys.executable, "--worker-command=-m", "--worker-command", "service.toy_worker"]
+        worker = [f"--worker-command={sys.executable} -m service.toy_worker"]
         command = [sys.executable, *PROGRAM, "--model", str(self._model), "--spawn-worker"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         environment |= {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "TOY_OPTIONS": json.dumps(self._toy)}

@@ -12,6 +12,7 @@ from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 from torch import Tensor, nn
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker import kernels
 from lineclear.worker.cpu.int8_linear import pack_int8, quantise
 from lineclear.worker.huge_pages import HugePageArena
@@ -19,7 +20,7 @@ from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import to_int8, wrap_model
 from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import ConfigurationError, WorkerSettings
+from lineclear.worker.settings import WorkerSettings
 
 pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,10 +10,11 @@ import pytest
 from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker import kernels
 from lineclear.worker.kernels import library, library_name
 from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import ConfigurationError, WorkerSettings
+from lineclear.worker.settings import WorkerSettings
 
 
 def test_the_build_gave_something_to_test() -> None:

@@ -14,6 +14,7 @@ from support.kernel_variants import needs_kernels
 from torch import Tensor
 
 from lineclear.exit_codes import ExitCode
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
 from lineclear.worker.app import serve
 from lineclear.worker.attention import AttentionBackend
@@ -22,7 +23,7 @@ from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import ConfigurationError, WorkerSettings
+from lineclear.worker.settings import WorkerSettings
 
 MANY = 1 << 40
 

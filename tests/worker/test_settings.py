@@ -1,4 +1,4 @@
-"""Settings: a flag beats the environment beats the default, and what is wrong is said in one line each."""
+"""Settings of the worker, and the memory budget for num_blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
 from lineclear.worker.runner_factory import choose_device
-from lineclear.worker.settings import ConfigurationError, WorkerSettings, load
+from lineclear.worker.settings import WorkerSettings, load
 
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
 
 
-def test_a_flag_beats_a_variable_beats_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_beats_variable_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(REQUIRED).max_batch_size == 64
     monkeypatch.setenv("LINECLEAR_WORKER_MAX_BATCH_SIZE", "9")
     assert load(REQUIRED).max_batch_size == 9
@@ -23,7 +24,7 @@ def test_a_flag_beats_a_variable_beats_the_default(monkeypatch: pytest.MonkeyPat
     assert load([*REQUIRED, "--max-batch-size=5"]).max_batch_size == 5
 
 
-def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_required_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINECLEAR_WORKER_MODEL", "m")
     monkeypatch.setenv("LINECLEAR_WORKER_SOCKET_DIRECTORY", "/d")
     monkeypatch.setenv("LINECLEAR_WORKER_NOBODY_KNOWS", "this")
@@ -44,24 +45,24 @@ def test_all_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ([*REQUIRED, "--max-batch-siz", "1"], "there is no flag --max-batch-siz; is it --max-batch-size?"),
     ],
 )
-def test_what_is_wrong_is_said(flags: list[str], problem: str) -> None:
+def test_wrong_worker_setting_is_named(flags: list[str], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         load(flags)
 
 
-def test_every_setting_is_documented_and_bounded() -> None:
+def test_every_worker_setting_is_described_and_bounded() -> None:
     for name, field in WorkerSettings.model_fields.items():
         assert field.description, name
         if field.annotation is int:
             assert {type(rule).__name__ for rule in field.metadata} >= {"Ge", "Le"}, name
 
 
-def test_the_backends_of_the_settings_are_those_there_are() -> None:
+def test_attention_backends_match_the_registry() -> None:
     choices = WorkerSettings.model_fields["attention_backend"].annotation
     assert set(getattr(choices, "__args__")) == {"auto", *BACKENDS}  # noqa: B009  # a Literal's, unknown to mypy
 
 
-def test_a_device_that_is_not_there_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_device("auto").type == "cpu"
@@ -71,7 +72,7 @@ def test_a_device_that_is_not_there_is_a_configuration_error(monkeypatch: pytest
     assert choose_device("auto").type == "cuda"
 
 
-def test_blocks_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
     monkeypatch.setattr("lineclear.worker.memory_budget._cgroup_bytes", lambda: 400_000)
@@ -81,7 +82,7 @@ def test_blocks_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks_that_fit(10**9, most=30, fraction=0.9, device=cpu) == 0
 
 
-def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -> None:
+def test_cgroup_limit_ignores_the_file_cache(tmp_path: Path) -> None:
     assert _cgroup_bytes(tmp_path) > 2**60
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
@@ -91,7 +92,7 @@ def test_a_containers_limit_counts_without_the_files_it_cached(tmp_path: Path) -
     assert _cgroup_bytes(tmp_path) > 2**60
 
 
-def test_the_limits_of_all_groups_around_us_count(tmp_path: Path) -> None:
+def test_limits_of_parent_cgroups_count(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("4:memory:/elsewhere\n0::/system.slice/lineclear.service\n")
     for name, limit, used in (("system.slice", "900", "400"), ("system.slice/lineclear.service", "800", "200")):
@@ -115,7 +116,7 @@ NO_LIMIT_V1 = str(2**63 - 4096)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["as on the host", "as in a container"])
-def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, named: bool) -> None:
+def test_cgroup_v1_limits_count(tmp_path: Path, named: bool) -> None:
     own, inner = tmp_path / "own", "docker/abc"
     own.write_text(f"9:cpu,cpuacct:/{inner}\n4:memory:/{inner}\n0::/\n")
     cgroup(tmp_path / "memory", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="5000", stat="total_inactive_file 10")
@@ -126,7 +127,7 @@ def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, named: bool
     assert _cgroup_bytes(tmp_path, own) == 550
 
 
-def test_the_limit_of_a_version_1_group_around_ours_counts(tmp_path: Path) -> None:
+def test_cgroup_v1_parent_limits_count(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/kubepods/pod/us\n")
     cgroup(tmp_path / "memory/kubepods/pod/us", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="100", stat="")
@@ -134,7 +135,7 @@ def test_the_limit_of_a_version_1_group_around_ours_counts(tmp_path: Path) -> No
     assert _cgroup_bytes(tmp_path, own) == 500
 
 
-def test_where_both_versions_are_mounted_both_count(tmp_path: Path) -> None:
+def test_both_cgroup_versions_count(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/a\n0::/b\n")
     cgroup(tmp_path / "memory/a", limit_in_bytes="800", usage_in_bytes="300", stat="")
@@ -143,7 +144,7 @@ def test_where_both_versions_are_mounted_both_count(tmp_path: Path) -> None:
     assert _cgroup_bytes(tmp_path, own) == 300
 
 
-def test_the_limit_above_which_a_group_is_slowed_down_counts(tmp_path: Path) -> None:
+def test_memory_high_counts(tmp_path: Path) -> None:
     """memory.high: a process above it is not killed, and stands still."""
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")

@@ -1,64 +1,108 @@
-"""What a process says of its command line: its version, and which flag a flag that it does not have may be.
+"""Flags of a settings class on a command line: --name VALUE, --name=VALUE, --switch and --no-switch.
 
-Which flags there are, and what is wrong with a value, is in `options`.
+Every wrong flag or word gets a sentence, all at once. Values are checked later, by pydantic.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
-from importlib.metadata import version
+import shlex
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-_UNRECOGNISED = "unrecognized arguments: "
+from pydantic import BaseModel
+
+from .flag_aliases import OTHER_SERVERS, names_of
+from .setting_fields import allowed, flag_of
+
 _NEAR = 0.85  # a letter or two: --max-model-len, which the worker has, is no misspelling of --max-queue-size
 
 
-def print_version(program: str, words: Sequence[str]) -> None:
-    """Print the version and raise SystemExit(0) where that is all that is asked."""
-    if list(words) == ["--version"]:
-        print(f"{program} {version('lineclear')}")
-        raise SystemExit(0)
+class FlagValue(NamedTuple):
+    """A setting on the command line."""
+
+    flag: str
+    """The flag as typed."""
+    text: str
+    """The flag with its value, as typed."""
+    value: str | bool
 
 
-def flag_names(names: Collection[str]) -> frozenset[str]:
-    """The flags of settings with these names."""
-    return frozenset(f"--{name.replace('_', '-')}" for name in names)
+class CommandLine(NamedTuple):
+    """What a command line sets, and a sentence for each thing that is wrong with it."""
+
+    values: dict[str, FlagValue]
+    """By setting; the last flag of a setting counts."""
+    errors: list[str]
 
 
-def unknown_flag_errors(
-    said: str, known: Collection[str], *, elsewhere: Mapping[str, str] | None = None, otherwise: str, stray: str = ""
-) -> str:
-    """A line for each flag and word that argparse, by what it `said`, does not know; other complaints as they are.
+def parse(kind: type[BaseModel], words: Sequence[str], *, unknown_flag: str, unknown_word: str = "") -> CommandLine:
+    """Read the flags of the settings class `kind`.
 
-    `elsewhere` are names that other programs have for our flags. `otherwise` is what to do about a flag that is like
-    none of ours, `stray` about a word that belongs to no flag; `{}` in them is the flag with its value, or the word.
+    `unknown_flag` is what to do about a flag that resembles none of them, `unknown_word` about a word that belongs to
+    no flag. `{}` in them stands for the flag with its value, or the word.
     """
-    _, found, rest = said.partition(_UNRECOGNISED)
-    if not found:
-        return said.removeprefix("error parsing CLI: ")
-    lines = []
-    for flag, text in _groups(rest.split(" ")):
-        if not flag:
-            lines.append(f"there is no argument {text}" + (f"; {stray.format(text)}" if stray else ""))
+    flags, line = _flags(kind), CommandLine({}, [])
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        flag, equals, value = word.partition("=")
+        has_next = bool(remaining) and not _is_flag(remaining[0])
+        if flag not in flags:
+            if not _is_flag(word):
+                line.errors.append(_stray(word, unknown_word))
+            else:
+                text = f"{word} {remaining.pop(0)}" if has_next and not equals else word
+                line.errors.append(_unknown(flag, text, flags, unknown_flag))
             continue
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=_NEAR)
-        if ours := (elsewhere or {}).get(flag):
-            lines.append(f"there is no flag {flag}; it is {ours} here")
-        elif near:
-            lines.append(f"there is no flag {flag}; is it {near[0]}?")
+        name, switch = flags[flag]
+        if switch is not None:
+            if equals:
+                line.errors.append(_switch_with_value(word, flag, switch))
+            line.values[name] = FlagValue(flag, word, switch)
+        elif equals:
+            line.values[name] = FlagValue(flag, word, value)
+        elif has_next:
+            value = remaining.pop(0)
+            line.values[name] = FlagValue(flag, f"{flag} {shlex.quote(value)}", value)
         else:
-            lines.append(f"there is no flag {flag}; {otherwise.format(text)}")
-    return "\n".join(lines)
+            line.errors.append(f"{flag} has no value; give {allowed(kind.model_fields[name])}")
+    return line
 
 
-def _groups(words: Sequence[str]) -> list[tuple[str, str]]:
-    """(flag, flag and value as written), or ("", a word that follows no flag)."""
-    groups: list[tuple[str, str]] = []
-    for word in words:
-        if word.startswith("-"):
-            groups.append((word.partition("=")[0], word))
-        elif groups and groups[-1][0] and " " not in groups[-1][1] and "=" not in groups[-1][1]:
-            groups[-1] = (groups[-1][0], f"{groups[-1][1]} {word}")
-        else:
-            groups.append(("", word))
-    return groups
+def _flags(kind: type[BaseModel]) -> dict[str, tuple[str, bool | None]]:
+    """Return setting and value of each flag. The value is None if it follows the flag."""
+    flags: dict[str, tuple[str, bool | None]] = {}
+    for name, field in kind.model_fields.items():
+        for flag in map(flag_of, names_of(name)):
+            if field.annotation is bool:
+                flags[flag], flags[f"--no-{flag[2:]}"] = (name, True), (name, False)
+            else:
+                flags[flag] = (name, None)
+    return flags
+
+
+def _is_flag(word: str) -> bool:
+    """Return whether the word is a flag, not a value: a negative number is a value."""
+    try:
+        float(word)
+    except ValueError:
+        return len(word) > 1 and word.startswith("-")
+    return False
+
+
+def _unknown(flag: str, text: str, known: Collection[str], otherwise: str) -> str:
+    if hint := OTHER_SERVERS.get(flag):
+        return f"there is no flag {flag}; {hint}"
+    if near := difflib.get_close_matches(flag, known, n=1, cutoff=_NEAR):
+        return f"there is no flag {flag}; is it {near[0]}?"
+    return f"there is no flag {flag}; {otherwise.format(text)}"
+
+
+def _stray(word: str, otherwise: str) -> str:
+    return f"there is no argument {word}" + (f"; {otherwise.format(word)}" if otherwise else "")
+
+
+def _switch_with_value(word: str, flag: str, is_on: bool) -> str:
+    name = flag if is_on else f"--{flag.removeprefix('--no-')}"
+    return f"{word}: {name} takes no value; write {name} or --no-{name[2:]}"

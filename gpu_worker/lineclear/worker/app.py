@@ -13,12 +13,12 @@ import structlog
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import logging_setup
-from lineclear.process.settings_base import Sources
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.socket_dir import SocketError
 from lineclear.process.standby import Standby
 
 from . import host_info
-from .settings import ConfigurationError, WorkerSettings, load, sources
+from .settings import WorkerSettings, load
 from .step_loop import LoopLimits, run
 
 log = structlog.get_logger()
@@ -33,12 +33,12 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("worker", settings.log_level, settings.log_format)
     try:
-        return _serve(settings, sources(argv), supervised, standby)
+        return _serve(settings, supervised, standby)
     finally:
         writer.close()
 
 
-def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: Standby | None) -> int:
+def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) -> int:
     # torch reads it when it is imported: memory for KV pools and activations in huge pages where they are lent.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if standby is not None:
@@ -51,7 +51,7 @@ def _serve(settings: WorkerSettings, given: Sources, supervised: bool, standby: 
     try:
         runner = imported.make_runner(settings)
     except imported.refusals as error:
-        log.error("model_refused", reason=given.named(str(error)))
+        log.error("model_refused", reason=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     except imported.self_test_failed as error:
         log.error("self_test_failed", reason=str(error))

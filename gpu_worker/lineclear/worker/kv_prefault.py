@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import torch
 
+from lineclear.process.settings_base import ConfigurationError
+
 from .attention import AttentionBackend
 from .memory_budget import free_bytes
-from .settings import ConfigurationError
 
 _SLICE_BYTES = 2 << 20
 """A huge page. What a plan that comes meanwhile waits for."""

@@ -7,13 +7,15 @@ import contextlib
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from lineclear.process.settings_base import ConfigurationError
+
 from . import kernels, self_test
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, trying
 from .host_info import usable_cores
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner
-from .settings import ConfigurationError, WorkerSettings
+from .settings import WorkerSettings
 
 _STEP_TOKENS = {"cpu": 256}  # enough to multiply at full speed; more only make whoever comes next wait
 _MANY_STEP_TOKENS = 2048

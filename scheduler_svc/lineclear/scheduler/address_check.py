@@ -12,8 +12,8 @@ import socket
 import stat
 from pathlib import Path
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import parse_address
-from lineclear.scheduler.settings import ConfigurationError
 
 _IN_THE_WAY = {errno.EADDRINUSE: "in use", errno.EADDRNOTAVAIL: "not an address of this machine"}
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import faulthandler
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -25,13 +26,14 @@ import uvloop
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import core_dumps, logging_setup
-from lineclear.process.settings_base import flag_of
+from lineclear.process.setting_fields import flag_of
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.socket_dir import SocketError
 from lineclear.scheduler.address_check import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
 from lineclear.scheduler.model_dir import demo_directory, model_directory, require_model
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings, load
+from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
 log = structlog.get_logger()
@@ -149,21 +151,16 @@ def _socket_directory(settings: SchedulerSettings) -> Iterator[Path]:
 def _worker_command(
     settings: SchedulerSettings, model: Path, directory: Path, worker_flags: Sequence[str]
 ) -> list[str]:
-    """The worker is told what it must share with us; the flags after `--` come last and win."""
-    shared = {
-        "--model": str(model),
-        "--socket-directory": str(directory),
-        "--max-batch-size": str(settings.max_batch_size),
-        "--target-batch-tokens": str(settings.target_batch_tokens),
-        # Longer than ours: a supervisor without order may send SIGTERM to both processes at once.
-        "--drain-timeout-seconds": str(settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS),
-        "--log-level": settings.log_level,
-        "--log-format": logging_setup.chosen(settings.log_format),  # it writes to the same standard error
+    """Return the worker's command line. The flags after `--` come last, so they override shared settings."""
+    shared = settings.model_dump(include={"max_batch_size", "target_batch_tokens", "log_level"}) | {
+        "model": model,
+        "socket_directory": directory,
+        # Longer than the scheduler's: a service manager may send SIGTERM to both processes at once.
+        "drain_timeout_seconds": settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS,
+        "log_format": logging_setup.chosen(settings.log_format),  # both write to the same standard error
     }
-    given = {flag.partition("=")[0] for flag in worker_flags}
-    command = settings.worker_command or (sys.executable, "-P", "-m", "lineclear.worker.main")
-    flags = [part for flag, value in shared.items() if flag not in given for part in (flag, value)]
-    return [*command, *flags, *worker_flags]
+    command = shlex.split(settings.worker_command) or [sys.executable, "-P", "-m", "lineclear.worker.main"]
+    return [*command, *(f"{flag_of(name)}={value}" for name, value in shared.items()), *worker_flags]
 
 
 def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:

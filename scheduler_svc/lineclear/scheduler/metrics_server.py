@@ -20,8 +20,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import parse_address
-from lineclear.scheduler.settings import ConfigurationError
 
 REQUEST_SECONDS = 5.0
 """For a request and its answer together."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lineclear.model_files import directory_check
-from lineclear.scheduler.settings import ConfigurationError
+from lineclear.process.settings_base import ConfigurationError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _DEMO = (

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from lineclear.scheduler.settings import ConfigurationError
+from lineclear.process.settings_base import ConfigurationError
 
 log = structlog.get_logger()
 

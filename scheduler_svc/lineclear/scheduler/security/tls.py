@@ -14,9 +14,10 @@ from pathlib import Path
 import grpc
 import structlog
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.security.memory_file import memory_file
 from lineclear.scheduler.security.reloading_file import ReloadingFile
-from lineclear.scheduler.settings import ConfigurationError, SchedulerSettings
+from lineclear.scheduler.settings import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from lineclear.scheduler.settings import ConfigurationError
+from lineclear.process.settings_base import ConfigurationError
 
 _MAX_FILE_BYTES = 1024 * 1024
 _MIN_TOKEN_CHARACTERS = 16

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lineclear.errors import NoChatTemplate
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
-from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text.template_process import pack_definition
 from lineclear.scheduler.text.template_renderer import ChatMessage, InvalidTemplate, Renderer, Sealer
 from lineclear.scheduler.text.tokenizer import token_text

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lineclear.model_files.fingerprint import text_fingerprint
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
-from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text.chat_template import ChatTemplate, load_chat_template
 from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -27,8 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
-from lineclear.scheduler.settings import ConfigurationError
 from lineclear.scheduler.text.detokenizer import REPLACE_EACH
 from lineclear.scheduler.text.special_token_seal import Seal
 
