@@ -1,4 +1,4 @@
-"""docs/reliability.md from tests/faults.yaml: the promise, the matrix of faults, and the track record."""
+"""Make docs/reliability.md from tests/faults.yaml: the promise, the fault matrix, and the bugs found so far."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ Made from `tests/faults.yaml` by `docs/generate.py`; do not edit.
 scheduler or the pod: the client library continues the same answer from the last index it holds. One request can fail
 only itself.**
 
-What the rows below rest on:
+The rows below rest on four rules:
 
-- *The worker owes nothing to memory.* All it knows can be rebuilt from the scheduler's tokens. A worker lives for an
-  epoch; whatever goes wrong between the processes ends it, and the next one begins with nothing.
-- *A token is sent only once it is confirmed*, and is confirmed only from the result of the oldest plan in flight, of
-  this epoch. So a crash loses steps that nobody has seen, never tokens.
-- *Every response says the index of its first token*, so a gap or a repetition cannot go unnoticed: the client library
+- *A worker can be rebuilt.* All its state follows from the scheduler's tokens. A worker joins for one epoch; any error
+  between the processes ends the epoch, and the next one starts empty.
+- *A token is sent only once it is confirmed*, that is by the result of the oldest plan in flight, of the current epoch.
+  So a crash loses steps that no client has seen, never tokens.
+- *Every response has the index of its first token*, so a gap or a repetition cannot go unnoticed: the client library
   raises DATA_LOSS.
-- *What was delivered is never rewritten.* The continuation after a recovery is computed from the delivered tokens. It
-  has the same noise; where rounding differs between one batch and another (bfloat16), a near tie may still fall the
-  other way.
+- *Delivered tokens never change.* A recovery continues from the delivered tokens with the same noise. Where rounding
+  differs between batches (bfloat16), a near tie may be decided differently.
 
-Every row names the tests that hold it. `make chaos`, `make fuzz` and `make soak` run the long versions.
+Every row names its tests. `make chaos`, `make fuzz` and `make soak` run the long versions.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     matrix = yaml.safe_load(MATRIX.read_text(encoding="utf-8"))
     return "\n".join(_lines(matrix)) + "\n"
 
@@ -45,24 +44,30 @@ def _lines(matrix: dict[str, Any]) -> Iterator[str]:
     yield _PROMISE
     rows = [row for section in matrix["sections"] for row in section["rows"]]
     without = [row for row in rows if "tests" not in row]
-    yield f"{len(rows)} faults; {len(rows) - len(without)} are held by tests, {len(without)} are not."
+    yield f"{len(rows)} faults; {len(rows) - len(without)} have tests, {len(without)} do not."
     for section in matrix["sections"]:
         yield from (
             "",
             f"## {section['title']}",
             "",
-            "| fault | what happens | figure | held by |",
+            "| fault | outcome | figure | tests |",
             "|---|---|---|---|",
         )
         for row in section["rows"]:
-            yield f"| {row['fault']} | {row['outcome']} | {row.get('figure', '')} | {_held_by(row)} |"
-    yield from ("", "## Track record", "", "Bugs that broke a promise, who found them, and what holds it now.", "")
+            yield f"| {row['fault']} | {row['outcome']} | {row.get('figure', '')} | {_tests(row)} |"
+    yield from (
+        "",
+        "## Bugs found",
+        "",
+        "Bugs that broke a promise, how they were found, and the test that reproduces them.",
+        "",
+    )
     yield from ("| bug | found by | reproducer |", "|---|---|---|")
     for entry in matrix["track_record"]:
         yield f"| {entry['bug']} | {entry['found_by']} | {_link(entry['reproducer'])} |"
 
 
-def _held_by(row: dict[str, Any]) -> str:
+def _tests(row: dict[str, Any]) -> str:
     tests = "<br>".join(map(_link, row.get("tests", ())))
     untested = f"**not tested**: {row['untested']}" if "untested" in row else ""
     return "<br>".join(filter(None, (tests, untested)))

@@ -17,9 +17,9 @@ TESTS = Path(__file__).parent
 MATRIX = yaml.safe_load((TESTS / "faults.yaml").read_text(encoding="utf-8"))
 ROWS: list[dict[str, Any]] = [row for section in MATRIX["sections"] for row in section["rows"]]
 SAMPLE = (
-    "One request kills whichever worker runs it",
+    "One request crashes each worker that runs it",
     "A deadline passes, in the queue or while running",
-    "A frame lost, doubled, damaged, cut, out of order, or noise between frames",
+    "A frame is lost, duplicated, damaged, cut or reordered, or there is noise between frames",
 )
 IMPORTED_CHECKS = frozenset({"check", "wait_for", "exit_code", "assert_close", "sweep"})
 """Imported functions that raise on a wrong value: of tests/support, tests/service, tests/simulation and torch."""
