@@ -27,7 +27,7 @@ class InstantFlight:
     def __init__(self, result: StepResult, seconds: float) -> None:
         self._result = result
         self._seconds = seconds
-        self.is_over = not seconds
+        self.is_complete = not seconds
 
     def result(self) -> StepResult:
         """The result, after the time a step is to take."""

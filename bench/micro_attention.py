@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
-from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, make_batch
+from lineclear.worker.attention.base import AttentionBackend, Batch, Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.registry import BACKENDS
 
 BATCHES = (1, 8, 32, 64)
@@ -36,14 +36,14 @@ def decoding(count: int, source: random.Random, context: int = CONTEXT) -> Batch
     for index, length in enumerate(lengths):
         blocks = [pages.pop() for _ in range(-(-length // BLOCK_SIZE))]
         chunks.append(Chunk(index, 1, length - 1, np.array(blocks, np.int64)))
-    return make_batch(chunks, BLOCK_SIZE)
+    return pack_chunks(chunks, BLOCK_SIZE)
 
 
 def prompt(source: random.Random, context: int = CONTEXT) -> Batch:
     """One sequence: CHUNK queries after `context` positions."""
     count = -(-(context + CHUNK) // BLOCK_SIZE)
     blocks = np.array(source.sample(range(_pool(2, context)), count), np.int64)
-    return make_batch([Chunk(0, CHUNK, context, blocks)], BLOCK_SIZE)
+    return pack_chunks([Chunk(0, CHUNK, context, blocks)], BLOCK_SIZE)
 
 
 def _pool(count: int, context: int) -> int:
@@ -57,11 +57,11 @@ def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str,
     tokens = len(batch.cells)
     query = torch.randn(tokens, spec.num_heads, spec.head_dim).to(backend.dtype)
     key, value = torch.randn(2, tokens, spec.num_kv_heads, spec.head_dim).to(backend.dtype)
-    backend.begin(batch)
+    backend.start_step(batch)
     # Every page is filled, so that no timing depends on what memory happened to hold.
     backend.zero(range(backend.num_blocks))
     attend = seconds_per_call_of_wall(lambda: backend.attend(0, query, key, value), calls=_CALLS, rounds=_ROUNDS)
-    begin = seconds_per_call_of_wall(lambda: backend.begin(batch), calls=_CALLS, rounds=_ROUNDS)
+    begin = seconds_per_call_of_wall(lambda: backend.start_step(batch), calls=_CALLS, rounds=_ROUNDS)
     yield Figure(f"attention: {name}, attend", case, attend * 1e3, "ms a layer")
     yield Figure(f"attention: {name}, begin", case, begin * 1e3, "ms a step")
 

@@ -27,9 +27,9 @@ from lineclear.worker.settings import WorkerSettings, load
 BATCHES = (1, 8, 32, 64)
 CHUNK = 256
 CONTEXT = 256
-PRODUCTS = ("lineclear_bf16_product", "lineclear_int8_product", "multiply")
+PRODUCTS = ("lineclear_bf16_gemm", "lineclear_int8_gemm", "multiply")
 """What multiplies, by its name on the tape: our kernels, and what Python calls for oneDNN."""
-ATTENTION = ("lineclear_attend", "attend")
+ATTENTION = ("lineclear_paged_attention", "attend")
 _STEPS = 20
 
 
@@ -41,7 +41,7 @@ class Bench:
         self.spent = Counter[str]()
         """Nanoseconds of the last step in the functions of each name on the tape."""
         self._timed: list[Iterable[tuple[str, int]]] = []
-        CallGraph.replay = lambda tape: self._timed.append(tape.timed())  # type: ignore[assignment,method-assign]
+        CallGraph.replay = lambda graph: self._timed.append(graph.replay_timed())  # type: ignore[assignment,method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 

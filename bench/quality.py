@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.measure import commit, machine, versions
-from lineclear.worker.attention import Chunk, make_batch
+from lineclear.worker.attention.base import Chunk, pack_chunks
 from lineclear.worker.attention.registry import BACKENDS, choose
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, load, to_int8
@@ -103,7 +103,7 @@ def predictions(
             for start in range(0, len(ids) - 1, CHUNK):
                 end = min(start + CHUNK, len(ids) - 1)
                 used = blocks[: -(-end // BLOCK_SIZE)]
-                backend.begin(make_batch([Chunk(0, end - start, start, used)], BLOCK_SIZE))
+                backend.start_step(pack_chunks([Chunk(0, end - start, start, used)], BLOCK_SIZE))
                 here = np.arange(start, end)
                 logits = loaded.logits(ids, here, here, here - start).values
                 scores.append(logits.double().log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])

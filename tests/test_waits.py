@@ -31,13 +31,15 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
         "a daemon thread's queue; close joins with a timeout"
     ),
-    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._finish:launched.flight.result()": (
+    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._finish:launched.inflight.result()": (
         "the device; the scheduler replaces a worker whose step takes too long, and a stop waits until it is overdue"
     ),
-    "gpu_worker/lineclear/worker/self_test.py:_serve:runner.launch(plan).result()": (
+    "gpu_worker/lineclear/worker/self_test.py:_generate:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
-    "gpu_worker/lineclear/worker/model_runner.py:_Flight._finish:self._stopwatch.wait()": "as ResultCollector._finish",
+    "gpu_worker/lineclear/worker/model_runner.py:_InflightStep._finish:self._timer.wait()": (
+        "as ResultCollector._finish"
+    ),
 }
 CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_let_in")
 """Context variables, whose get() does not wait."""

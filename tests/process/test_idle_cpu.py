@@ -50,7 +50,7 @@ def test_two_idle_processes_use_no_processor(directory: Path) -> None:
 def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None:
     worker = subprocess.Popen(IDLE.arguments(directory), env=ENVIRONMENT, stderr=subprocess.PIPE)
     assert worker.stderr is not None
-    assert b"waiting_for_a_scheduler" in worker.stderr.readline()
+    assert b"waiting_for_scheduler" in worker.stderr.readline()
     percent = cpu_percent([worker.pid], 3.0)
     worker.terminate()
     assert worker.wait(PATIENCE_SECONDS) == 0

@@ -186,7 +186,7 @@ def test_the_log_level_reaches_the_worker_and_its_successors(
     assert order("drain").exit_code == 0
     assert server.exit_code() == 0
     said = [line["event"] for line in server.lines if line["process"] == "worker"]
-    assert said == ["waiting_for_a_scheduler"] * 3 + ["stopping", "epoch_ended"]
+    assert said == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
 
 
 def test_flushed_prefixes_are_not_shared_any_more(start: Callable[..., Running], order: Callable[..., Result]) -> None:

@@ -16,7 +16,7 @@ from lineclear.worker.runner_interface import StepFailed
 
 
 class _MoodyFlight:
-    is_over = False
+    is_complete = False
 
     def __init__(self, flight: ToyFlight, seconds: float, fault: str) -> None:
         self._flight, self._seconds, self._fault = flight, seconds, fault

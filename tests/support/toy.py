@@ -99,7 +99,7 @@ class _Slot:
 class ToyFlight:
     """A step that is done already."""
 
-    is_over = True
+    is_complete = True
 
     def __init__(self, result: StepResult) -> None:
         self._result = result

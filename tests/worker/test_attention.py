@@ -12,11 +12,11 @@ import torch
 from support.kernel_variants import needs_kernels
 from torch import Tensor
 
-from lineclear.worker.attention import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, make_batch
+from lineclear.worker.attention.base import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.registry import BACKENDS, choose
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
-from lineclear.worker.kernels import ELEMENTS, NONE
+from lineclear.worker.kernels.library import ELEMENTS, NONE
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 CASES = [
@@ -97,7 +97,7 @@ class Story:
             chunks.append(Chunk(first, counts[i], self.done[i], self.tables[i][:used]))
             first += counts[i]
             self.done[i] += counts[i]
-        return make_batch(chunks, self.block_size), first
+        return pack_chunks(chunks, self.block_size), first
 
     def qkv(self, layer: LayerSpec, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Laid out as transformers lays them out: [heads, tokens, dim], transposed."""
@@ -136,8 +136,8 @@ def compare(name: str, story: Story) -> None:
     # What earlier owners left is NaN for the one and harmless for the other: reading any of it shows.
     tested, oracle = story.backend(BACKENDS[name], float("nan")), story.backend(ReferenceAttention, 0.0)
     for batch, num_tokens in story.steps():
-        tested.begin(batch)
-        oracle.begin(batch)
+        tested.start_step(batch)
+        oracle.start_step(batch)
         for i, layer in enumerate(story.layers):
             q, k, v = story.qkv(layer, num_tokens)
             found, wanted = tested.attend(i, q, k, v), oracle.attend(i, q, k, v)
@@ -165,7 +165,7 @@ def test_fresh_blocks_are_those_begun_and_not_filled() -> None:
 
     def fresh(count: int, start: int) -> list[int]:
         used = -(-(start + count) // 4)
-        return make_batch([Chunk(0, count, start, blocks[:used])], 4).fresh_blocks.tolist()
+        return pack_chunks([Chunk(0, count, start, blocks[:used])], 4).fresh_blocks.tolist()
 
     assert fresh(1, 0) == [7]  # begins block 7
     assert fresh(1, 1) == []  # goes on in it
@@ -176,7 +176,7 @@ def test_fresh_blocks_are_those_begun_and_not_filled() -> None:
 
 
 def test_cells_are_block_and_offset() -> None:
-    batch = make_batch([Chunk(0, 1, 5, np.array([7, 3])), Chunk(1, 3, 2, np.array([1, 0]))], 4)
+    batch = pack_chunks([Chunk(0, 1, 5, np.array([7, 3])), Chunk(1, 3, 2, np.array([1, 0]))], 4)
     assert batch.cells.tolist() == [3 * 4 + 1, 1 * 4 + 2, 1 * 4 + 3, 0]
     assert batch.num_single == 1
 
@@ -219,7 +219,7 @@ def test_memory_of_a_block() -> None:
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no attention backend 'fast'.*reference.*torch_paged"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'fast'.*reference.*torch_paged"):
         choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, torch.device("cpu"))
 
 

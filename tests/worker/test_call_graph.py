@@ -11,8 +11,8 @@ import torch
 from support.kernel_variants import needs_kernels
 from torch import Tensor
 
-from lineclear.worker.kernels import library
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
+from lineclear.worker.kernels.library import selected_library
 
 pytestmark = needs_kernels
 
@@ -20,7 +20,7 @@ pytestmark = needs_kernels
 def take_rows(rows: DynamicInt, table: Tensor, indices: DynamicPointer, out: Tensor) -> Call:
     """out[i] = table[indices[i]] for the first `rows` of them."""
     size = ctypes.c_int64(table.shape[1] * table.itemsize)
-    return Kernel(library(), "lineclear_take_rows"), (rows, size, pointer(table), indices, pointer(out))
+    return Kernel(selected_library(), "lineclear_gather_rows"), (rows, size, pointer(table), indices, pointer(out))
 
 
 def test_a_play_reads_what_counts_and_places_hold_now() -> None:
@@ -57,10 +57,10 @@ def test_the_time_of_each_function_is_known_by_its_name() -> None:
     table, out = torch.ones(1, 3), torch.zeros(1, 3)
     zero = torch.tensor([0])
     take = take_rows(DynamicInt(1), table, DynamicPointer(zero.data_ptr()), out)
-    timed = CallGraph([take, (double, ()), take, (double, ()), take]).timed()
+    timed = CallGraph([take, (double, ()), take, (double, ()), take]).replay_timed()
     assert out.tolist() == [[4, 4, 4]], "the calls are made before anybody looks at their times"
     spent = list(timed)
-    assert [name for name, _ in spent] == ["lineclear_take_rows", "double"] * 2 + ["lineclear_take_rows"]
+    assert [name for name, _ in spent] == ["lineclear_gather_rows", "double"] * 2 + ["lineclear_gather_rows"]
     assert all(nanoseconds > 0 for _, nanoseconds in spent)
 
 
@@ -69,7 +69,7 @@ def test_arguments_of_other_types_are_not_recorded() -> None:
         DynamicInt(1), torch.ones(1, 1), DynamicPointer(), torch.ones(1, 1)
     )
     for wrong in ((rows, ctypes.c_int32(4), table, indices, out), (rows, size, table, indices)):
-        with pytest.raises(AssertionError, match="lineclear_take_rows"):
+        with pytest.raises(AssertionError, match="lineclear_gather_rows"):
             CallGraph([(kernel, wrong)])
 
 

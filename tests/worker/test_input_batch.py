@@ -121,7 +121,7 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
         (1, 7, [0, 1]),
         (4, 0, [5]),
     ]
-    assert slots.tokens.view(-1)[torch.from_numpy(packed.reads)].tolist() == [31, 30, 1, 2, 3, 4]
+    assert slots.tokens.view(-1)[torch.from_numpy(packed.read_indices)].tolist() == [31, 30, 1, 2, 3, 4]
     assert packed.positions.tolist() == [3, 7, 0, 1, 2, 3]
     assert packed.sample_rows.tolist() == [5, 1, 0]
     assert packed.sample_slots == [1, 0, 3]
@@ -142,7 +142,7 @@ def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
     # Of slot 2 positions 0 to 5 in blocks 5 and 0; of slot 0 positions 3 to 6 in blocks 8 and 1. A block has 4 cells.
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
     assert packed.batch.cells.tolist() == [20, 21, 22, 23, 0, 1, 35, 4, 5, 6]
-    assert slots.flat_tokens.numpy()[packed.reads].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert slots.flat_tokens.numpy()[packed.read_indices].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
 
 
 def test_laying_out_a_prompt_takes_no_more_python_for_more_tokens() -> None:
@@ -181,7 +181,7 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
         columns = [list(column) for column in (*packed[1:], packed.batch.cells)]
         blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
         found.append(
-            (columns, blocks, slots.tokens.tolist(), go(slots, plan(decodes=Decodes((3,), (5,)))).reads.tolist())
+            (columns, blocks, slots.tokens.tolist(), go(slots, plan(decodes=Decodes((3,), (5,)))).read_indices.tolist())
         )
     assert found[0] == found[1]
     assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"

@@ -13,9 +13,9 @@ from support.kernel_variants import LIBRARIES, needs_kernels
 from torch import Tensor, nn
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.worker import kernels
-from lineclear.worker.cpu.int8_linear import pack_int8, quantise
+from lineclear.worker.cpu.int8_linear import pack_int8, quantize
 from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.kernels import library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import to_int8, wrap_model
@@ -41,7 +41,7 @@ def packed(layers: list[nn.Linear]) -> Callable[[Tensor], Tensor]:
 
 def as_promised(x: Tensor, layers: list[nn.Linear]) -> Tensor:
     """The same product in float64, of the same 8-bit numbers."""
-    values, scale = quantise(torch.cat([layer.weight for layer in layers]))
+    values, scale = quantize(torch.cat([layer.weight for layer in layers]))
     largest = x.float().abs().amax(dim=1, keepdim=True)
     row_scale = largest / 127
     # torch computes 127 / x as a reciprocal times 127; the kernel divides, and multiplies without rounding in between.
@@ -53,7 +53,7 @@ def as_promised(x: Tensor, layers: list[nn.Linear]) -> Tensor:
 
 def test_a_weight_is_off_by_half_a_step_at_most() -> None:
     weight = torch.randn(5, 32) * torch.tensor([1.0, 100.0, 1e-4, 0.0, 1.0])[:, None]
-    values, scale = quantise(weight)
+    values, scale = quantize(weight)
     assert values.abs().amax(dim=1).tolist() == [127, 127, 127, 0, 127]
     assert ((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.501).all()
 
@@ -115,7 +115,7 @@ def test_the_matrices_are_let_go() -> None:
 
 
 def test_a_model_built_otherwise_is_refused_by_name() -> None:
-    with pytest.raises(ModelRefused, match=r"models built like Llama.*gpt2 in float32 on cpu.*quantization at none"):
+    with pytest.raises(ModelRefused, match=r"a model built like Llama.*gpt2 in float32 on cpu.*quantization at none"):
         to_int8(wrap_model(tiny_model("gpt2")))
 
 
@@ -136,7 +136,7 @@ def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> Non
     }
     assert make_runner(WorkerSettings(quantization="int8", **flags)).hello(1).dtype == "int8"
     assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
-    with pytest.raises(ConfigurationError, match="leave --no-fused-cpu-forward away"):
+    with pytest.raises(ConfigurationError, match="remove --no-fused-cpu-forward"):
         make_runner(WorkerSettings(quantization="int8", fused_cpu_forward=False, **flags))
 
 

@@ -11,8 +11,8 @@ from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.worker import kernels
-from lineclear.worker.kernels import library, library_name
+from lineclear.worker.kernels import library as kernels
+from lineclear.worker.kernels.library import library_name, selected_library
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
@@ -32,7 +32,7 @@ def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_where_none_were_built_there_is_none(folder: Path) -> None:
     assert kernels.candidates() == []
-    assert library() is None
+    assert selected_library() is None
     assert library_name() == ""
 
 
@@ -91,7 +91,7 @@ def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.
         assert runner.hello(1).attention_backend == ("native" if LIBRARIES else "torch_paged")
     runner = make_runner(WorkerSettings(cpu_kernels="none", **flags))
     assert library_name() == ""
-    assert not kernels.multiplies_bfloat16()
+    assert not kernels.prefers_bf16_gemm()
     assert runner.hello(1).attention_backend == "torch_paged"
     with pytest.raises(ConfigurationError, match="--cpu-kernels: there are no kernels 'fast' here; there are auto, no"):
         make_runner(WorkerSettings(cpu_kernels="fast", **flags))

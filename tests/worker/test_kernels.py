@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineclear.worker.attention import Chunk, LayerSpec, cpu_native, make_batch
+from lineclear.worker.attention import cpu_native
+from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
-from lineclear.worker.kernels import ELEMENTS, library
+from lineclear.worker.kernels.library import ELEMENTS, selected_library
 
 pytestmark = pytest.mark.usefixtures("each_library")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -31,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 700])
 def test_add_and_norm(dtype: torch.dtype, rows: int) -> None:
-    kernels: Any = library()
+    kernels: Any = selected_library()
     residual, add = torch.randn(2, rows, 96).to(dtype)
     weight, out = torch.randn(96).to(dtype), torch.empty(rows, 96, dtype=dtype)
     total = (residual.float() + add.float() * 0.5).to(dtype)
@@ -49,7 +50,7 @@ def test_add_and_norm(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("norm", ["none", "head", "row"])
 @pytest.mark.parametrize("rotary", [32, 16, 10])
 def test_heads_are_split_normed_and_turned(dtype: torch.dtype, norm: str, rotary: int) -> None:
-    kernels: Any = library()
+    kernels: Any = selected_library()
     rows, heads, kv_heads, dim = 7, 6, 2, 32
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(rows, rotary // 2).repeat(1, 2) * 6
@@ -77,17 +78,17 @@ def test_heads_are_split_normed_and_turned(dtype: torch.dtype, norm: str, rotary
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [0, 1])
 def test_gate(dtype: torch.dtype, activation: int) -> None:
-    kernels: Any = library()
+    kernels: Any = selected_library()
     gate_up = (torch.randn(9, 2 * 48) * 8).to(dtype)
     out = torch.empty(9, 48, dtype=dtype)
-    kernels.lineclear_gate(ELEMENTS[dtype], 9, 48, activation, gate_up.data_ptr(), out.data_ptr())
+    kernels.lineclear_gated_activation(ELEMENTS[dtype], 9, 48, activation, gate_up.data_ptr(), out.data_ptr())
     gate, up = gate_up.float().chunk(2, dim=1)
     wanted = F.silu(gate) if activation == 0 else F.gelu(gate, approximate="tanh")
     close(out, wanted * up, dtype)
 
 
 def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
-    kernels: Any = library()
+    kernels: Any = selected_library()
     x = torch.cat([torch.randn(4096) * 1e3, torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(16)])
     x = x[: len(x) // 16 * 16].bfloat16()
     add = (torch.randn(len(x)) * 7).bfloat16()
@@ -109,9 +110,9 @@ def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
     for pool in (*backends[0]._keys, *backends[0]._values):  # type: ignore[attr-defined]
         pool.fill_(float("nan"))
     for start, end in ((0, 33), (33, 34), (34, 35), (35, 130)):
-        batch = make_batch([Chunk(0, end - start, start, table[: -(-end // 16)])], 16)
+        batch = pack_chunks([Chunk(0, end - start, start, table[: -(-end // 16)])], 16)
         for backend in backends:
-            backend.begin(batch)
+            backend.start_step(batch)
         for index in range(len(layers)):
             heads = (2 * group, 2, 2)
             qkv = [torch.randn(end - start, count, 48).to(dtype) for count in heads]
@@ -121,7 +122,7 @@ def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(dtype: torch.dtype) -> None:
     backend = cpu_native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
-    backend.begin(make_batch([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
+    backend.start_step(pack_chunks([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
     q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)
     k[3] = float("nan")  # position 2 of the second sequence
     out = backend.attend(0, q.to(dtype), k.to(dtype), v.to(dtype)).isnan().all(dim=(1, 2)).tolist()

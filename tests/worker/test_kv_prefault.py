@@ -17,7 +17,7 @@ from lineclear.exit_codes import ExitCode
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
 from lineclear.worker.app import serve
-from lineclear.worker.attention import AttentionBackend
+from lineclear.worker.attention.base import AttentionBackend
 from lineclear.worker.kv_prefault import KvPrefaulter
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
@@ -45,7 +45,9 @@ class Touched:
 def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, block_bytes: int = 1 << 20) -> KvPrefaulter:
     """In slices of two blocks, where a block is of the size it is of here."""
     stand_in: AttentionBackend = backend  # type: ignore[assignment]
-    return KvPrefaulter(stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free=lambda device: free)
+    return KvPrefaulter(
+        stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free_memory=lambda device: free
+    )
 
 
 def resident(tensor: Tensor) -> tuple[int, int]:
@@ -111,7 +113,7 @@ def test_nothing_is_asked_for_where_the_system_does_not_say_what_is_free_or_the_
 
     backend, elsewhere = Touched(100), Touched(100, "meta")
     stand_in: AttentionBackend = backend  # type: ignore[assignment]
-    memory = KvPrefaulter(stand_in, 1 << 20, ahead_tokens=64, free=silent)
+    memory = KvPrefaulter(stand_in, 1 << 20, ahead_tokens=64, free_memory=silent)
     assert not memory.prefault_ahead(0)
     assert not memory_of(elsewhere, ahead_blocks=4).prefault_ahead(0)
     memory_of(elsewhere, free=0).prefault_all()
@@ -139,7 +141,7 @@ def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: p
     def take(*_: object) -> Tensor:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.take", take)
+    monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.allocate", take)
     with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
         ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), num_blocks=8)
 

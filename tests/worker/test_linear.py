@@ -61,8 +61,8 @@ def test_products_of_one_input_lie_side_by_side() -> None:
 
 
 def test_memory_is_aligned_and_nobody_elses() -> None:
-    pages = HugePageArena()
-    tensors = [pages.take((n, 3), torch.bfloat16) for n in (1, 50, 40_000_000, 7)]
+    arena = HugePageArena()
+    tensors = [arena.allocate((n, 3), torch.bfloat16) for n in (1, 50, 40_000_000, 7)]
     for value, tensor in enumerate(tensors):
         assert tensor.data_ptr() % 64 == 0
         tensor[-1] = value
@@ -75,7 +75,7 @@ def test_memory_is_aligned_and_nobody_elses() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> None:
     modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
-    weight, biases = linear.joined(modules)
+    weight, biases = linear.fused_weights(modules)
     both = linear.pack_twice(modules, HugePageArena())
     ours, theirs = linear.Bf16Linear(weight, biases, HugePageArena()), linear.onednn(weight, biases)
     rows, x, out = DynamicInt(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)

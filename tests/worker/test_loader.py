@@ -127,9 +127,7 @@ def test_no_weights(tmp_path: Path) -> None:
 def test_code_of_its_own_for_a_model_transformers_does_not_have(tmp_path: Path) -> None:
     code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
-    assert "code that comes with a checkpoint is never run" in refusal(
-        saved(tmp_path, model_type="mine", auto_map=code)
-    )
+    assert "code from a checkpoint is never run" in refusal(saved(tmp_path, model_type="mine", auto_map=code))
 
 
 def test_code_of_its_own_is_not_needed_for_a_model_transformers_has(tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_code_of_its_own_is_not_needed_for_a_model_transformers_has(tmp_path: Pa
 
 def test_quantised_weights(tmp_path: Path) -> None:
     changes = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    assert "quantised" in refusal(saved(tmp_path, **changes))
+    assert "quantized" in refusal(saved(tmp_path, **changes))
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
@@ -241,9 +239,9 @@ def bidirectional() -> Any:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (falcon, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
-        (bloom, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
-        (gptj, "0 of the model's 2 layers call the attention interface|has an attention of its own"),
+        (falcon, "0 of the model's 2 layers call the attention interface|has a custom attention"),
+        (bloom, "0 of the model's 2 layers call the attention interface|has a custom attention"),
+        (gptj, "0 of the model's 2 layers call the attention interface|has a custom attention"),
         (mamba, "layers of type linear_attention are not supported"),
         (jamba, "1 of the model's 2 layers call the attention interface|layers of type"),
         (deepseek, "heads of unequal size .*multi-head latent attention"),

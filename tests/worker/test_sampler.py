@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lineclear.wire.messages import Sampling
 from lineclear.worker import sampler as module
-from lineclear.worker.logits import of
+from lineclear.worker.logits import with_argmax
 from lineclear.worker.sampler import Sampled, sample
-from lineclear.worker.sampling_metadata import ParameterTable
+from lineclear.worker.sampling_metadata import SCALARS, SamplingTable
 from lineclear.worker.uniform_noise import uniform
 
 CPU = torch.device("cpu")
@@ -26,18 +26,54 @@ CPU = torch.device("cpu")
 def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int], int]] | None = None) -> Sampled:
     """Sample with one slot a row; `history` gives each row's tokens so far and how many of them were the prompt."""
     history = history or [([0], 1)] * len(parameters)
-    table = ParameterTable(len(parameters), logits.shape[-1], CPU)
+    table = SamplingTable(len(parameters), logits.shape[-1], CPU)
     tokens = torch.zeros(len(parameters), max(len(said) for said, _ in history) + 1, dtype=torch.int64)
     for slot, (said, _) in enumerate(history):
-        table.enter(slot, parameters[slot])
+        table.set_slot(slot, parameters[slot])
         tokens[slot, : len(said)] = torch.tensor(said)
     positions = [len(said) for said, _ in history]
     rows = table.select(list(range(len(parameters))), positions, np.array([prompt for _, prompt in history], np.int64))
-    return sample(of(logits.clone()), rows, tokens)
+    return sample(with_argmax(logits.clone()), rows, tokens)
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# --- all scalar parameters -----------------------------------------------------------------------------------------
+
+EXAMPLES: dict[str, float] = {
+    "temperature": 0.1,
+    "top_k": 2,
+    "top_p": 0.3,
+    "min_p": 0.5,
+    "repetition_penalty": 3.0,
+    "presence_penalty": 4.0,
+    "frequency_penalty": 4.0,
+    "seed": 77,
+    "min_tokens": 9,
+    "logprobs": 3,
+}
+"""A value of each parameter that changes answers. A new scalar parameter needs an entry here."""
+BASE = Sampling(temperature=1.0, seed=1, stop_ids=tuple(range(20)))
+
+
+def sample_with(changes: list[dict[str, float]]) -> tuple[list[int], int]:
+    """Return the tokens of one row per element, at varying positions, and the number of reported log-probabilities."""
+    history = [([3, 5, 5, *range(i % 8)], 1) for i in range(len(changes))]
+    sampled = run(random_logits(1, 40).repeat(len(changes), 1), [replace(BASE, **x) for x in changes], history)
+    return sampled.tokens.tolist(), 0 if sampled.logprobs is None else len(sampled.logprobs)
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_each_scalar_parameter_has_an_effect(name: str) -> None:
+    assert sample_with([{name: EXAMPLES[name]}] * 64) != sample_with([{}] * 64)
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_each_scalar_parameter_stays_in_its_row(name: str) -> None:
+    tokens, _ = sample_with([{name: EXAMPLES[name]} if i % 2 else {} for i in range(64)])
+    assert tokens[::2] == sample_with([{}] * 64)[0][::2]
 
 
 # --- greedy --------------------------------------------------------------------------------------------------------
@@ -70,7 +106,7 @@ def test_the_best_is_what_torch_says_in_every_library(dtype: torch.dtype) -> Non
         logits[5, width - 1] = float("inf")
         logits[6, width // 4 :] = logits[6].max()
         logits[7] = float("nan")
-        _, best, ids, known = of(logits)
+        _, best, ids, known = with_argmax(logits)
         wanted, where = logits.float().max(dim=-1)
         torch.testing.assert_close(best.float(), wanted, rtol=0, atol=0, equal_nan=True)
         assert ids.tolist() == where.tolist()
@@ -97,7 +133,7 @@ def kept_by_transformers(logits: Tensor, s: Sampling) -> Tensor:
 
 def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list[Sampling]) -> Tensor:
     """The distributions that our draws are made from."""
-    pick = module._pick
+    pick = module._inverse_cdf
     found = torch.zeros_like(logits)
     truncated = torch.tensor([0 < s.top_k < logits.shape[-1] or s.top_p < 1 or s.min_p > 0 for s in parameters])
     groups = iter((~truncated, truncated))  # the order in which the groups are drawn
@@ -106,7 +142,7 @@ def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list
         found[next(groups)] = weights / weights.sum(dim=-1, keepdim=True)
         return pick(weights, noise)
 
-    monkeypatch.setattr(module, "_pick", spy)
+    monkeypatch.setattr(module, "_inverse_cdf", spy)
     run(logits, parameters)
     return found
 
@@ -137,8 +173,8 @@ def test_ties_with_the_last_one_kept_are_kept(top_k: int, top_p: float) -> None:
     probabilities = torch.zeros(9000)
     probabilities[100:1100] = 1e-3
     falling = probabilities.sort(descending=True).values[None]
-    by_sorting = module._cut_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
-    assert by_sorting.item() == module._cut_by_counting(probabilities, top_k, top_p) == pytest.approx(1e-3)
+    by_sorting = module._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
+    assert by_sorting.item() == module._cutoff_by_radix(probabilities, top_k, top_p) == pytest.approx(1e-3)
 
 
 def test_counting_cuts_where_sorting_does() -> None:
@@ -147,8 +183,8 @@ def test_counting_cuts_where_sorting_does() -> None:
         probabilities = torch.softmax(random_logits(1, rng.choice([5, 300, 5000]), seed) * rng.choice([0, 0.1, 2]), -1)
         top_k, top_p = rng.choice([0, 1, 2, 100]), rng.choice([1e-6, 0.3, 0.9, 0.999999, 1.0])
         falling = probabilities.sort(descending=True).values
-        wanted = module._cut_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
-        found = module._cut_by_counting(probabilities[0], top_k, top_p)
+        wanted = module._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
+        found = module._cutoff_by_radix(probabilities[0], top_k, top_p)
         kept, wanted_kept = (probabilities >= found).sum().item(), (probabilities >= wanted).sum().item()
         assert kept == wanted_kept, (seed, top_k, top_p)
 
@@ -364,7 +400,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_the_draw_is_the_inverse_of_the_running_sum() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]])
     for noise, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.9, 3), (1 - 2**-52, 3)):
-        assert module._pick(weights, torch.tensor([[noise]], dtype=torch.float64)).tolist() == [token]
+        assert module._inverse_cdf(weights, torch.tensor([[noise]], dtype=torch.float64)).tolist() == [token]
 
 
 def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None:
@@ -372,12 +408,12 @@ def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None
     noise = torch.rand(20, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     running = weights.double().cumsum(dim=-1)
     wanted = (running <= noise * running[:, -1:]).sum(dim=-1)
-    assert module._pick(weights, noise).tolist() == wanted.tolist()
+    assert module._inverse_cdf(weights, noise).tolist() == wanted.tolist()
 
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("vocabulary", [256, 100])
 def test_a_step_that_samples_nothing_has_no_best(vocabulary: int) -> None:
     """Also where no kernels were built: the first chunks of a prompt alone are such a step."""
-    found = of(torch.empty(0, vocabulary))
-    assert found.best.shape == found.ids.shape == (0,)
+    found = with_argmax(torch.empty(0, vocabulary))
+    assert found.max_values.shape == found.max_ids.shape == (0,)

@@ -12,8 +12,8 @@ from support.families import WIDE, tiny_model
 
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker import self_test
-from lineclear.worker.kernels import NONE, library
-from lineclear.worker.logits import of
+from lineclear.worker.kernels.library import NONE, selected_library
+from lineclear.worker.logits import with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner
@@ -137,12 +137,12 @@ def decodes_go_one_back(runner: ModelRunner, loaded: LoadedModel) -> None:
 
 def the_sampler_is_wrong(runner: ModelRunner, loaded: LoadedModel) -> None:
     real = runner._logits
-    runner._logits = lambda packed: of(-real(packed).values)  # type: ignore[method-assign]
+    runner._logits = lambda packed: with_argmax(-real(packed).values)  # type: ignore[method-assign]
 
 
 def it_gives_nan(runner: ModelRunner, loaded: LoadedModel) -> None:
     real = runner._logits
-    runner._logits = lambda packed: of(real(packed).values * float("nan"))  # type: ignore[method-assign]
+    runner._logits = lambda packed: with_argmax(real(packed).values * float("nan"))  # type: ignore[method-assign]
 
 
 def it_raises(runner: ModelRunner, loaded: LoadedModel) -> None:
@@ -168,7 +168,7 @@ def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, Loa
     loaded = wrap_model(tiny_model("llama", seed=3, **WIDE))
     right = self_test.expected_answers(loaded)
     runner = runner_of(loaded, block_size=16)
-    assert runner.backend_name == ("torch_paged" if library() is None else "native")
+    assert runner.backend_name == ("torch_paged" if selected_library() is None else "native")
     fault(runner, loaded)
     with pytest.raises(SelfTestFailed):
         self_test.check(runner, right, loaded.dtype)

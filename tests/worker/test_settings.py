@@ -76,10 +76,10 @@ def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
     monkeypatch.setattr("lineclear.worker.memory_budget._cgroup_bytes", lambda: 400_000)
-    assert blocks_that_fit(1000, most=10_000, fraction=0.0, device=cpu) == 200
-    assert blocks_that_fit(1000, most=10_000, fraction=0.9, device=cpu) == 360
-    assert blocks_that_fit(1000, most=30, fraction=0.9, device=cpu) == 30
-    assert blocks_that_fit(10**9, most=30, fraction=0.9, device=cpu) == 0
+    assert blocks_that_fit(1000, max_blocks=10_000, fraction=0.0, device=cpu) == 200
+    assert blocks_that_fit(1000, max_blocks=10_000, fraction=0.9, device=cpu) == 360
+    assert blocks_that_fit(1000, max_blocks=30, fraction=0.9, device=cpu) == 30
+    assert blocks_that_fit(10**9, max_blocks=30, fraction=0.9, device=cpu) == 0
 
 
 def test_cgroup_limit_ignores_the_file_cache(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from lineclear.worker.cpu.thread_policy import ThreadPolicy, rungs
+from lineclear.worker.cpu.thread_policy import ThreadPolicy, thread_counts
 
 Cost = Callable[[int, random.Random], float]
 """Seconds of a step with so many threads."""
@@ -261,12 +261,12 @@ def test_a_new_limit_holds_at_once() -> None:
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8])])
 def test_a_small_machine_has_a_rung_for_each_core(most: int, expected: list[int]) -> None:
-    assert rungs(most) == expected
+    assert thread_counts(most) == expected
 
 
 @pytest.mark.parametrize("most", [16, 24, 32, 64, 128])
-def test_a_large_machine_has_few_rungs_and_one_close_below_each_number(most: int) -> None:
-    found = rungs(most)
+def test_a_large_machine_has_few_counts_and_one_close_below_each_number(most: int) -> None:
+    found = thread_counts(most)
     assert found[0] == 1
     assert found[-1] == most
     assert len(found) <= 4 * most.bit_length()

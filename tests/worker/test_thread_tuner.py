@@ -42,9 +42,9 @@ def test_a_number_is_set_when_it_changes() -> None:
     clock, found = Clock(), list[int]()
     tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
     for _ in range(300):  # one thread is the faster number
-        tuner.begin(1)
+        tuner.start_step(1)
         clock.now += 0.01 * found[-1]
-        tuner.end(1)
+        tuner.finish_step(1)
     assert found[:3] == [1, 2, 1]
     assert all(a != b for a, b in pairwise(found))
 
@@ -53,17 +53,17 @@ def test_cores_that_are_taken_away_are_noticed_within_a_second() -> None:
     clock, found, cores = Clock(), list[int](), [4]
     tuner = ThreadTuner(found.append, cores=lambda: cores[0], clock=clock)
     for _ in range(200):
-        tuner.begin(1)
+        tuner.start_step(1)
         clock.now += 0.04 / found[-1]
-        tuner.end(1)
+        tuner.finish_step(1)
     assert max(found) == 4
     found.clear()
     cores[0] = 2
     clock.now += 1.1
     for _ in range(200):
-        tuner.begin(1)
+        tuner.start_step(1)
         clock.now += 0.01
-        tuner.end(1)
+        tuner.finish_step(1)
     assert max(found) == 2
 
 
@@ -75,9 +75,9 @@ def test_a_step_costs_the_gap_before_it_but_not_the_time_without_requests() -> N
         # With two threads the step is faster and what lies between two steps is slower by more.
         clock.now += 0.004 if found and found[-1] == 2 else 0.0
         clock.now += source.choice((0.0, 0.0, 0.0, 10.0))
-        tuner.begin(1)
+        tuner.start_step(1)
         clock.now += 0.009 if found[-1] == 2 else 0.01
-        tuner.end(1)
+        tuner.finish_step(1)
     assert 1 in found[-2:]
     assert found.count(2) < 30
 
@@ -133,7 +133,7 @@ def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
 def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=threads))
-    assert (runner._threads is not None) == tuned
+    assert (runner._thread_tuner is not None) == tuned
 
 
 @needs_kernels

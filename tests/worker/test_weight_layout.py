@@ -7,8 +7,8 @@ import torch
 from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
 
-from lineclear.worker import kernels
 from lineclear.worker.cpu import linear
+from lineclear.worker.kernels import library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model
 
@@ -22,7 +22,7 @@ def products(monkeypatch: pytest.MonkeyPatch, *, dtype: torch.dtype, free_weight
     free = int(free_weights * loaded.weight_bytes)
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "_x86_flags", lambda: flags | AMX)
-        patched.setattr(kernels, "_multiplies_bfloat16", lambda chosen: True)
+        patched.setattr(kernels, "_prefers_bf16_gemm", lambda chosen: True)
         patched.setattr(loader, "free_bytes", lambda device: free)
         fused = build_fused(loaded)
     assert fused is not None

@@ -1,6 +1,6 @@
-"""What this process may use of its machine, and what of it would make steps faster: cores, allocator, huge pages.
+"""The host as far as it affects step times: usable cores, allocator, huge pages.
 
-Read from /proc, /sys and the control group; where they are silent, the answer is that nothing is known.
+Read from /proc, /sys and the control group. Missing information counts as no limit or as unknown.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may run on at once, at least 1: those it is bound to, and what its control group may take.
+    """Return the cores that CPU affinity and control group quotas let this process use at once, at least 1.
 
-    A container with a quota of two cores on a machine of 64 sees 64: as many threads would be stopped most of the time,
-    and each operation waits for its last thread.
+    A container with a quota of two cores on a machine of 64 sees 64. With 64 threads, the kernel throttles most of
+    them, and each operation waits for its last thread.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(root)
@@ -29,27 +29,27 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def allocator(root: Path = Path("/")) -> str:
-    """The library that malloc comes from, "libc" where no other one is loaded."""
+    """Return the loaded malloc library; "libc" if no other one is loaded."""
     maps = _read(root / _MAPS)
     return next((name for name in _ALLOCATORS if f"lib{name}" in maps), "libc")
 
 
 def huge_pages(root: Path = Path("/")) -> str:
-    """What the kernel does about transparent huge pages: always, madvise, never, or unknown."""
+    """Return the kernel's mode of transparent huge pages: always, madvise, never, or unknown."""
     modes = _read(root / _HUGE_PAGES)
     return modes.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def _quota(root: Path) -> float | None:
-    """The smallest quota, in cores, of the control group of this process and of those around it; None for no limit."""
-    found = [_quota_of(folder) for folder in _group_folders(root)]
-    return min((cores for cores in found if cores is not None), default=None)
+    """Return the smallest quota, in cores, of the process's control group and those above it; None for no limit."""
+    quotas = [_quota_of(folder) for folder in _group_folders(root)]
+    return min((cores for cores in quotas if cores is not None), default=None)
 
 
 def _group_folders(root: Path) -> list[Path]:
-    """Of both versions, from the mount down to the group of this process.
+    """Return the folders of the process's group and of those above it, for both versions of control groups.
 
-    Without a namespace of its own, as in a systemd service, a process has its limits further down than the mount.
+    Without a cgroup namespace, as in a systemd service, the limits are in folders below the mount.
     """
     folders = [root / _UNIFIED, root / _CPU_CONTROLLER]
     for line in _read(root / _CONTROL_GROUPS).splitlines():
@@ -63,13 +63,13 @@ def _group_folders(root: Path) -> list[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Of one group, in cores."""
+    """Return the quota of one group, in cores."""
     limit, _, period = (
         _read(folder / "cpu.max") or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
     ).partition(" ")
     try:
         cores = float(limit) / float(period)
-    except (ValueError, ZeroDivisionError):  # "max", or nothing there
+    except (ValueError, ZeroDivisionError):  # "max", or no such file
         return None
     return cores if cores > 0 else None
 

@@ -1,12 +1,12 @@
-"""When the system gives a CPU's KV pools their memory: all of it at start, or some ahead of its first use in idle time.
+"""Prefaults the memory of a CPU's KV pools: all of it at start, or some ahead of use while the worker is idle.
 
-A pool is promised at start and given page by page as it is first written to. A huge page takes as long as the system
-needs to clear it, and on a virtual machine whose host has to find it first many times that: a step that begins one
-waits, and everybody in it. Where nobody waits it costs nothing, so while no plan comes the memory behind the blocks in
-use is asked for, in slices between which a plan is looked for.
+The system maps pool memory at the first write to each page. Clearing a huge page takes time, and on a virtual machine
+whose host must find the memory first, many times as long. A step that touches a new page waits for it, with all its
+requests. So idle time is used to fault in the memory behind the blocks in use, in slices, with a check for plans
+between.
 
-The scheduler hands blocks out from the lowest up, and those that were used before one that never was (a cached prefix
-apart). So what lies behind the highest block of any plan is what is begun next, and it holds nothing yet.
+The scheduler hands out the lowest blocks first, and used blocks before unused ones (cached prefixes aside). So the
+blocks behind the highest one of any plan are the next to be used, and they hold no data yet.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 from lineclear.process.settings_base import ConfigurationError
 
-from .attention import AttentionBackend
+from .attention.base import AttentionBackend
 from .memory_budget import free_bytes
 
 _SLICE_BYTES = 2 << 20
-"""A huge page. What a plan that comes meanwhile waits for."""
-_AHEAD_SHARE = 32
-"""Memory ahead of its use is at most one part in so many of what is free: an idle process leaves it to others."""
-_ALL_PERCENT = 95
-"""Of the free memory, for all of the pools: a step needs some besides, and what is free is an estimate."""
+"""One huge page: a plan that arrives during idle work waits for one slice."""
+_MAX_AHEAD_DIVISOR = 32
+"""Prefault at most this part (1/32) of the free memory ahead of use, and leave the rest to other processes."""
+_MAX_PERCENT = 95
+"""Largest share of the free memory for all pools: steps need some too, and the free memory is an estimate."""
 
 
 class KvPrefaulter:
-    """Blocks [0, given) have their memory. Called between steps only: it writes to the blocks it asks for."""
+    """Faults in the memory of unused blocks, by writing to them. Call it between steps only."""
 
     def __init__(
         self,
@@ -37,47 +37,44 @@ class KvPrefaulter:
         block_bytes: int,
         *,
         ahead_tokens: int,
-        free: Callable[[torch.device], int] = free_bytes,
+        free_memory: Callable[[torch.device], int] = free_bytes,
     ) -> None:
         self._backend = backend
         self._block_bytes = block_bytes
         self._ahead_blocks = ahead_tokens // backend.block_size
         self._slice_blocks = max(1, _SLICE_BYTES // block_bytes)
-        self._free = free
+        self._free_bytes = free_memory
         self._prefaulted = 0
-        self._is_complete = backend.device.type != "cpu"  # a GPU's pools have theirs from the start
+        self._is_complete = backend.device.type != "cpu"  # GPU memory is allocated at once
 
     def prefault_all(self) -> None:
-        """Have the system give the memory of every block now.
+        """Fault in the memory of every block.
 
-        Raises ConfigurationError, and asks for nothing, where there is less than the blocks need: the system would
-        promise it, and end the process in the middle.
+        Raises ConfigurationError before the first write if the free memory does not suffice: the system would promise
+        the memory and then kill the process while it writes.
         """
         if self._is_complete:
             return
-        num_blocks, free = self._backend.num_blocks, self._known_free()
+        num_blocks, free = self._backend.num_blocks, self._free_or_none()
         needed = num_blocks * self._block_bytes
-        if free is not None and needed * 100 > free * _ALL_PERCENT:
+        if free is not None and needed * 100 > free * _MAX_PERCENT:
             raise ConfigurationError(
                 f"--preallocate-kv-cache: {num_blocks} blocks need {needed} bytes, and {free} bytes of memory are free,"
-                f" of which {_ALL_PERCENT} % may be taken; set --num-blocks to at most"
-                f" {free * _ALL_PERCENT // 100 // self._block_bytes}, lower --kv-cache-memory-fraction, or leave"
+                f" of which {_MAX_PERCENT} % may be taken; set --num-blocks to at most"
+                f" {free * _MAX_PERCENT // 100 // self._block_bytes}, lower --kv-cache-memory-fraction, or leave"
                 " --preallocate-kv-cache away"
             )
         while self._prefaulted < num_blocks:
             self._prefault(num_blocks)
 
-    def prefault_ahead(self, num_begun: int) -> bool:
-        """One slice of what lies behind block `num_begun`, from which on no plan has named any.
-
-        Whether there is more to be asked for.
-        """
-        self._prefaulted = max(self._prefaulted, num_begun)
-        end = min(num_begun + self._ahead_blocks, self._backend.num_blocks)
+    def prefault_ahead(self, num_touched: int) -> bool:
+        """Fault in one slice of the unused blocks, those from `num_touched` on. Returns whether work is left."""
+        self._prefaulted = max(self._prefaulted, num_touched)
+        end = min(num_touched + self._ahead_blocks, self._backend.num_blocks)
         if self._is_complete or self._prefaulted >= end:
             return False
-        ahead, free = self._prefaulted - num_begun, self._known_free() or 0
-        end = min(end, num_begun + (ahead + free // self._block_bytes) // _AHEAD_SHARE)
+        ahead, free = self._prefaulted - num_touched, self._free_or_none() or 0
+        end = min(end, num_touched + (ahead + free // self._block_bytes) // _MAX_AHEAD_DIVISOR)
         if self._prefaulted >= end:
             return False
         self._prefault(end)
@@ -87,9 +84,9 @@ class KvPrefaulter:
         first, self._prefaulted = self._prefaulted, min(self._prefaulted + self._slice_blocks, end)
         self._backend.prefault(first, self._prefaulted)
 
-    def _known_free(self) -> int | None:
-        """None where the system does not say."""
+    def _free_or_none(self) -> int | None:
+        """Return the free bytes; None where the system does not report them."""
         try:
-            return self._free(self._backend.device)
+            return self._free_bytes(self._backend.device)
         except (OSError, RuntimeError):
             return None

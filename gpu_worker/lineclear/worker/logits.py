@@ -1,7 +1,6 @@
-"""What a model says of the next token of each row: a logit for every token, and which of them is the highest.
+"""Logits of a step's sampling rows, with the argmax of each row.
 
-The highest is nearly always asked for, and found while a row still lies in the cache. What is made of it is decided in
-`sampling`.
+Nearly every step needs the argmax, and it is cheapest while a row is still in the cache.
 """
 
 from __future__ import annotations
@@ -11,43 +10,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import ELEMENTS, library
+from .kernels.library import ELEMENTS, selected_library
 
-_BEST_WIDTH = 128
+_ARGMAX_WIDTH = 128
 
 
 class Logits(NamedTuple):
-    """Of all rows of a step that sample. The model's own memory: good until its next step."""
+    """Logits of all sampling rows of a step. The model owns the memory; it is valid until the next step."""
 
     values: Tensor
     """[num_rows, vocabulary]."""
-    best: Tensor
-    """[num_rows]: the highest of each row; NaN where there is one."""
-    ids: Tensor
-    """[num_rows] int64: the token that has it, the lowest id among equals."""
-    host_best: tuple[list[float], list[int]] | None = None
-    """`best` and `ids`, where the host has them already: on a CPU. For a few rows a list costs less than a tensor."""
+    max_values: Tensor
+    """[num_rows]: the maximum of each row; NaN if the row has one."""
+    max_ids: Tensor
+    """[num_rows] int64: the token id of the maximum, the lowest among equals."""
+    host_max: tuple[list[float], list[int]] | None = None
+    """`max_values` and `max_ids` as lists, on a CPU: for a few rows a list costs less than a tensor."""
 
 
-def of(values: Tensor) -> Logits:
-    """These, and the best of them.
+def with_argmax(values: Tensor) -> Logits:
+    """Return `values` [num_rows, vocabulary] as Logits.
 
-    Without the kernel, maxima of pieces first: without an index to carry they are several times as fast.
+    Without the kernel, torch reduces chunks first: a maximum without an index is several times as fast.
     """
     count, vocabulary = values.shape
-    native = library()
+    native = selected_library()
     if native is not None and values.device.type == "cpu" and values.dtype in ELEMENTS and values.is_contiguous():
-        best, ids = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        max_values, ids = torch.empty(count), torch.empty(count, dtype=torch.int64)
         element = ELEMENTS[values.dtype]
-        native.lineclear_best(element, count, vocabulary, values.data_ptr(), best.data_ptr(), ids.data_ptr())
-        return _of(values, best, ids)
-    if vocabulary % _BEST_WIDTH:
-        return _of(values, *values.max(dim=-1))
-    pieces = values.view(count, vocabulary // _BEST_WIDTH, _BEST_WIDTH)
-    piece = pieces.amax(dim=-1).max(dim=-1).indices
-    best, inside = pieces[torch.arange(count, device=values.device), piece].max(dim=-1)
-    return _of(values, best, piece * _BEST_WIDTH + inside)
+        native.lineclear_argmax(element, count, vocabulary, values.data_ptr(), max_values.data_ptr(), ids.data_ptr())
+        return _logits(values, max_values, ids)
+    if vocabulary % _ARGMAX_WIDTH:
+        return _logits(values, *values.max(dim=-1))
+    chunks = values.view(count, vocabulary // _ARGMAX_WIDTH, _ARGMAX_WIDTH)
+    chunk = chunks.amax(dim=-1).max(dim=-1).indices
+    max_values, index_in_chunk = chunks[torch.arange(count, device=values.device), chunk].max(dim=-1)
+    return _logits(values, max_values, chunk * _ARGMAX_WIDTH + index_in_chunk)
 
 
-def _of(values: Tensor, best: Tensor, ids: Tensor) -> Logits:
-    return Logits(values, best, ids, (best.tolist(), ids.tolist()) if values.device.type == "cpu" else None)
+def _logits(values: Tensor, max_values: Tensor, ids: Tensor) -> Logits:
+    host_max = (max_values.tolist(), ids.tolist()) if values.device.type == "cpu" else None
+    return Logits(values, max_values, ids, host_max)

@@ -1,7 +1,6 @@
-"""`lineclear-worker`: ties the process to its scheduler before anything else, and ends it without a farewell tour.
+"""Entry point of `lineclear-worker`. Ties the process to its scheduler before slow imports, and exits fast.
 
-What a worker does is in `serving`. This file imports next to nothing, because a scheduler that dies while its worker is
-still importing must take it along.
+Imports little: a worker must exit with its scheduler even while torch is still being imported. app.py runs the worker.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lineclear.process.standby import Standby
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until it is told to stop; the exit code (see `exit_codes`)."""
+    """Run a worker until it is stopped; return the exit code (see `exit_codes`)."""
     supervised = parent_death.die_with_parent()
     core_dumps.disable()
     standby = Standby.claim()
@@ -42,14 +41,14 @@ def _import_app() -> None:
 
 
 def run() -> NoReturn:
-    """The process, which ends when `main` does.
+    """Run `main` and exit without cleanup.
 
-    All is said and logged by then. What libraries do at the interpreter's end (ending thread pools, freeing gigabytes
-    one by one) would only keep the next worker from the device.
+    All messages are sent and logged by then. Library cleanup at interpreter exit (joining thread pools, freeing
+    gigabytes) would only delay the next worker's use of the device.
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it; the exit code must tell what it means all the same
+        with contextlib.suppress(OSError):  # a closed pipe must not change the exit code
             stream.flush()
     os._exit(code)
 

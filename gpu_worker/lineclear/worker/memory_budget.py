@@ -1,6 +1,6 @@
-"""How much memory is free for the KV pool, and how many blocks that makes.
+"""Free memory for the KV pool and the number of blocks that fit.
 
-Limits of control groups of version 1 and 2 count, of the process's own group and of every group around it.
+On a CPU, memory limits of control groups (version 1 and 2) count, of the process's group and of all groups above it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def blocks_that_fit(block_bytes: int, most: int, fraction: float, device: torch.device) -> int:
-    """Blocks in `fraction` (0: the device's default) of the free memory, at most `most`. May be 0."""
+def blocks_that_fit(block_bytes: int, max_blocks: int, fraction: float, device: torch.device) -> int:
+    """Return how many blocks fit in `fraction` of the free memory (0: the device's default), at most `max_blocks`."""
     share = fraction or _DEFAULT_FRACTION.get(device.type, 0.5)
-    return min(most, int(free_bytes(device) * share) // block_bytes)
+    return min(max_blocks, int(free_bytes(device) * share) // block_bytes)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be allocated on `device` now. On a CPU the container's limit counts, too."""
+    """Return the bytes that can be allocated on `device` now."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left in torch's own pool is free as well
+        torch.cuda.empty_cache()  # returns memory that torch's allocator kept after loading
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
@@ -36,11 +36,11 @@ def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo does not say how much memory is available; give --num-blocks")
+    raise RuntimeError("/proc/meminfo has no MemAvailable; set --num-blocks")
 
 
 def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
-    """Return what the memory limits of the process's control groups leave, at most `_UNLIMITED`."""
+    """Return the smallest headroom below the memory limits of the process's control groups, at most `_UNLIMITED`."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -49,10 +49,10 @@ def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
 
 
 def _groups(root: Path, lines: list[str]) -> Iterator[Path]:
-    """Yield the memory groups that /proc/self/cgroup names and those around them.
+    """Yield the memory groups in /proc/self/cgroup and the groups above them.
 
     Lines are `0::PATH` for version 2, mounted at the root or at `unified`, and `ID:memory:PATH` for version 1. In a
-    container the mounted root may be the group itself, so the root is always looked at.
+    container the mounted root may be the group itself, so the root is always included.
     """
     paths = {"": "", "memory": ""}
     for line in lines:
@@ -66,29 +66,29 @@ def _groups(root: Path, lines: list[str]) -> Iterator[Path]:
 
 
 def _headroom(group: Path) -> int:
-    """Return what one group's limits leave. Cached files that the kernel would drop count as free."""
+    """Return the bytes left below one group's limits. Inactive file cache counts as free."""
     limits = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     current = _number(group / "memory.current")
     used = _number(group / "memory.usage_in_bytes") if current is None else current
     known = [limit for limit in limits if limit is not None]
-    if not known or used is None:  # no control group, not seen from within the container, or the outermost one
+    if not known or used is None:  # no control group, one outside the container, or the root group
         return _UNLIMITED
-    return max(0, min(*known, _UNLIMITED) - used + _droppable(group))
+    return max(0, min(*known, _UNLIMITED) - used + _inactive_file_bytes(group))
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is none, or "max"."""
+    """Return the number in a file; None for "max" or an unreadable file."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 
 
-def _droppable(group: Path) -> int:
+def _inactive_file_bytes(group: Path) -> int:
     try:
         words = (group / "memory.stat").read_text(encoding="ascii").split()
     except OSError:
         return 0
-    # In version 1 only the totals include the groups within.
+    # In version 1 only the totals include child groups.
     name = "total_inactive_file" if "total_inactive_file" in words else "inactive_file"
     return int(words[words.index(name) + 1]) if name in words else 0

@@ -1,7 +1,7 @@
-"""The runner: plans on a device. Ties together slots, attention, model and sampling; decides none of their matters.
+"""Runs plans on a device: input batch, attention, model and sampler in one step.
 
-Everything a step needs is put on the device in launch order, and nothing waits for the device until somebody asks a
-flight for its result: what a step samples reaches the next one through the token table on the device.
+All work of a step is queued on the device in launch order, without waiting. Sampled tokens reach the next step through
+the token table on the device; the host waits only in `InflightStep.result`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lineclear.model_files import fingerprint
 from lineclear.wire.messages import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
-from .attention import block_bytes
+from .attention.base import block_bytes
 from .attention.registry import BACKENDS, choose
 from .cpu.thread_tuner import ThreadTuner
 from .input_batch import Capacity, InputBatch, PackedInputs
@@ -27,14 +27,14 @@ from .memory_budget import blocks_that_fit
 from .model.loaded_model import LoadedModel, ModelRefused
 from .runner_interface import InflightStep, StepFailed
 from .sampler import Sampled, sample
-from .sampling_metadata import ParameterTable, SamplingRows
+from .sampling_metadata import SamplingMetadata, SamplingTable
 
-_NUMERICS = 1
-"""Raised by a release that computes other numbers from the same files: answers are not resumed across it."""
+_NUMERICS_VERSION = 1
+"""Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
 
 
 class ModelRunner:
-    """A Runner (see `protocol`) over a transformers model."""
+    """A `Runner` for a transformers model."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class ModelRunner:
         attention_backend: str = "auto",
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """num_blocks 0: as many as `kv_cache_memory_fraction` of the free memory holds. kv_dtype None: the model's.
+        """Allocate the KV pools. num_blocks 0: as many as fit in `kv_cache_memory_fraction` of the free memory.
 
-        Raises ModelRefused where it does not fit, or no backend keeps such keys and values.
+        kv_dtype None: the model's. Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
         """
         self._loaded = loaded
-        self._device_type = loaded.device.type  # torch would take 10 µs and more to say it, at every step
+        self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
         self._kv_dtype = kv_dtype or loaded.dtype
         num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_cache_memory_fraction)
         self.capacity = Capacity(
@@ -69,22 +69,22 @@ class ModelRunner:
             raise ModelRefused(str(error)) from error
         except (OSError, RuntimeError) as error:
             if loaded.device.type != "cpu":
-                raise  # perhaps another process still has it; on a CPU more was asked for than the machine has
+                raise  # another process may still hold the memory; on a CPU the request exceeds the machine
             raise ModelRefused(
-                f"no memory is promised for {num_blocks} blocks of {size} bytes ({error}); lower --num-blocks"
+                f"the system refuses memory for {num_blocks} blocks of {size} bytes ({error}); lower --num-blocks"
             ) from error
         loaded.attach(self._backend)
         self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=kv_prefault_tokens)
         self._batch = InputBatch(self.capacity, loaded.device)
-        self._parameters = ParameterTable(num_slots, loaded.vocab_size, loaded.device)
-        self._threads: ThreadTuner | None = None
+        self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device)
+        self._thread_tuner: ThreadTuner | None = None
 
     def tune_threads(self, tuner: ThreadTuner) -> None:
-        """Let `tuner` set the number of compute threads of each step from now on. For a CPU."""
-        self._threads = tuner
+        """Let `tuner` set the number of compute threads of each step. For CPUs."""
+        self._thread_tuner = tuner
 
     def hello(self, epoch: int) -> Hello:
-        """Capacities and versions."""
+        """Return the capacities and versions of this worker."""
         c, loaded = self.capacity, self._loaded
         return Hello(
             epoch=epoch,
@@ -110,92 +110,89 @@ class ModelRunner:
         loaded = self._loaded
         if not loaded.weights_fingerprint:
             return ""
-        formats = (str(_NUMERICS), str(loaded.dtype), loaded.weights, str(self._kv_dtype))
+        formats = (str(_NUMERICS_VERSION), str(loaded.dtype), loaded.weights, str(self._kv_dtype))
         return fingerprint.combined((loaded.weights_fingerprint, loaded.text_fingerprint, *formats))
 
     def reset(self) -> None:
-        """Forget every slot. The pools keep their bytes: no cell is read before its next owner wrote it."""
+        """Free every slot. The pools keep their contents: no cell is read before its next owner writes it."""
         self._batch.reset()
 
     def preallocate(self) -> None:
-        """Have the system give all memory of the KV pools now, and not when a step first writes there.
-
-        Raises ConfigurationError where there is less.
-        """
+        """Fault in all memory of the KV pools now. Raises ConfigurationError if the free memory does not suffice."""
         self._prefaulter.prefault_all()
 
     def idle_work(self) -> bool:
-        """Have the system give some memory of blocks that no step has begun yet. Whether there is more to be given."""
+        """Fault in some memory of blocks that no plan has used yet. Returns whether work is left."""
         return self._prefaulter.prefault_ahead(self._batch.num_touched_blocks)
 
     def launch(self, plan: StepPlan) -> InflightStep:
-        """Run the plan (CPU) or put it on the device's stream (CUDA). Raises StepFailed."""
+        """Run the plan (CPU) or queue it on the device's stream (CUDA). Raises StepFailed."""
         self._batch.check(plan)
-        stopwatch = _Stopwatch(self._loaded.device, self._device_type)
-        if self._threads is not None:
-            self._threads.begin(plan.num_tokens)
+        timer = _StepTimer(self._loaded.device, self._device_type)
+        if self._thread_tuner is not None:
+            self._thread_tuner.start_step(plan.num_tokens)
         try:
-            rows, sampled = self._step(plan)
-            flight = _Flight(plan, rows, sampled, stopwatch)
+            metadata, sampled = self._step(plan)
+            inflight = _InflightStep(plan, metadata, sampled, timer)
         except Exception as error:
             raise _step_failed(error) from error
-        if self._threads is not None:
-            self._threads.end(plan.num_tokens)
-        return flight
+        if self._thread_tuner is not None:
+            self._thread_tuner.finish_step(plan.num_tokens)
+        return inflight
 
-    def _step(self, plan: StepPlan) -> tuple[SamplingRows, Sampled | None]:
+    def _step(self, plan: StepPlan) -> tuple[SamplingMetadata, Sampled | None]:
         if plan.zero_blocks:
             self._backend.zero(plan.zero_blocks)
         for init in plan.inits:
-            self._parameters.enter(init.slot, init.sampling)
+            self._sampling.set_slot(init.slot, init.sampling)
         packed = self._batch.apply(plan)
-        rows = self._parameters.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
-        if not len(packed.reads):
-            return rows, None
+        metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
+        if not len(packed.read_indices):
+            return metadata, None
         logits = self._logits(packed)
-        if not rows.num_rows:
-            return rows, None
-        sampled = sample(logits, rows, self._batch.tokens)
+        if not metadata.num_rows:
+            return metadata, None
+        sampled = sample(logits, metadata, self._batch.tokens)
         self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
-        return rows, sampled
+        return metadata, sampled
 
     def _logits(self, packed: PackedInputs) -> Logits:
-        self._backend.begin(packed.batch)
-        return self._loaded.logits(self._batch.flat_tokens, packed.reads, packed.positions, packed.sample_rows)
+        self._backend.start_step(packed.batch)
+        return self._loaded.logits(self._batch.flat_tokens, packed.read_indices, packed.positions, packed.sample_rows)
 
 
 def _num_blocks(loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float) -> int:
-    """From the free memory, but at most twice what all slots can fill: more would only be more to manage."""
+    """Return how many blocks fit in the free memory, at most twice as many as all slots can fill."""
     size = block_bytes(loaded.layers, block_size, kv_dtype)
-    most = 2 * num_slots * -(-loaded.max_model_len // block_size)
-    count = blocks_that_fit(size, most, fraction, loaded.device)
+    max_blocks = 2 * num_slots * -(-loaded.max_model_len // block_size)
+    count = blocks_that_fit(size, max_blocks, fraction, loaded.device)
     if count < 1:
         raise ModelRefused(f"after loading, the free memory does not hold one KV block of {size} bytes")
     return count
 
 
-class _Stopwatch:
-    """Times a step where it runs: on the device's own clock on CUDA, on the host's elsewhere."""
+class _StepTimer:
+    """Measures the duration of a step: with CUDA events on CUDA, with the host's clock elsewhere."""
 
     def __init__(self, device: torch.device, device_type: str) -> None:
         self._device, self._device_type = device, device_type
-        self._begin = self._event()
-        self._end: torch.cuda.Event | None = None
-        self._began_at = time.perf_counter()
-        self._ended_at = self._began_at
+        self._start_event = self._event()
+        self._end_event: torch.cuda.Event | None = None
+        self._started_at = time.perf_counter()
+        self._stopped_at = self._started_at
 
     def stop(self) -> bool:
-        """Everything of the step has been launched. Whether it is done, too."""
-        self._end = self._event()
-        self._ended_at = time.perf_counter()
+        """Record that all work of the step is queued. Returns whether it is also complete."""
+        self._end_event = self._event()
+        self._stopped_at = time.perf_counter()
         return self._device_type == "cpu"
 
     def wait(self) -> float:
-        """Wait until the step is done; its seconds."""
-        if self._begin is None or self._end is None:
-            return self._ended_at - self._began_at
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000
+        """Wait until the step is complete and return its seconds."""
+        if self._start_event is None or self._end_event is None:
+            return self._stopped_at - self._started_at
+        self._end_event.synchronize()
+        return float(self._start_event.elapsed_time(self._end_event)) / 1000
 
     def _event(self) -> torch.cuda.Event | None:
         if self._device_type != "cuda":
@@ -205,29 +202,29 @@ class _Stopwatch:
         return event
 
 
-class _Flight:
-    """A launched step: its outputs are on their way to the host."""
+class _InflightStep:
+    """A launched step, whose outputs are being copied to the host."""
 
-    is_over: bool
-    """A CPU computes while it launches."""
+    is_complete: bool
+    """True on a CPU, which computes during launch."""
 
-    def __init__(self, plan: StepPlan, rows: SamplingRows, sampled: Sampled | None, stopwatch: _Stopwatch) -> None:
+    def __init__(self, plan: StepPlan, metadata: SamplingMetadata, sampled: Sampled | None, timer: _StepTimer) -> None:
         self._plan = plan
-        self._rows = rows
+        self._metadata = metadata
         self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
-        self._stopwatch = stopwatch
-        self.is_over = stopwatch.stop()
-        # A CPU's outputs lie in memory that the next step writes to.
-        self._result = self._finish() if self.is_over else None
+        self._timer = timer
+        self.is_complete = timer.stop()
+        # On a CPU the next step overwrites the memory of the outputs.
+        self._result = self._finish() if self.is_complete else None
 
     def result(self) -> StepResult:
-        """Wait for the device, then the tokens in the plan's order."""
+        """Wait for the device and return the tokens in the plan's order. Raises StepFailed."""
         return self._result or self._finish()
 
     def _finish(self) -> StepResult:
         try:
-            seconds = self._stopwatch.wait()
-        except Exception as error:  # errors of a GPU surface where it is waited for
+            seconds = self._timer.wait()
+        except Exception as error:  # CUDA errors are raised by the wait
             raise _step_failed(error) from error
         epoch, step = self._plan.epoch, self._plan.step
         if self._outputs is None:
@@ -246,9 +243,10 @@ class _Flight:
     def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
         if outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:
             return ()
-        entries: list[Logprobs | None] = [None] * self._rows.num_rows
+        entries: list[Logprobs | None] = [None] * self._metadata.num_rows
         columns = (outputs.logprobs.tolist(), outputs.top_ids.tolist(), outputs.top_logprobs.tolist())
-        for row, count, chosen, ids, values in zip(self._rows.asked, self._rows.num_top, *columns, strict=True):
+        rows, num_top = self._metadata.host_logprob_rows, self._metadata.num_top
+        for row, count, chosen, ids, values in zip(rows, num_top, *columns, strict=True):
             entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
         return tuple(entries)
 
@@ -258,14 +256,13 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 
 
 def _all_to_host(sampled: Sampled) -> Sampled:
-    """What the host does not know yet."""
-    maybe = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
-    bad, logprobs, top_ids, top_logprobs = (None if x is None else _to_host(x) for x in maybe)
+    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+    bad, logprobs, top_ids, top_logprobs = (None if x is None else _to_host(x) for x in optional)
     return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete when the step is. On a CPU the tensor itself."""
+    """Copy `tensor` to the host, complete when the step is. On a CPU returns the tensor itself."""
     if tensor.device.type != "cuda":
         return tensor.cpu() if tensor.device.type != "cpu" else tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -277,11 +274,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def _step_failed(error: Exception) -> StepFailed:
-    """The error as the scheduler may see it: kind, type and place, nothing of what was computed."""
+    """Return the error with kind, type and source location, without its message."""
     if isinstance(error, StepFailed):
         return error
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown location"
     kind = StepErrorKind.OUT_OF_MEMORY if out_of_memory else StepErrorKind.EXCEPTION
-    return StepFailed(kind, f"{type(error).__name__} at {place}")
+    return StepFailed(kind, f"{type(error).__name__} at {location}")

@@ -1,7 +1,4 @@
-"""The collector: waits for flights in the order of their launch and sends what they give.
-
-Decides how a failure is told; what follows from it is the loop's business.
-"""
+"""The collector thread: waits for in-flight steps in launch order and sends their results."""
 
 from __future__ import annotations
 
@@ -21,147 +18,147 @@ from lineclear.worker.scheduler_link import ResultSocket, Waker
 log = structlog.get_logger()
 
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
-class FlightsStuck(Exception):
-    """The device does not give the results of its steps, and the worker is to stop."""
+class DeviceStuck(Exception):
+    """The device does not finish its steps, and the worker must stop."""
 
 
 class _Launched(NamedTuple):
     step: int
-    flight: InflightStep
+    inflight: InflightStep
 
 
 _Item = _Launched | Hello | Goodbye | Stopping | threading.Event | None
 
 
 class ResultCollector:
-    """A thread with the sending socket, which both own from here on. All methods are for the launch thread.
+    """A thread that shares the result socket with the launch thread. Only the launch thread calls the methods.
 
-    Hello, results, errors and Goodbye leave through one socket, so the scheduler hears them in the order of the calls.
-    The launch thread sends itself what need not be waited for, while the other one has nothing to do: to wake it would
-    take longer, and then it would compete with the next step for the interpreter.
+    Hello, results, errors and Goodbye use one socket, so the scheduler receives them in the order of the calls. The
+    launch thread sends complete results itself while the collector is idle: waking the collector takes longer, and it
+    would then compete with the next step for the interpreter lock.
 
-    A device that hangs is waited for until `is_overdue()`; while the worker serves, the scheduler judges that. Then
-    the methods that wait raise FlightsStuck.
+    While the worker serves, the scheduler watches for a device that hangs. Once `is_overdue()` returns True, the
+    methods that wait raise DeviceStuck.
     """
 
     def __init__(
         self,
         socket: ResultSocket,
         progress: StepProgress,
-        bell: Waker,
+        waker: Waker,
         *,
-        max_flights: int,
-        farewell_seconds: float,
+        max_inflight_steps: int,
+        linger_seconds: float,
         is_overdue: Callable[[], bool] = lambda: False,
     ) -> None:
         self.failure: StepErrorKind | None = None
-        """Why the epoch cannot go on. The bell rings when this is set."""
+        """Why the epoch cannot continue. Setting it wakes the launch thread."""
         self._socket = socket
         self._progress = progress
-        self._waker = bell
-        self._farewell_seconds = farewell_seconds
+        self._waker = waker
+        self._linger_seconds = linger_seconds
         self._is_overdue = is_overdue
         self._epoch = 0
-        self._abandoned = False
-        self._items: queue.Queue[_Item] = queue.Queue(max_flights)
+        self._discards = False
+        self._items: queue.Queue[_Item] = queue.Queue(max_inflight_steps)
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
 
-    def begin(self, hello: Hello) -> None:
-        """Say Hello: a new epoch. The one before must have settled."""
-        self.failure, self._abandoned, self._epoch = None, False, hello.epoch
+    def start_epoch(self, hello: Hello) -> None:
+        """Send Hello for a new epoch. Call `wait_idle` for the previous epoch first."""
+        self.failure, self._discards, self._epoch = None, False, hello.epoch
         self._put(hello)
 
-    def collect(self, step: int, flight: InflightStep) -> None:
-        """Collect `flight` after those before it: at once where nothing has to be waited for.
+    def collect(self, step: int, inflight: InflightStep) -> None:
+        """Send the result of a step behind those before it: at once if it is complete and nothing is queued.
 
-        Else it is queued; blocks while the queue is full.
+        Otherwise queue it; blocks while the queue is full.
         """
-        launched = _Launched(step, flight)
-        if flight.is_over and not self._items.unfinished_tasks:
+        launched = _Launched(step, inflight)
+        if inflight.is_complete and not self._items.unfinished_tasks:
             self._finish(launched)
         else:
             self._put(launched)
 
     def send(self, message: Goodbye | Stopping) -> None:
-        """Send a message behind everything put before."""
+        """Send a message behind everything queued before."""
         self._put(message)
 
     def discard(self) -> None:
-        """Nobody wants the results any more. Flights are still waited for, because the device works on them."""
-        self._abandoned = True
+        """Discard the results of in-flight steps. The collector still waits for them, because the device runs them."""
+        self._discards = True
 
     def wait_idle(self) -> StepErrorKind | None:
-        """Wait until nothing is in flight, end the epoch, and return `failure`."""
-        settled = threading.Event()
-        self._put(settled)
-        while not settled.wait(_LOOK_SECONDS):
-            self._check()
+        """Wait until no step is in flight, end the epoch, and return `failure`."""
+        idle = threading.Event()
+        self._put(idle)
+        while not idle.wait(_POLL_SECONDS):
+            self._check_overdue()
         return self.failure
 
     def close(self) -> bool:
-        """Send what is queued and end the thread. False when a flight did not land within `farewell_seconds`."""
+        """Send the queued messages and stop the thread. Returns False if a step does not finish in time."""
         try:
-            self._items.put(None, timeout=self._farewell_seconds)
+            self._items.put(None, timeout=self._linger_seconds)
         except queue.Full:
             return False
-        self._thread.join(self._farewell_seconds)
+        self._thread.join(self._linger_seconds)
         return not self._thread.is_alive()
 
     def _put(self, item: _Item) -> None:
         while True:
             try:
-                return self._items.put(item, timeout=_LOOK_SECONDS)
+                return self._items.put(item, timeout=_POLL_SECONDS)
             except queue.Full:
-                self._check()
+                self._check_overdue()
 
-    def _check(self) -> None:
+    def _check_overdue(self) -> None:
         if self._is_overdue():
-            raise FlightsStuck
+            raise DeviceStuck
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- collector thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             if isinstance(item, _Launched):
                 self._finish(item)
             elif isinstance(item, threading.Event):
-                self._progress.end()
+                self._progress.end_epoch()
             else:
                 if isinstance(item, Hello):
-                    self._progress.begin(item.epoch)
+                    self._progress.start_epoch(item.epoch)
                 self._socket.send(item)
-            self._items.task_done()  # from here on the launch thread may use the socket
+            self._items.task_done()  # after this the launch thread may use the socket
             if isinstance(item, threading.Event):
                 item.set()
-        self._socket.close(self._farewell_seconds)
+        self._socket.close(self._linger_seconds)
 
     def _finish(self, launched: _Launched) -> None:
         try:
-            result = launched.flight.result()
-            # After a failure the slots are in no promised state: what later flights give means nothing.
-            if self.failure is None and not self._abandoned:
+            result = launched.inflight.result()
+            # After a failure the slots are undefined, and so are the results of later steps.
+            if self.failure is None and not self._discards:
                 self._socket.send(result)
         except StepFailed as failed:
             self._fail(launched.step, failed.kind, failed.summary, failed)
         except Exception as error:
-            self._fail(launched.step, StepErrorKind.EXCEPTION, _describe(error), error)
-        self._progress.finished(launched.step)
+            self._fail(launched.step, StepErrorKind.EXCEPTION, _summary(error), error)
+        self._progress.on_finish(launched.step)
 
     def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
         if self.failure is not None:
             return
         log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, places=exception_location(error))
-        if not self._abandoned:
+        if not self._discards:
             self._socket.send(StepError(self._epoch, step, kind, summary))
         self.failure = kind
         self._waker.wake()
 
 
-def _describe(error: Exception) -> str:
-    """Type and place. Not the message: it may quote what a user wrote."""
-    where = exception_location(error)
-    return f"{type(error).__name__} at {where[-1]}" if where else type(error).__name__
+def _summary(error: Exception) -> str:
+    """Return type and location, without the message: it may quote a request."""
+    locations = exception_location(error)
+    return f"{type(error).__name__} at {locations[-1]}" if locations else type(error).__name__

@@ -1,7 +1,7 @@
-"""What the worker's loop asks of whatever computes: a Runner makes Flights out of plans.
+"""The interface between the worker's step loop and the code that computes plans.
 
-The seam between the two halves of the worker. The loop owns sockets and threads and never sees a tensor; a runner owns
-the device and never sees a socket. Free of torch, so that a toy can stand in for a model.
+The loop owns sockets and threads and never sees a tensor. A runner owns the device and never sees a socket. This module
+is free of torch, so that tests can replace the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
 
 
 class StepFailed(Exception):
-    """A step gave no result. `summary` is a type and a place, never content: it travels and it is logged."""
+    """A step failed. `summary` holds a type and a source location, never content: it is sent and logged."""
 
     def __init__(self, kind: StepErrorKind, summary: str) -> None:
         super().__init__(summary)
@@ -24,37 +24,37 @@ class InflightStep(Protocol):
     """A launched plan."""
 
     @property
-    def is_over(self) -> bool:
-        """There is nothing left to wait for: `result` returns at once."""
+    def is_complete(self) -> bool:
+        """The device has finished, so `result` returns at once."""
         ...
 
     def result(self) -> StepResult:
-        """Wait for the device and return what the plan gave. Raises StepFailed. Called once, from any one thread."""
+        """Wait for the device and return the step's result. Raises StepFailed. Call it once, from any thread."""
         ...
 
 
 class Runner(Protocol):
-    """Computes plans. One thread calls everything here; another may wait on the flights."""
+    """Computes plans. One thread calls all methods; another may wait for the in-flight steps."""
 
     def hello(self, epoch: int) -> Hello:
-        """What this worker is and can hold, as the opening of `epoch`."""
+        """Return the capacities and versions of this worker, for `epoch`."""
         ...
 
     def reset(self) -> None:
-        """Forget every slot and block: a new epoch begins. Weights stay."""
+        """Free every slot and block for a new epoch. Weights stay."""
         ...
 
     def launch(self, plan: StepPlan) -> InflightStep:
-        """Put `plan` on the device behind everything launched before it; may return before it has run.
+        """Queue `plan` on the device behind all launched plans; may return before it has run.
 
-        A plan that cannot be launched (it contradicts the slots, the device refuses) raises StepFailed, here or from
-        the flight. The slots are then in no promised state: the caller ends the epoch and calls reset.
+        Raises StepFailed, here or from the result, for a plan that contradicts the slots or that the device refuses.
+        The slots are then undefined: the caller ends the epoch and calls reset.
         """
         ...
 
     def idle_work(self) -> bool:
-        """Do some milliseconds of what would else be a later step's, because nothing is asked for now.
+        """Do some milliseconds of preparation for later steps, while no plan is queued.
 
-        Whether there is more of it. If not, there is none until another plan has been launched.
+        Returns whether work is left. Once it returns False, none is left until the next launch.
         """
         ...

@@ -1,9 +1,11 @@
-"""From logits to tokens: a pure function of (logits, parameters, noise), for all sampling rows of a step at once.
+"""Samples one token per row: a pure function of (logits, parameters, noise), for all sampling rows of a step at once.
 
-The order: bias, penalties, allowed and banned ids; the log-probabilities that are reported; temperature; top_k, top_p,
-min_p; the draw. Meaning and order are those of transformers' logits processors. What truncation keeps is described by
-one number a row, the smallest probability that stays, so no order among equals and no neighbour can matter: tokens that
-tie with the last one kept are kept. Draws go through the tokens in the order of their ids.
+Order and meaning are those of transformers' logits processors: bias, penalties, allowed and banned ids; the reported
+log-probabilities; temperature; top_k, top_p, min_p; the draw.
+
+Truncation keeps all tokens whose probability reaches a cutoff per row. Tokens that tie with the last kept one are kept,
+so neither the order of equal tokens nor other rows of the batch affect the result. A draw is inverse transform sampling
+over token ids in ascending order, with one noise number per row (unlike Gumbel-max, which needs one per token).
 """
 
 from __future__ import annotations
@@ -14,212 +16,219 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .logits import Logits, of
-from .sampling_metadata import Draws, Penalties, SamplingRows, TruncatedDraws
+from .logits import Logits, with_argmax
+from .sampling_metadata import Draws, Penalties, SamplingMetadata
 
-_CANDIDATES = 256
-_SMALL_VOCABULARY = 4096
-_PICK_WIDTH = 512
+_NUM_CANDIDATES = 256
+_MIN_TOPK_VOCABULARY = 4096
+"""Larger vocabularies are not sorted on a CPU."""
+_CHUNK_WIDTH = 512
 
 
 class Sampled(NamedTuple):
-    """What came out, on the device."""
+    """Outputs of a step's sampling rows, on the device."""
 
     tokens: Tensor
     """[num_rows] int64; 0 in bad rows."""
     bad: Tensor | None
-    """[num_rows] bool: the logits were not finite, or nothing was allowed. None: no row is."""
+    """[num_rows] bool: the logits are not finite, or no token is allowed. None: no row is bad."""
     logprobs: Tensor | None = None
-    """[num asked]: of the sampled token, in the order of `logprob_rows`."""
+    """[num_logprob_rows]: of the sampled token, in the order of `SamplingMetadata.logprob_rows`."""
     top_ids: Tensor | None = None
-    """[num asked, most asked]: the most likely first, the lowest id first among equals."""
+    """[num_logprob_rows, max num_top]: most likely first, the lowest id first among equals."""
     top_logprobs: Tensor | None = None
     host_tokens: list[int] | None = None
-    """`tokens`, where the host has them already."""
+    """`tokens` as a list, on a CPU for greedy steps."""
 
 
-def sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
-    """One token for each row of what the model said, which may be overwritten, and in whose memory the tokens may lie.
+def sample(logits: Logits, metadata: SamplingMetadata, token_table: Tensor) -> Sampled:
+    """Return one token per row. May overwrite `logits` and return tensors in its memory.
 
-    `token_table` [num_slots, positions] holds what the penalised sequences have said so far.
+    `token_table` [num_slots, positions] holds the tokens of every sequence, for penalties.
     """
-    if model.host_best is not None and rows.is_greedy and all(map(math.isfinite, model.host_best[0])):
-        return Sampled(model.ids, None, host_tokens=model.host_best[1])
-    return _sample(model, rows, token_table)
+    if logits.host_max is not None and metadata.is_greedy and all(map(math.isfinite, logits.host_max[0])):
+        return Sampled(logits.max_ids, None, host_tokens=logits.host_max[1])
+    return _sample(logits, metadata, token_table)
 
 
 @torch.inference_mode()
-def _sample(model: Logits, rows: SamplingRows, token_table: Tensor) -> Sampled:
-    logits, best, tokens, _ = model
-    # Models may put -inf on ids they never say, so a row is bad when its best is not finite, not when any is not.
-    bad = ~torch.isfinite(best)
-    if rows.is_greedy:
+def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tensor) -> Sampled:
+    logits, max_values, tokens, _ = model_logits
+    # Models may return -inf for ids that they never produce. So a row is bad when its maximum is not finite.
+    bad = ~torch.isfinite(max_values)
+    if metadata.is_greedy:
         return Sampled(tokens.masked_fill_(bad, 0), bad)
     logits = logits.float()
-    if rows.changes_logits:
-        logits, best, tokens, _ = of(_change(logits, rows, token_table))
-        bad |= ~torch.isfinite(best)
-    if rows.draws is not None:
-        tokens[rows.draws.rows] = _draw(logits, rows.draws)
-    if rows.truncated_draws is not None:
-        tokens[rows.truncated_draws.rows] = _draw_truncated(logits, rows.truncated_draws)
+    if metadata.changes_logits:
+        logits, max_values, tokens, _ = with_argmax(_change_logits(logits, metadata, token_table))
+        bad |= ~torch.isfinite(max_values)
+    if metadata.draws is not None:
+        tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
+    if metadata.truncated_draws is not None:
+        tokens[metadata.truncated_draws.rows] = _draw_truncated(logits, metadata.truncated_draws)
     tokens.masked_fill_(bad, 0)
-    if rows.logprob_rows is None:
+    if metadata.logprob_rows is None:
         return Sampled(tokens, bad)
-    return Sampled(tokens, bad, *_logprobs(logits, tokens, rows.logprob_rows, max(rows.num_top)))
+    return Sampled(tokens, bad, *_logprobs(logits, tokens, metadata.logprob_rows, max(metadata.num_top)))
 
 
-# --- changing logits -----------------------------------------------------------------------------------------------
+# --- changes of logits ---------------------------------------------------------------------------------------------
 
 
-def _change(logits: Tensor, rows: SamplingRows, token_table: Tensor) -> Tensor:
-    if rows.bias is not None and rows.bias_values is not None:
-        logits.index_put_((rows.bias.rows, rows.bias.ids), rows.bias_values, accumulate=True)
-    if rows.penalties is not None:
-        logits[rows.penalties.rows] = _penalise(logits[rows.penalties.rows], rows.penalties, token_table)
-    if rows.allowed is not None and rows.allowed_rows is not None:
-        kept = logits[rows.allowed.rows, rows.allowed.ids]
-        logits[rows.allowed_rows] = float("-inf")
-        logits[rows.allowed.rows, rows.allowed.ids] = kept
-    if rows.banned is not None:
+def _change_logits(logits: Tensor, metadata: SamplingMetadata, token_table: Tensor) -> Tensor:
+    bias, allowed, banned = metadata.bias, metadata.allowed, metadata.banned
+    if bias is not None and metadata.bias_values is not None:
+        logits.index_put_((bias.rows, bias.ids), metadata.bias_values, accumulate=True)
+    if metadata.penalties is not None:
+        logits[metadata.penalties.rows] = _penalize(logits[metadata.penalties.rows], metadata.penalties, token_table)
+    if allowed is not None and metadata.allowed_rows is not None:
+        kept = logits[allowed.rows, allowed.ids]
+        logits[metadata.allowed_rows] = float("-inf")
+        logits[allowed.rows, allowed.ids] = kept
+    if banned is not None:
         minus_infinity = torch.full((), float("-inf"), device=logits.device)
-        logits.index_put_((rows.banned.rows, rows.banned.ids), minus_infinity)
+        logits.index_put_((banned.rows, banned.ids), minus_infinity)
     return logits
 
 
-def _penalise(logits: Tensor, penalties: Penalties, token_table: Tensor) -> Tensor:
-    """Penalties from the tokens themselves, so that a preempted or restarted sequence is penalised as before."""
+def _penalize(logits: Tensor, penalties: Penalties, token_table: Tensor) -> Tensor:
+    """Apply penalties computed from the token table, so that they survive preemption and restarts."""
+    repetition = penalties.parameters["repetition_penalty"]
     history = token_table[penalties.slots, : penalties.max_length]
-    places = torch.arange(penalties.max_length, device=logits.device)
-    # A sequence shorter than the longest is padded with its own first token, which is one that is penalised anyway.
-    said = torch.where(places < penalties.lengths, history, history[:, :1])
-    score = logits.gather(1, said)
-    score = torch.where(score < 0, score * penalties.repetition, score / penalties.repetition)
-    logits = logits.scatter(1, said, score)
+    positions = torch.arange(penalties.max_length, device=logits.device)
+    # Shorter sequences are padded with their own first token, which is penalized in any case.
+    seen = torch.where(positions < penalties.lengths, history, history[:, :1])
+    score = logits.gather(1, seen)
+    score = torch.where(score < 0, score * repetition, score / repetition)
+    logits = logits.scatter(1, seen, score)
 
-    in_output = (places >= penalties.prompt_lens) & (places < penalties.lengths)
-    counts = torch.zeros_like(logits).scatter_add_(1, said, in_output.to(logits.dtype))
-    return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
+    in_output = (positions >= penalties.prompt_lens) & (positions < penalties.lengths)
+    counts = torch.zeros_like(logits).scatter_add_(1, seen, in_output.to(logits.dtype))
+    frequency, presence = penalties.parameters["frequency_penalty"], penalties.parameters["presence_penalty"]
+    return logits - frequency * counts - presence * (counts > 0)
 
 
-# --- drawing -------------------------------------------------------------------------------------------------------
+# --- draws ---------------------------------------------------------------------------------------------------------
 
 
 def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Inverse transform sampling from the whole distribution, one noise number a row."""
-    return _pick(_probabilities(logits, draws), draws.noise)
+    """Sample from the whole distribution."""
+    return _inverse_cdf(_probabilities(logits, draws), draws.noise)
 
 
-def _draw_truncated(logits: Tensor, draws: TruncatedDraws) -> Tensor:
-    """Inverse transform sampling from the distribution that top_k, top_p and min_p leave."""
+def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
+    """Sample from the distribution that top_k, top_p and min_p leave."""
     probabilities = _probabilities(logits, draws)
-    smallest = torch.maximum(_cut(probabilities, draws), draws.min_p * probabilities.amax(dim=-1, keepdim=True))
-    return _pick(probabilities.mul_(probabilities >= smallest), draws.noise)
+    min_p_cutoff = draws.parameters["min_p"] * probabilities.amax(dim=-1, keepdim=True)
+    cutoff = torch.maximum(_cutoff(probabilities, draws), min_p_cutoff)
+    return _inverse_cdf(probabilities.mul_(probabilities >= cutoff), draws.noise)
 
 
 def _probabilities(logits: Tensor, draws: Draws) -> Tensor:
-    return torch.softmax(logits[draws.rows].div_(draws.temperature), dim=-1)
+    return torch.softmax(logits[draws.rows].div_(draws.parameters["temperature"]), dim=-1)
 
 
-def _cut(probabilities: Tensor, draws: TruncatedDraws) -> Tensor:
-    """[rows, 1]: the probability of the least likely token that top_k, and then top_p, keep.
+def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
+    """Return [rows, 1]: the probability of the least likely token that top_k, and then top_p, keep.
 
-    On a CPU a sort costs more than everything else, and a few hundred candidates are nearly always enough; a row for
-    which they are not (a flat distribution, a large top_k) is counted out instead. On other devices the question would
-    make the host wait, and sorting is cheap.
+    On a CPU, sorting a vocabulary costs more than all other work, and a few hundred candidates nearly always suffice.
+    Rows for which they do not (a flat distribution, a large top_k) use a radix selection. On other devices that check
+    would make the host wait, and sorting is cheap.
     """
+    top_k, top_p = draws.parameters["top_k"], draws.parameters["top_p"]
     vocabulary = probabilities.shape[-1]
-    few = probabilities.device.type == "cpu" and vocabulary > _SMALL_VOCABULARY
-    candidates = probabilities.topk(_CANDIDATES if few else vocabulary, dim=-1).values
-    cut = _cut_of_sorted(candidates, draws.top_k, draws.top_p)
-    if few:
+    uses_candidates = probabilities.device.type == "cpu" and vocabulary > _MIN_TOPK_VOCABULARY
+    candidates = probabilities.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1).values
+    cutoff = _cutoff_of_sorted(candidates, top_k, top_p)
+    if uses_candidates:
         least = candidates[:, -1:]
-        unknown = ((least >= cut) & (least > 0)) | (draws.top_k > _CANDIDATES)
-        for row in unknown[:, 0].nonzero()[:, 0].tolist():
-            cut[row] = _cut_by_counting(probabilities[row], int(draws.top_k[row]), float(draws.top_p[row]))
-    return cut
+        is_unknown = ((least >= cutoff) & (least > 0)) | (top_k > _NUM_CANDIDATES)
+        for row in is_unknown[:, 0].nonzero()[:, 0].tolist():
+            cutoff[row] = _cutoff_by_radix(probabilities[row], int(top_k[row]), float(top_p[row]))
+    return cutoff
 
 
-def _cut_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `_cut`, from the most likely tokens in falling order."""
+def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the cutoff [rows, 1] from the most likely tokens [rows, count] in descending order."""
     count = candidates.shape[-1]
     last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
     kept = candidates >= candidates.gather(1, last)
-    mass = torch.where(kept, candidates, 0.0).to(_wide(candidates))
+    mass = torch.where(kept, candidates, 0.0).to(_wide_dtype(candidates))
     before = mass.cumsum(dim=-1) - mass
     total = torch.where(top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
     kept &= (before < top_p * total) | (top_p >= 1)
-    kept[:, 0] = True  # rounding must not leave nothing
+    kept[:, 0] = True  # rounding must not remove every token
     return torch.where(kept, candidates, float("inf")).amin(dim=-1, keepdim=True)
 
 
-def _cut_by_counting(probabilities: Tensor, top_k: int, top_p: float) -> float:
-    """As `_cut`, for one row [vocabulary], without sorting."""
+def _cutoff_by_radix(probabilities: Tensor, top_k: int, top_p: float) -> float:
+    """Return the cutoff of one row [vocabulary] without sorting."""
     mass = probabilities.double()
     kth, total = 0.0, 1.0
     if top_k > 0:
-        kth = _reaching(probabilities, torch.ones_like(mass), top_k)
+        kth = _largest_reaching(probabilities, torch.ones_like(mass), top_k)
         mass.mul_(probabilities >= kth)
         total = float(mass.sum())
-    return max(kth, _reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
+    return max(kth, _largest_reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
 
 
-def _reaching(values: Tensor, weights: Tensor, target: float) -> float:
-    """The largest value such that the values not below it weigh `target` together; the least one if all weigh less.
+def _largest_reaching(values: Tensor, weights: Tensor, target: float) -> float:
+    """Return the largest v such that all values >= v weigh `target` together; the least value if all weigh less.
 
-    A radix selection: floats that are not negative are ordered as their bits are, so each ten bits of the result are
-    the bin at which the weights, counted from the highest bin down, reach what is left of the target.
+    A radix selection: non-negative floats are ordered like their bits. Each ten bits of the result are the bin at which
+    the weights, summed from the highest bin down, reach the rest of the target.
     """
-    bits, found = values.view(torch.int32), 0
+    bits, prefix = values.view(torch.int32), 0
     for shift in (20, 10, 0):
-        bins = (bits >> shift) - (found << 10)
+        bins = (bits >> shift) - (prefix << 10)
         sums = torch.bincount(bins, weights)
         from_end = sums.flip(0).cumsum(dim=0).flip(0)
         num_reaching = int((from_end >= target).sum())
         index = num_reaching - 1 if num_reaching else int(bins.min())
         target -= float(from_end[index] - sums[index])
         inside = bins == index
-        bits, weights, found = bits[inside], weights[inside], found << 10 | index
-    return float(torch.tensor(found, dtype=torch.int32).view(torch.float32))
+        bits, weights, prefix = bits[inside], weights[inside], prefix << 10 | index
+    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
 
 
-def _pick(weights: Tensor, noise: Tensor) -> Tensor:
-    """The index at which the running sum of each row's weights passes noise * sum; never one of weight 0.
+def _inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
+    """Return per row the index where the running sum of the weights exceeds noise * sum; never one of weight 0.
 
-    In two steps, over sums of a few hundred entries and then inside one of them: a running sum over a whole vocabulary
-    in double precision would cost more than the softmax. Each row is summed in the same order whatever its neighbours.
+    Two levels, sums of chunks and then one chunk: a running sum in float64 over a whole vocabulary costs more than the
+    softmax. The order of summation does not depend on other rows.
     """
-    padding = -weights.shape[-1] % _PICK_WIDTH
+    padding = -weights.shape[-1] % _CHUNK_WIDTH
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
-    pieces = weights.view(len(weights), -1, _PICK_WIDTH)
-    sums = pieces.sum(dim=-1).to(_wide(weights))
+    chunks = weights.view(len(weights), -1, _CHUNK_WIDTH)
+    sums = chunks.sum(dim=-1).to(_wide_dtype(weights))
     running = sums.cumsum(dim=-1)
     target = noise * running[:, -1:]
-    piece = _first_above(running, target)
-    inside = pieces[torch.arange(len(weights), device=weights.device), piece[:, 0]].cumsum(dim=-1, dtype=_wide(weights))
-    target = target - (running - sums).gather(1, piece)
-    return (piece * _PICK_WIDTH + _first_above(inside, target))[:, 0]
+    chunk = _first_above(running, target)
+    in_chunk = chunks[torch.arange(len(weights), device=weights.device), chunk[:, 0]]
+    target = target - (running - sums).gather(1, chunk)
+    index = _first_above(in_chunk.cumsum(dim=-1, dtype=_wide_dtype(weights)), target)
+    return (chunk * _CHUNK_WIDTH + index)[:, 0]
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:
-    """[rows, 1]: the first index whose running sum exceeds the target, at most the last one that added anything."""
+    """Return [rows, 1]: the first index whose running sum exceeds the target, at most the last one with a weight."""
     last = (running < running[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum((running <= target).sum(dim=-1, keepdim=True), last)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-# --- reporting -----------------------------------------------------------------------------------------------------
+# --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural logarithms before temperature and truncation."""
+def _logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return natural logarithms before temperature and truncation: of the tokens, then top ids and their values."""
     all_logprobs = torch.log_softmax(logits[rows], dim=-1)
     chosen = all_logprobs.gather(1, tokens[rows][:, None])[:, 0]
-    values, ids = all_logprobs.topk(min(most, all_logprobs.shape[-1]), dim=-1)
+    values, ids = all_logprobs.topk(min(num_top, all_logprobs.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     return chosen, ids.gather(1, order), values

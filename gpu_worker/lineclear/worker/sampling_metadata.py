@@ -1,13 +1,16 @@
-"""The sampling parameters of every slot as columns, and the part of them that one step needs.
+"""Sampling parameters of every slot as columns, and the part of them that one step needs (vLLM's `SamplingMetadata`).
 
-Kept on the host: which rows of a step are greedy, penalised or restricted is known when the plan arrives, so the device
-is only given what it has to do, and a step of greedy rows is given nothing.
+The table lives on the host. When a plan arrives, it is known which rows are greedy, penalized or restricted, so the
+device receives only what it needs; a step of greedy rows receives nothing.
+
+To add a scalar parameter: an entry in `SCALARS` and its effect in sampler.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 
 import numpy as np
@@ -17,23 +20,44 @@ from torch import Tensor
 
 from lineclear.wire.messages import Sampling
 
-from .attention import IntArray, on_device
+from .attention.base import IntArray, to_device
 from .uniform_noise import uniform
 
-_SCALARS = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("seed", np.uint64),
-        ("min_tokens", np.int64),
-        ("logprobs", np.int64),
-    ]
-)
+
+class Use(Enum):
+    """The part of the sampler that receives a scalar parameter."""
+
+    PENALTY = auto()
+    """Changes the logits of rows that differ from the neutral value."""
+    DRAW = auto()
+    """For all rows that are not greedy."""
+    TRUNCATION = auto()
+    """Restricts the distribution of drawn rows that differ from the neutral value."""
+    HOST = auto()
+    """Read on the host only."""
+
+
+SCALARS: Mapping[str, tuple[type[np.generic], Use]] = {
+    "temperature": (np.float32, Use.DRAW),
+    "top_k": (np.int64, Use.TRUNCATION),
+    "top_p": (np.float32, Use.TRUNCATION),
+    "min_p": (np.float32, Use.TRUNCATION),
+    "repetition_penalty": (np.float32, Use.PENALTY),
+    "presence_penalty": (np.float32, Use.PENALTY),
+    "frequency_penalty": (np.float32, Use.PENALTY),
+    "seed": (np.uint64, Use.HOST),
+    "min_tokens": (np.int64, Use.HOST),
+    "logprobs": (np.int64, Use.HOST),
+}
+"""Scalar fields of `Sampling`. Their neutral values are the defaults of `Sampling`."""
+
+_DTYPE = np.dtype([(name, dtype) for name, (dtype, _) in SCALARS.items()])
+_NAMES = {use: tuple(name for name, (_, x) in SCALARS.items() if x is use) for use in Use}
+_NEUTRAL = Sampling()
+_NO_IDS = np.zeros(0, np.int64)
+
+_Scalars = npt.NDArray[np.void]
+"""[num_rows] of `_DTYPE`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,42 +70,32 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """Rows that what was said before counts against. Columns are [num_rows, 1]."""
+    """Rows with penalties for tokens of their own context. Columns are [num_rows, 1]."""
 
     rows: Tensor
+    parameters: Mapping[str, Tensor]
+    """Columns of the PENALTY scalars."""
     slots: Tensor
     lengths: Tensor
-    """Tokens so far."""
+    """Number of tokens so far."""
     prompt_lens: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
     max_length: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """Rows that are drawn, not greedy. Columns are [num_rows, 1]."""
+    """Rows that are drawn from a distribution. Columns are [num_rows, 1]."""
 
     rows: Tensor
-    temperature: Tensor
+    parameters: Mapping[str, Tensor]
+    """Columns of the DRAW scalars; for truncated draws of the TRUNCATION scalars as well."""
     noise: Tensor
-    """Uniform in [0, 1), float64 where the device has it."""
+    """Uniform in [0, 1); float64 where the device supports it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TruncatedDraws(Draws):
-    """Rows that are drawn from the more likely tokens only."""
-
-    top_k: Tensor
-    """0: all."""
-    top_p: Tensor
-    min_p: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingRows:
-    """What a step's sampling has to do, on the device. A part that is None has nothing to do."""
+class SamplingMetadata:
+    """Sampling work of a step, on the device. None marks parts without work."""
 
     num_rows: int
     bias: Entries | None = None
@@ -89,31 +103,31 @@ class SamplingRows:
     penalties: Penalties | None = None
     allowed: Entries | None = None
     allowed_rows: Tensor | None = None
-    """The rows that `allowed` names, each once."""
+    """The distinct rows of `allowed`."""
     banned: Entries | None = None
     draws: Draws | None = None
-    truncated_draws: TruncatedDraws | None = None
+    truncated_draws: Draws | None = None
     logprob_rows: Tensor | None = None
-    asked: tuple[int, ...] = ()
-    """`logprob_rows`, on the host."""
+    """Rows that report log-probabilities."""
+    host_logprob_rows: tuple[int, ...] = ()
     num_top: tuple[int, ...] = ()
-    """For each of them, how many of the most likely tokens to report."""
+    """For each row of `logprob_rows`: how many of the most likely tokens to report."""
 
     @property
     def is_greedy(self) -> bool:
-        """The highest logit of every row is all that is asked for."""
+        """Every row only needs the argmax of the model's own logits."""
         is_drawn = self.draws is not None or self.truncated_draws is not None
         return not is_drawn and self.logprob_rows is None and not self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
-        """Some logits are not the model's own."""
+        """Some rows have a bias, penalties, or allowed or banned ids."""
         return not (self.bias is None and self.penalties is None and self.allowed is None and self.banned is None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lists:
-    """The parameters of a slot that are lists."""
+    """List parameters of a slot."""
 
     bias_ids: IntArray
     bias_values: npt.NDArray[np.float32]
@@ -122,22 +136,22 @@ class _Lists:
     stop: IntArray
 
 
-class ParameterTable:
-    """One line of sampling parameters a slot."""
+class SamplingTable:
+    """Sampling parameters of every slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._scalars = np.zeros(num_slots, _SCALARS)
+        self._scalars = np.zeros(num_slots, _DTYPE)
         self._lists: list[_Lists | None] = [None] * num_slots
-        self._others = set[int]()
-        """Slots that want something else than the highest logit as it is."""
+        self._not_greedy = set[int]()
+        """Slots that need more than the argmax of the model's own logits."""
 
-    def enter(self, slot: int, sampling: Sampling) -> None:
-        """The slot has a new owner."""
+    def set_slot(self, slot: int, sampling: Sampling) -> None:
+        """Store the parameters of the slot's new sequence."""
         if sampling.top_k >= self._vocab_size:
             sampling = replace(sampling, top_k=0)
-        self._scalars[slot] = tuple(getattr(sampling, name) for name in _SCALARS.names or ())
+        self._scalars[slot] = tuple(getattr(sampling, name) for name in SCALARS)
         lists = _Lists(
             np.array([i for i, _ in sampling.logit_bias], np.int64),
             np.array([value for _, value in sampling.logit_bias], np.float32),
@@ -145,30 +159,30 @@ class ParameterTable:
             np.array(sorted(set(sampling.banned_ids)), np.int64),
             np.array(sorted(set(sampling.stop_ids)) if sampling.min_tokens else [], np.int64),
         )
-        some = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
-        self._lists[slot] = lists if some else None
-        if some or not _wants_only_the_best(sampling):
-            self._others.add(slot)
+        has_lists = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
+        self._lists[slot] = lists if has_lists else None
+        is_penalized = any(getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _NAMES[Use.PENALTY])
+        if has_lists or is_penalized or sampling.temperature > 0 or sampling.logprobs >= 0:
+            self._not_greedy.add(slot)
         else:
-            self._others.discard(slot)
+            self._not_greedy.discard(slot)
 
-    def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingRows:
-        """The work of a step whose sampling rows have these slots and will put their tokens at these positions.
+    def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingMetadata:
+        """Return the sampling work of a step whose rows have these slots and sample tokens at these positions.
 
-        `prompt_lens` are those of all slots.
+        `prompt_lens` [num_slots].
         """
-        if self._others.isdisjoint(slots):
+        if self._not_greedy.isdisjoint(slots):
             return _greedy(len(slots))
         return self._select(np.array(slots, np.int64), np.array(positions, np.int64), prompt_lens)
 
-    def _select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingRows:
+    def _select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingMetadata:
         scalars, prompt_lens = self._scalars[slots], prompt_lens[slots]
-        cut = (scalars["top_k"] > 0) | (scalars["top_p"] < 1) | (scalars["min_p"] > 0)
-        drawn = scalars["temperature"] > 0
+        is_drawn, is_truncated = scalars["temperature"] > 0, _differs(scalars, Use.TRUNCATION)
         lists = [self._lists[slot] for slot in slots]
         bias, allowed = self._entries(lists, "bias_ids"), self._entries(lists, "allowed")
-        asked = np.flatnonzero(scalars["logprobs"] >= 0)
-        return SamplingRows(
+        logprob_rows = np.flatnonzero(scalars["logprobs"] >= 0)
+        return SamplingMetadata(
             num_rows=len(slots),
             bias=bias,
             bias_values=None if bias is None else self._put(np.concatenate([x.bias_values for x in lists if x])),
@@ -176,64 +190,51 @@ class ParameterTable:
             allowed=allowed,
             allowed_rows=None if allowed is None else self._rows_with(lists, "allowed"),
             banned=self._banned(lists, positions - prompt_lens < scalars["min_tokens"]),
-            draws=self._draws(scalars, positions, np.flatnonzero(drawn & ~cut)),
-            truncated_draws=self._truncated_draws(scalars, positions, np.flatnonzero(drawn & cut)),
-            logprob_rows=self._put(asked) if len(asked) else None,
-            asked=tuple(asked.tolist()),
-            num_top=tuple(scalars["logprobs"][asked].tolist()),
+            draws=self._draws(scalars, positions, is_drawn & ~is_truncated, Use.DRAW),
+            truncated_draws=self._draws(scalars, positions, is_drawn & is_truncated, Use.DRAW, Use.TRUNCATION),
+            logprob_rows=self._put(logprob_rows) if len(logprob_rows) else None,
+            host_logprob_rows=tuple(logprob_rows.tolist()),
+            num_top=tuple(scalars["logprobs"][logprob_rows].tolist()),
         )
 
     def _penalties(
-        self, s: npt.NDArray[np.void], slots: IntArray, lengths: IntArray, prompt_lens: IntArray
+        self, scalars: _Scalars, slots: IntArray, lengths: IntArray, prompt_lens: IntArray
     ) -> Penalties | None:
-        neutral = (s["repetition_penalty"] == 1) & (s["presence_penalty"] == 0) & (s["frequency_penalty"] == 0)
-        rows = np.flatnonzero(~neutral)
+        rows = np.flatnonzero(_differs(scalars, Use.PENALTY))
         if not len(rows):
             return None
         return Penalties(
             rows=self._put(rows),
+            parameters=self._columns(scalars[rows], Use.PENALTY),
             slots=self._put(slots[rows]),
             lengths=self._column(lengths[rows]),
             prompt_lens=self._column(prompt_lens[rows]),
-            repetition=self._column(s["repetition_penalty"][rows]),
-            presence=self._column(s["presence_penalty"][rows]),
-            frequency=self._column(s["frequency_penalty"][rows]),
             max_length=int(lengths[rows].max()),
         )
 
-    def _draws(self, s: npt.NDArray[np.void], positions: IntArray, rows: IntArray) -> Draws | None:
+    def _draws(
+        self, scalars: _Scalars, positions: IntArray, is_member: npt.NDArray[np.bool_], *uses: Use
+    ) -> Draws | None:
+        rows = np.flatnonzero(is_member)
         if not len(rows):
             return None
-        noise = uniform(s["seed"][rows], positions[rows])
+        noise = uniform(scalars["seed"][rows], positions[rows])
         return Draws(
             rows=self._put(rows),
-            temperature=self._column(s["temperature"][rows]),
+            parameters=self._columns(scalars[rows], *uses),
             noise=self._column(noise if self._device.type != "mps" else noise.astype(np.float32)),
         )
 
-    def _truncated_draws(self, s: npt.NDArray[np.void], positions: IntArray, rows: IntArray) -> TruncatedDraws | None:
-        draws = self._draws(s, positions, rows)
-        if draws is None:
-            return None
-        return TruncatedDraws(
-            rows=draws.rows,
-            temperature=draws.temperature,
-            noise=draws.noise,
-            top_k=self._column(s["top_k"][rows]),
-            top_p=self._column(s["top_p"][rows]),
-            min_p=self._column(s["min_p"][rows]),
-        )
-
-    def _banned(self, lists: Sequence[_Lists | None], too_short: npt.NDArray[np.bool_]) -> Entries | None:
+    def _banned(self, lists: Sequence[_Lists | None], is_too_short: npt.NDArray[np.bool_]) -> Entries | None:
         banned = self._entries(lists, "banned")
-        stops = self._entries([x if short else None for x, short in zip(lists, too_short, strict=True)], "stop")
+        stops = self._entries([x if short else None for x, short in zip(lists, is_too_short, strict=True)], "stop")
         if banned is None or stops is None:
             return banned or stops
         return Entries(torch.cat([banned.rows, stops.rows]), torch.cat([banned.ids, stops.ids]))
 
     def _entries(self, lists: Sequence[_Lists | None], name: str) -> Entries | None:
-        ids = [getattr(x, name) if x is not None else _NOTHING for x in lists]
-        flat = np.concatenate(ids) if ids else _NOTHING
+        ids = [getattr(x, name) if x is not None else _NO_IDS for x in lists]
+        flat = np.concatenate(ids) if ids else _NO_IDS
         if not len(flat):
             return None
         rows = np.repeat(np.arange(len(ids)), [len(x) for x in ids])
@@ -242,23 +243,25 @@ class ParameterTable:
     def _rows_with(self, lists: Sequence[_Lists | None], name: str) -> Tensor:
         return self._put(np.array([i for i, x in enumerate(lists) if x is not None and len(getattr(x, name))]))
 
+    def _columns(self, scalars: _Scalars, *uses: Use) -> dict[str, Tensor]:
+        return {name: self._column(scalars[name]) for use in uses for name in _NAMES[use]}
+
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return on_device(array, self._device)
+        return to_device(array, self._device)
 
     def _column(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return on_device(np.ascontiguousarray(array), self._device)[:, None]
+        return to_device(np.ascontiguousarray(array), self._device)[:, None]
+
+
+def _differs(scalars: _Scalars, use: Use) -> npt.NDArray[np.bool_]:
+    """Return [num_rows] bool: some scalar of this use differs from its neutral value."""
+    differs = np.zeros(len(scalars), np.bool_)
+    for name in _NAMES[use]:
+        differs |= scalars[name] != getattr(_NEUTRAL, name)
+    return differs
 
 
 @cache
-def _greedy(num_rows: int) -> SamplingRows:
-    """The work of most steps; at most one for each number of slots."""
-    return SamplingRows(num_rows)
-
-
-_NOTHING = np.zeros(0, np.int64)
-
-
-def _wants_only_the_best(s: Sampling) -> bool:
-    """But for what its lists say."""
-    unpenalised = s.repetition_penalty == 1 and s.presence_penalty == 0 and s.frequency_penalty == 0
-    return s.temperature == 0 and unpenalised and s.logprobs < 0
+def _greedy(num_rows: int) -> SamplingMetadata:
+    """Return the work of a greedy step; cached, at most one per number of slots."""
+    return SamplingMetadata(num_rows)

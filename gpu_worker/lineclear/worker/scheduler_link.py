@@ -1,7 +1,6 @@
-"""The worker's end of the plan protocol: two kinds of socket, each owned by one thread.
+"""The worker's sockets to the scheduler (ZeroMQ): one that receives plans, others that send results and heartbeats.
 
-Decides how frames travel and what happens while nobody is at the other end. What a message means is the loop's
-business.
+Each socket is owned by one thread. This module sends and receives frames; step_loop.py handles the messages.
 """
 
 from __future__ import annotations
@@ -20,52 +19,52 @@ from lineclear.wire.messages import Goodbye, Heartbeat, Message, Rejoin, SetLogL
 log = structlog.get_logger()
 
 SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel
-"""What a scheduler sends that means something."""
+"""Messages of a scheduler that the step loop handles."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500
 
 
 class Waker:
-    """Wakes the thread that waits for plans. ring() is safe from any thread, and `fileno_to_ring` from C.
+    """A self-pipe that wakes the thread waiting for plans. Any thread may call wake().
 
-    A pipe and not an eventfd, so that `signal.set_wakeup_fd` can ring it.
+    A pipe instead of an eventfd, so that `signal.set_wakeup_fd` can write to it.
     """
 
     def __init__(self) -> None:
-        self.fileno, self.fileno_to_ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.fileno, self.wake_fileno = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def wake(self) -> None:
-        """Wake the waiting thread, now or when it next waits."""
-        with contextlib.suppress(BlockingIOError):  # full of rings already
-            os.write(self.fileno_to_ring, b"\0")
+        """Wake the waiting thread, now or at its next wait."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+            os.write(self.wake_fileno, b"\0")
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until it rings, at most `timeout_seconds`. The ring stays."""
+        """Wait for a wake-up, at most `timeout_seconds`, without clearing it."""
         poll = select.poll()
         poll.register(self.fileno, select.POLLIN)
         poll.poll(timeout_seconds * 1000)
 
     def clear(self) -> None:
-        """Forget the rings so far."""
+        """Clear all wake-ups so far."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self.fileno, 4096):
                 pass
 
     def close(self) -> None:
-        """Nobody may ring any more."""
+        """Close the pipe. Do not call wake() afterwards."""
         os.close(self.fileno)
-        os.close(self.fileno_to_ring)
+        os.close(self.wake_fileno)
 
 
 class PlanSocket:
-    """Receives what the scheduler sends to one epoch. Owned by the launch thread."""
+    """Receives the scheduler's messages to one epoch. Owned by the launch thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], sockets: SocketDir, epoch: int, bell: Waker, max_plan_bytes: int
+        self, context: zmq.Context[zmq.Socket[bytes]], sockets: SocketDir, epoch: int, waker: Waker, max_plan_bytes: int
     ) -> None:
         self.epoch = epoch
         self.num_bad_frames = 0
-        self._bell = bell
+        self._waker = waker
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
         self._socket.set(zmq.MAXMSGSIZE, max_plan_bytes)
@@ -74,20 +73,19 @@ class PlanSocket:
         _connect(self._socket, str(sockets.plan))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(bell.fileno, zmq.POLLIN)
+        self._poller.register(waker.fileno, zmq.POLLIN)
 
-    def receive(self, patience_seconds: float | None = None) -> SchedulerMessage | None:
-        """Wait for the next order of this epoch, or for the bell: then None. So too when nothing at all comes for
-        `patience_seconds`.
+    def receive(self, timeout_seconds: float | None = None) -> SchedulerMessage | None:
+        """Wait for the next message of this epoch. Returns None after a wake-up and after `timeout_seconds`.
 
-        Frames that are none are counted and dropped. Raises ProtocolMismatch.
+        Counts and drops invalid frames. Raises ProtocolMismatch.
         """
         while True:
-            timeout_ms = None if patience_seconds is None else round(patience_seconds * 1000)
+            timeout_ms = None if timeout_seconds is None else round(timeout_seconds * 1000)
             ready = [source for source, _ in self._poller.poll(timeout_ms)]
-            # The bell goes first: whoever rang it wants no more plans to start.
-            if self._bell.fileno in ready:
-                self._bell.clear()
+            # Wake-ups come before messages: after one, no further plan may start.
+            if self._waker.fileno in ready:
+                self._waker.clear()
                 return None
             if self._socket not in ready:
                 return None
@@ -103,32 +101,33 @@ class PlanSocket:
             self._has_received |= message.epoch == self.epoch
             if isinstance(message, SchedulerMessage) and message.epoch == self.epoch:
                 return message
-            if not isinstance(message, Heartbeat):  # the scheduler's way to see whether we are connected
+            if not isinstance(message, Heartbeat):  # the scheduler sends it to probe the connection
                 log.warning("stray_message", kind=type(message).__name__)
 
     def _decode(self, parts: list[bytes]) -> Message:
         if len(parts) != 1:
-            raise DecodeError("a frame in several parts")
+            raise DecodeError("a message in several frames")
         return decode(parts[0])
 
     def is_connected(self) -> bool:
-        """Return whether the scheduler of this epoch is there: it has sent something, and its connection is open.
+        """Return whether the scheduler of this epoch has sent a message and its connection is open.
 
         From the first call on, `receive` also returns when the connection is lost.
         """
-        # It sends a heartbeat before it lets a worker join. Only a drain asks, so no step pays for the monitor.
+        # The scheduler sends a heartbeat before it accepts a worker. Only a drain calls this, so steps do not pay for
+        # it.
         self._poller.register(self._monitor, zmq.POLLIN)
         return self._has_received and not self._monitor.poll(0)
 
     def close(self) -> None:
-        """Leave: the scheduler can reach this epoch no more."""
+        """Disconnect. The scheduler can no longer send to this epoch."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
 
 class ResultSocket:
-    """Sends to the scheduler, in order. Owned by one thread; each sending thread has its own."""
+    """Sends messages to the scheduler in order. Owned by one thread."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], sockets: SocketDir, *, only_while_connected: bool = False
@@ -139,7 +138,7 @@ class ResultSocket:
         _connect(self._socket, str(sockets.result))
 
     def send(self, message: Message) -> bool:
-        """Queue a message; False when the scheduler is away and no more can be kept for it. Never blocks."""
+        """Queue a message without blocking. Returns False if the scheduler is disconnected and the queue is full."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -147,7 +146,7 @@ class ResultSocket:
         return True
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Give what is queued `linger_seconds` to leave, in the background: ending the context waits for it."""
+        """Close the socket. Queued messages are sent for up to `linger_seconds`, while the context terminates."""
         self._socket.close(linger=int(linger_seconds * 1000))
 
 

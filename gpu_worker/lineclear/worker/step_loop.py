@@ -1,15 +1,14 @@
-"""The worker's loop: plans in, results out, in order. Decides what a message means and when to leave; computes nothing.
+"""The worker's step loop: receives plans, launches them in order, and handles the scheduler's control messages.
 
-Three threads. The calling one launches plans; a collector waits for their results and sends them; a third one sends
-heartbeats. Between the first two stands one bounded queue, so that a step can be launched while the one before it is
-still on the device. Where the device is the processor itself, a result is there as soon as its plan has been launched,
-and is sent at once.
+Three threads. The calling thread launches plans, a collector waits for their results and sends them, a third one sends
+heartbeats. One bounded queue lies between the first two, so a step can be launched while the previous one is still on
+the device. On a CPU a result is complete when its launch returns, and is sent at once.
 
-A worker takes part for an *epoch*: a random number of its own choosing that it says in its Hello and carries in every
-message. Whatever goes wrong between the two processes ends the epoch; in the next one the worker remembers nothing.
+A worker joins for an *epoch*: a random number that it chooses, sends in its Hello and repeats in every message. Every
+fault between the two processes ends the epoch, and the next one starts with empty slots.
 
-SIGTERM starts a drain where the worker is joined: it sends Stopping and runs plans until the scheduler answers with
-Goodbye, because nothing is left to run, or until the drain timeout. So both processes may be told to stop in any order.
+After SIGTERM a joined worker drains: it sends Stopping and runs plans until the scheduler sends Goodbye, because no
+request is left, or until the drain timeout. So both processes may be stopped in any order.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lineclear.process.socket_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import ProtocolMismatch
 from lineclear.wire.messages import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult, Stopping
 from lineclear.worker.heartbeat import HeartbeatThread, StepProgress
-from lineclear.worker.result_collector import FlightsStuck, ResultCollector
+from lineclear.worker.result_collector import DeviceStuck, ResultCollector
 from lineclear.worker.runner_interface import InflightStep, Runner, StepFailed
 from lineclear.worker.scheduler_link import PlanSocket, ResultSocket, Waker
 
@@ -43,29 +42,28 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LoopLimits:
-    """The loop's bounds."""
+    """Limits and timeouts of the loop."""
 
     heartbeat_seconds: float = 0.5
-    max_plans_in_flight: int = 8
+    max_inflight_steps: int = 8
     max_plan_bytes: int = 256 * 2**20
-    farewell_seconds: float = 1.0
-    """How long the last message may take to leave."""
+    linger_seconds: float = 1.0
+    """How long the last message may take to be sent."""
     idle_seconds: float = 0.05
-    """How long no order must have come before the runner prepares for later ones."""
+    """Time without a message after which the runner does idle work."""
     standby_seconds: float = 10.0
-    """How long a worker that was refused waits before it asks again by itself. The scheduler sends it Rejoin as soon as
-    the joined worker is gone."""
+    """How long a refused worker waits before it tries again. The scheduler may send Rejoin earlier."""
     drain_timeout_seconds: float = 30.0
-    """How long a joined worker that was told to stop runs plans for its scheduler."""
+    """How long a joined worker runs plans after a stop signal."""
 
 
 def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> ExitCode:
     """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
 
-    A joined worker drains first (`LoopLimits.drain_timeout_seconds`), and a second signal ends the process. Worker and
+    A joined worker drains first (`LoopLimits.drain_timeout_seconds`); a second signal ends the process. Worker and
     scheduler start in any order, and the scheduler may restart. A refused worker exits if it is `supervised` (see
-    lineclear.process.parent_death). Otherwise it stays connected and takes over when the joined worker is gone. Call it
-    on the main thread. Raises SocketError for a directory that cannot be trusted.
+    lineclear.process.parent_death). Otherwise it stays connected and joins when the joined worker is gone. Call this on
+    the main thread. Raises SocketError for a directory that other users can access.
     """
     loop = _Loop(runner, private_socket_dir(directory), limits or LoopLimits())
     with loop.stop_signals():
@@ -85,7 +83,7 @@ class _EpochEnd(Enum):
     MISMATCH = 5
 
 
-_EXIT_AFTER = {
+_EXIT_CODES = {
     _EpochEnd.STOPPED: ExitCode.OK,
     _EpochEnd.REFUSED: ExitCode.ALREADY_JOINED,
     _EpochEnd.BROKEN: ExitCode.INTERNAL,
@@ -94,15 +92,15 @@ _EXIT_AFTER = {
 
 
 class _Loop:
-    """The launch thread's view of everything."""
+    """State of the launch thread."""
 
     def __init__(self, runner: Runner, sockets: SocketDir, limits: LoopLimits) -> None:
         self._runner = runner
         self._sockets = sockets
         self._limits = limits
         self._stopping = False
-        self._stop_requested_at = 0.0  # when it was told to stop
-        self._is_refused = False  # in the last epoch
+        self._stop_requested_at = 0.0
+        self._was_refused = False  # in the last epoch
         self._drain_ends_at: float | None = None
         self._instance = secrets.randbits(63)
         self._waker = Waker()
@@ -112,11 +110,11 @@ class _Loop:
             ResultSocket(self._context, sockets),
             self._progress,
             self._waker,
-            max_flights=limits.max_plans_in_flight,
-            farewell_seconds=limits.farewell_seconds,
+            max_inflight_steps=limits.max_inflight_steps,
+            linger_seconds=limits.linger_seconds,
             is_overdue=self._is_overdue,
         )
-        # Heartbeats are worth nothing later: they are not kept for a scheduler that is away.
+        # Heartbeats are not queued for a disconnected scheduler: old ones are useless.
         self._heartbeat = HeartbeatThread(
             ResultSocket(self._context, sockets, only_while_connected=True), self._progress, limits.heartbeat_seconds
         )
@@ -130,8 +128,9 @@ class _Loop:
             signal.signal(number, signal.SIG_DFL)
 
         previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        # A handler runs between two bytecodes of the main thread; this makes sure that there is a next one.
-        signal.set_wakeup_fd(self._waker.fileno_to_ring, warn_on_full_buffer=False)
+        # Python runs a signal handler between two bytecodes of the main thread; the wake-up lets a blocked one
+        # continue.
+        signal.set_wakeup_fd(self._waker.wake_fileno, warn_on_full_buffer=False)
         try:
             yield
         finally:
@@ -140,104 +139,104 @@ class _Loop:
                 signal.signal(number, handler)
 
     def run(self, supervised: bool) -> ExitCode:
-        """One epoch after the other."""
-        log.info("waiting_for_a_scheduler", directory=str(self._sockets.directory), supervised=supervised)
+        """Serve one epoch after the other."""
+        log.info("waiting_for_scheduler", directory=str(self._sockets.directory), supervised=supervised)
         while not self._stopping or self._drain_ends_at is not None:
             try:
-                ending = self._serve_epoch(supervised)
-            except FlightsStuck:
-                log.error("device_stuck", hint="it was told to stop and a step on the device does not end")
+                end = self._serve_epoch(supervised)
+            except DeviceStuck:
+                log.error("device_stuck", hint="the worker must stop and a step on the device does not finish")
                 return ExitCode.INTERNAL
-            self._is_refused = ending is _EpochEnd.REFUSED
-            if ending is not _EpochEnd.REJOIN and (supervised or not self._is_refused):
-                return _EXIT_AFTER[ending]
+            self._was_refused = end is _EpochEnd.REFUSED
+            if end is not _EpochEnd.REJOIN and (supervised or not self._was_refused):
+                return _EXIT_CODES[end]
         return ExitCode.OK
 
     def close(self) -> None:
-        """End the threads; the last message gets `farewell_seconds` to leave."""
+        """Stop the threads. The last message gets `linger_seconds` to be sent."""
         if self._heartbeat.stop() and self._collector.close():
             self._context.term()
-        # Else a flight never landed. The process is about to exit; waiting for the device would keep it from that.
+        # Otherwise a step is stuck on the device, and the process exits without waiting for it.
 
     def _is_overdue(self) -> bool:
-        """Return whether the worker was told to stop longer ago than its drain and its farewell may take."""
-        patience = self._limits.drain_timeout_seconds + self._limits.farewell_seconds
-        return self._stopping and time.monotonic() > self._stop_requested_at + patience
+        """Return whether the drain and the last message exceed their timeouts."""
+        timeout = self._limits.drain_timeout_seconds + self._limits.linger_seconds
+        return self._stopping and time.monotonic() > self._stop_requested_at + timeout
 
     def _serve_epoch(self, supervised: bool) -> _EpochEnd:
-        """Join with a new epoch and run its plans until it ends. Nothing is in flight when this returns.
+        """Join with a new epoch and run its plans until it ends. No step is in flight when this returns.
 
-        A worker that is refused, and not supervised, waits here for its place.
+        An unsupervised worker that is refused waits here until it may join again.
         """
-        # Odd, because an identity whose first byte is zero belongs to ZeroMQ.
+        # Odd: ZeroMQ reserves identities whose first byte is zero.
         epoch = secrets.randbits(62) << 1 | 1
         self._runner.reset()
         plans = PlanSocket(self._context, self._sockets, epoch, self._waker, self._limits.max_plan_bytes)
         try:
             hello = self._runner.hello(epoch)
-            self._collector.begin(replace(hello, epoch=epoch, pid=os.getpid(), instance=self._instance))
-            ending = self._run_plans(plans)
+            self._collector.start_epoch(replace(hello, epoch=epoch, pid=os.getpid(), instance=self._instance))
+            end = self._run_plans(plans)
             failure = self._collector.wait_idle()
-            if failure is StepErrorKind.OUT_OF_MEMORY and ending is not _EpochEnd.STOPPED:
-                ending = _EpochEnd.REJOIN
+            if failure is StepErrorKind.OUT_OF_MEMORY and end is not _EpochEnd.STOPPED:
+                end = _EpochEnd.REJOIN
             elif failure is not None:
-                ending = _EpochEnd.BROKEN
-            if ending is _EpochEnd.STOPPED:
-                self._collector.send(Goodbye(epoch, "the worker was told to stop"))
-            elif ending is _EpochEnd.REFUSED and not supervised:
-                ending = self._wait_for_place(plans)
+                end = _EpochEnd.BROKEN
+            if end is _EpochEnd.STOPPED:
+                self._collector.send(Goodbye(epoch, "the worker was stopped"))
+            elif end is _EpochEnd.REFUSED and not supervised:
+                end = self._wait_for_rejoin(plans)
         finally:
             plans.close()
-        log.info("epoch_ended", epoch=epoch, ending=ending.name.lower(), num_bad_frames=plans.num_bad_frames)
-        return ending
+        log.info("epoch_ended", epoch=epoch, reason=end.name.lower(), num_bad_frames=plans.num_bad_frames)
+        return end
 
     def _run_plans(self, plans: PlanSocket) -> _EpochEnd:
         last_step = 0
-        patience_seconds: float | None = self._limits.idle_seconds
+        timeout_seconds: float | None = self._limits.idle_seconds
         is_stopping_sent = False
         while True:
             try:
-                order = plans.receive(self._within_drain(patience_seconds))
+                message = plans.receive(self._within_drain(timeout_seconds))
             except ProtocolMismatch as error:
                 log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
                 return _EpochEnd.MISMATCH
             if self._stopping:
-                if isinstance(order, Goodbye | Rejoin) or not self._may_drain(plans):
+                if isinstance(message, Goodbye | Rejoin) or not self._may_drain(plans):
                     return _EpochEnd.STOPPED
                 if not is_stopping_sent:
                     self._collector.send(Stopping(plans.epoch))
                     is_stopping_sent = True
-            if self._collector.failure is not None or isinstance(order, Rejoin):
+            if self._collector.failure is not None or isinstance(message, Rejoin):
                 self._collector.discard()
                 return _EpochEnd.REJOIN
-            if isinstance(order, Goodbye):
-                if not self._is_refused:
-                    log.warning("refused", reason=order.reason)
+            if isinstance(message, Goodbye):
+                if not self._was_refused:
+                    log.warning("join_refused", reason=message.reason)
                 self._collector.discard()
                 return _EpochEnd.REFUSED
-            if isinstance(order, SetLogLevel):
-                logging_setup.set_level(order.level.name.lower())
-            elif order is not None:
-                self._launch(order, last_step)
-                last_step, patience_seconds = order.step, self._limits.idle_seconds
-            else:  # in small pieces, so that an order that comes meanwhile hardly waits
-                patience_seconds = 0.0 if self._runner.idle_work() else None
+            if isinstance(message, SetLogLevel):
+                logging_setup.set_level(message.level.name.lower())
+            elif message is not None:
+                self._launch(message, last_step)
+                last_step, timeout_seconds = message.step, self._limits.idle_seconds
+            else:  # idle work runs in slices of milliseconds, so that the next message hardly waits
+                timeout_seconds = 0.0 if self._runner.idle_work() else None
 
-    def _wait_for_place(self, plans: PlanSocket) -> _EpochEnd:
-        """Stay connected until the scheduler sends Rejoin or is gone, or `standby_seconds` are over."""
+    def _wait_for_rejoin(self, plans: PlanSocket) -> _EpochEnd:
+        """Stay connected until Rejoin, until the scheduler disconnects, or for `standby_seconds`."""
         ends_at = time.monotonic() + self._limits.standby_seconds
         while not self._stopping and plans.is_connected() and (remaining := ends_at - time.monotonic()) > 0:
             try:
-                order = plans.receive(remaining)
+                message = plans.receive(remaining)
             except ProtocolMismatch as error:
                 log.error("protocol_mismatch", problem=str(error), hint="both must be of one release")
                 return _EpochEnd.MISMATCH
-            if isinstance(order, Rejoin):
+            if isinstance(message, Rejoin):
                 return _EpochEnd.REJOIN
         return _EpochEnd.REFUSED
 
     def _may_drain(self, plans: PlanSocket) -> bool:
-        """Whether a worker that was told to stop runs further plans. The first call starts the drain timeout."""
+        """Return whether a stopping worker runs further plans. The first call starts the drain timeout."""
         now = time.monotonic()
         is_joined = plans.is_connected()
         if self._drain_ends_at is None and is_joined:
@@ -245,34 +244,34 @@ class _Loop:
             log.info("stopping", drain_timeout_seconds=self._limits.drain_timeout_seconds)
         return is_joined and self._drain_ends_at is not None and now < self._drain_ends_at
 
-    def _within_drain(self, patience_seconds: float | None) -> float | None:
+    def _within_drain(self, timeout_seconds: float | None) -> float | None:
         if self._drain_ends_at is None:
-            return patience_seconds
+            return timeout_seconds
         remaining = max(0.0, self._drain_ends_at - time.monotonic())
-        return remaining if patience_seconds is None else min(patience_seconds, remaining)
+        return remaining if timeout_seconds is None else min(timeout_seconds, remaining)
 
     def _launch(self, plan: StepPlan, last_step: int) -> None:
-        self._progress.launching(plan.step)
-        flight: InflightStep
+        self._progress.on_launch(plan.step)
+        inflight: InflightStep
         if plan.step != last_step + 1:
-            # Its rows build on steps that never ran here. Nothing may be computed from it.
-            flight = _FailedStep(StepFailed(StepErrorKind.PROTOCOL, f"plan {plan.step} came after plan {last_step}"))
+            # The plan depends on steps that never ran here, so it must not run.
+            inflight = _FailedStep(StepFailed(StepErrorKind.PROTOCOL, f"plan {plan.step} came after plan {last_step}"))
         else:
             try:
-                flight = self._runner.launch(plan)
-            except Exception as error:  # reported by the collector, behind the steps before it
-                flight = _FailedStep(error)
-        self._collector.collect(plan.step, flight)
+                inflight = self._runner.launch(plan)
+            except Exception as error:  # the collector reports it behind the previous steps
+                inflight = _FailedStep(error)
+        self._collector.collect(plan.step, inflight)
 
 
 class _FailedStep:
-    """The flight of a plan that was never launched."""
+    """An in-flight step of a plan that failed to launch."""
 
-    is_over = True
+    is_complete = True
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def result(self) -> StepResult:
-        """Raises why."""
+        """Raise the error of the launch."""
         raise self._error

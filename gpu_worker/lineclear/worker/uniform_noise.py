@@ -1,7 +1,7 @@
-"""Noise without state: one uniform number as a pure function of (seed, position).
+"""Counter-based noise: one uniform number as a pure function of (seed, position), like Philox (Salmon et al. 2011).
 
-No generator is advanced, so batch mates, chunking, preemption and restarts cannot change what a seeded request draws.
-Computed on the host in columns, because both arguments are known when a plan arrives.
+There is no generator state. So batch composition, chunking, preemption and restarts cannot change the samples of a
+seeded request. Computed on the host as columns, because both arguments are known when a plan arrives.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _UNIT = 2.0**-52
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position) pair.
+    """Return one number in [0, 1) for each (seed, position) pair.
 
-    52 bits of a twice-mixed counter: with a 53rd, the product of the number and a sum could round up to the sum.
+    52 bits of a counter mixed twice: with 53 bits, the product of the number and a sum could round up to the sum.
     """
     counter = _mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN
     bits: npt.NDArray[np.uint64] = _mix(counter) >> np.uint64(12)
@@ -24,7 +24,7 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit moves every output bit."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

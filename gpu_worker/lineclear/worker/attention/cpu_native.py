@@ -1,7 +1,4 @@
-"""Paged attention for CPUs in C++ (`kernels/paged_attention.cpp`): hands a step over as a few arrays.
-
-Pages are read where they lie; nothing is gathered, padded or masked in memory.
-"""
+"""Paged attention for CPUs in C++ (`kernels/paged_attention.cpp`), which reads the KV blocks in place."""
 
 from __future__ import annotations
 
@@ -14,13 +11,15 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, pointer, pointer_to
+from lineclear.worker.kernels.library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 
-from . import AttentionBackend, Batch, LayerSpec
+from .base import AttentionBackend, Batch, LayerSpec
 
 
 class _Layer(ctypes.Structure):
+    """`LineclearLayer` in kernels/paged_attention.cpp."""
+
     _fields_ = (
         ("element", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
@@ -40,6 +39,8 @@ class _Layer(ctypes.Structure):
 
 
 class _Batch(ctypes.Structure):
+    """`LineclearBatch` in kernels/paged_attention.cpp."""
+
     _fields_ = (
         ("num_tokens", ctypes.c_int64),
         ("num_chunks", ctypes.c_int64),
@@ -54,15 +55,15 @@ class _Batch(ctypes.Structure):
 
 
 class _Step:
-    """The step's batch as the library reads it, for layers with one number of heads; always in the same place."""
+    """The step's batch as a C struct at a fixed address, for layers with one number of heads."""
 
     def __init__(self, queries_per_item: int) -> None:
         self._queries_per_item = queries_per_item
-        self._batch: Batch | None = None  # what the description points to
+        self._batch: Batch | None = None  # kept alive: the description points to its arrays
         self.description = _Batch()
 
-    def take(self, batch: Batch) -> None:
-        """Describe this one from now on."""
+    def describe(self, batch: Batch) -> None:
+        """Point the struct to the arrays of `batch`."""
         self._batch = batch
         d = self.description
         d.num_tokens, d.num_chunks = len(batch.cells), len(batch.first)
@@ -72,22 +73,22 @@ class _Step:
 
 
 class NativeAttention(AttentionBackend):
-    """CPU; float32 and bfloat16, keys and values also in 8 bits.
+    """Attention in float32 and bfloat16, with keys and values in the same format or in int8.
 
-    Reads a cell only if its owner wrote it, so nothing has to be zeroed for it.
+    The kernel reads only cells that the owner wrote, so blocks need no zeroing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        problem = unsupported(self.layers, self.block_size, self.dtype, self.device)
+        problem = unsupported_reason(self.layers, self.block_size, self.dtype, self.device)
         if problem:
             raise ValueError(f"the native attention backend cannot be used: {problem}")
-        native: Any = library()
-        self._attend = Kernel(native, "lineclear_attend")
-        # A block has its keys and values of all layers side by side. The system gives memory when it is first used, and
-        # may need milliseconds for a huge page: a step that begins a block waits for one, not for one of every layer.
+        native: Any = selected_library()
+        self._attend = Kernel(native, "lineclear_paged_attention")
+        # A block holds its keys and values of all layers side by side. The first write to a huge page may take
+        # milliseconds: a step that starts a block then waits for one page fault instead of one per layer.
         sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
-        self._pool = HugePageArena().take((self.num_blocks, sum(sizes)), self.kv_dtype)
+        self._pool = HugePageArena().allocate((self.num_blocks, sum(sizes)), self.kv_dtype)
         pools = torch.split(self._pool, sizes, dim=1)
         self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]
         shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
@@ -124,20 +125,20 @@ class NativeAttention(AttentionBackend):
             scales[:, list(blocks)] = 0
 
     def prefault(self, first: int, end: int) -> None:
-        # One byte a page, by one thread: to fill them would have all of them wait for each other.
+        # One byte per page, by one thread: a fill runs on all threads, which then wait for each other's page faults.
         memory = self._pool[first:end].view(-1).view(torch.uint8)
         memory[:: mmap.PAGESIZE] = 0
         memory[-1:] = 0
         for scales in self._scales:
             scales[:, first:end] = 0
 
-    def begin(self, batch: Batch) -> None:
+    def start_step(self, batch: Batch) -> None:
         for step in self._steps.values():
-            step.take(batch)
+            step.describe(batch)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Some models rotate in float32 and hand that over; the kernel would read it as what the pool is.
-        query, key, value = self._as_stored(query), self._as_stored(key), self._as_stored(value)
+        # Some models rotate in float32 and pass that; the kernel reads the element type of the pool.
+        query, key, value = self._to_pool_format(query), self._to_pool_format(key), self._to_pool_format(value)
         output = torch.empty_like(query)
         attend, arguments = self.bind(layer, DynamicInt(len(query)), query, key, value, output)
         attend(*arguments)
@@ -146,23 +147,23 @@ class NativeAttention(AttentionBackend):
     def bind(self, layer: int, tokens: DynamicInt, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
         assert all(x.dtype is self.dtype and x.is_contiguous() for x in (query, key, value, out))
         spec = self.layers[layer]
-        step = self._steps[spec.num_heads, spec.num_kv_heads].description  # it knows the number of tokens, too
+        step = self._steps[spec.num_heads, spec.num_kv_heads].description  # holds the number of tokens
         described = pointer_to(self._descriptions[layer]), pointer_to(step)
         return self._attend, (*described, *map(pointer, (query, key, value, out)))
 
-    def _as_stored(self, x: Tensor) -> Tensor:
+    def _to_pool_format(self, x: Tensor) -> Tensor:
         return x if x.dtype is self.dtype and x.is_contiguous() else x.to(self.dtype).contiguous()
 
 
-def unsupported(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why this backend cannot serve such a model; empty when it can."""
+def unsupported_reason(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why this backend cannot serve such layers; empty when it can."""
     if device.type != "cpu":
         return f"it runs on CPUs, the device is {device.type}"
     if dtype not in ELEMENTS:
         return f"it computes in float32 and bfloat16, the model is {str(dtype).removeprefix('torch.')}"
     if block_size % LANES:
         return f"a block must be a multiple of {LANES} tokens, it is {block_size}"
-    odd = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > LARGEST_HEAD]
-    if odd:
-        return f"a head must be a multiple of {LANES} wide, at most {LARGEST_HEAD}; it is {odd[0]}"
-    return "" if library() is not None else "there are no native kernels for it here (see docs/performance.md)"
+    unsupported_dims = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > MAX_HEAD_DIM]
+    if unsupported_dims:
+        return f"a head must be a multiple of {LANES} wide, at most {MAX_HEAD_DIM}; it is {unsupported_dims[0]}"
+    return "" if selected_library() is not None else "there are no native kernels for it here (see docs/performance.md)"

@@ -1,4 +1,7 @@
-"""Attention as the papers write it, one sequence after another, in float32. The oracle of the other backends; slow."""
+"""Reference attention: one sequence after another, in float32, with an explicit softmax.
+
+Slow. The oracle for the tests of the other backends, for the compatibility probe and for the self-test.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import AttentionBackend, Batch, LayerSpec, on_device
+from .base import AttentionBackend, Batch, LayerSpec, to_device
 
 
 class ReferenceAttention(AttentionBackend):
-    """Pools [num_blocks * block_size, num_kv_heads, head_dim]; loops and an explicit softmax."""
+    """Pools are [num_blocks * block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        cells = self.num_blocks * self.block_size
-        shapes = [(cells, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
-        self._in_bytes = self.kv_dtype is torch.int8
-        dtype = torch.float32 if self._in_bytes else self.kv_dtype  # whole numbers times a scale
+        num_cells = self.num_blocks * self.block_size
+        shapes = [(num_cells, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        self._is_int8 = self.kv_dtype is torch.int8
+        dtype = torch.float32 if self._is_int8 else self.kv_dtype  # int8 pools hold dequantized float32 values
         self._keys = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
         self._values = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
 
@@ -28,56 +31,57 @@ class ReferenceAttention(AttentionBackend):
             for block in blocks:
                 pool[block * self.block_size : (block + 1) * self.block_size] = 0
 
-    def begin(self, batch: Batch) -> None:
+    def start_step(self, batch: Batch) -> None:
         self._batch = batch
-        self._cells = on_device(batch.cells, self.device)
+        self._cells = to_device(batch.cells, self.device)
         offsets = torch.arange(self.block_size, device=self.device)
-        self._contexts = []  # for each chunk, the cells of positions [0, end)
+        self._contexts = []  # per chunk: the cells of positions [0, end)
         for chunk in batch.chunks:
-            cells = (on_device(chunk.blocks, self.device)[:, None] * self.block_size + offsets).flatten()
+            cells = (to_device(chunk.blocks, self.device)[:, None] * self.block_size + offsets).flatten()
             self._contexts.append(cells[: chunk.end])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
-        if self._in_bytes:
-            query, key, value = (as_bytes(x) for x in (query, key, value))
+        if self._is_int8:
+            query, key, value = (quantize_dequantize(x) for x in (query, key, value))
         keys[self._cells] = key
         values[self._cells] = value
-        output = torch.empty(query.shape, dtype=self.dtype if self._in_bytes else query.dtype, device=query.device)
+        output = torch.empty(query.shape, dtype=self.dtype if self._is_int8 else query.dtype, device=query.device)
         for chunk, cells in zip(self._batch.chunks, self._contexts, strict=True):
             rows = slice(chunk.first, chunk.first + chunk.num_queries)
             output[rows] = attention(self.layers[layer], query[rows], keys[cells], values[cells], chunk.start)
         return output
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """What is left of `x` [..., head_dim] when each head is kept as whole numbers up to 127 and a scale."""
+def quantize_dequantize(x: Tensor) -> Tensor:
+    """Round `x` [..., head_dim] to symmetric int8 with one scale per head, and return it in float32."""
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    steps = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, 127.0).div(largest))
-    # In double: the kernel multiplies and rounds in one operation, and a half is to go the same way here.
-    whole = (wide.double() * steps.double()).round().float()
-    return whole * (largest / 127)
+    inverse_scale = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, 127.0).div(largest))
+    # In float64: the kernel multiplies and rounds in one operation, and halves must round the same way here.
+    quantized = (wide.double() * inverse_scale.double()).round().float()
+    return quantized * (largest / 127)
 
 
 def attention(layer: LayerSpec, query: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """Queries at positions [start, start + count) over keys and values of positions [0, start + count)."""
+    """Attend queries at positions [start, start + num_queries) over keys and values of [0, start + num_queries)."""
     group = layer.num_heads // layer.num_kv_heads
     k = keys.float().repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
     v = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), k) * layer.scaling
     if layer.softcap:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    mine = torch.arange(start, start + query.shape[0], device=query.device)[:, None]
-    theirs = torch.arange(keys.shape[0], device=query.device)[None, :]
-    hidden = theirs > mine
+    query_positions = torch.arange(start, start + query.shape[0], device=query.device)[:, None]
+    key_positions = torch.arange(keys.shape[0], device=query.device)[None, :]
+    masked = key_positions > query_positions
     if layer.window:
-        hidden |= theirs <= mine - layer.window
-    scores = scores.masked_fill(hidden, float("-inf"))
+        masked |= key_positions <= query_positions - layer.window
+    scores = scores.masked_fill(masked, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         probabilities = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     else:
         probabilities = torch.softmax(scores, dim=-1)
-    # [window] a hidden key has probability 0, but 0 * NaN is NaN: keys out of the window are its owner's, never stale.
+    # Masked keys have probability 0, but 0 * NaN is NaN: keys outside the window belong to the same sequence, never to
+    # a previous owner of the block.
     return torch.einsum("hqk,khd->qhd", probabilities, v).to(query.dtype)

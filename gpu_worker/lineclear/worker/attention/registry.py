@@ -1,4 +1,7 @@
-"""Which attention backends there are. To add one: a file beside this one and an entry here; the tests pick it up."""
+"""The attention backends by name.
+
+To add a backend: a file beside this one and an entry in `BACKENDS`. The tests run over all entries.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from . import AttentionBackend, LayerSpec
-from .cpu_native import NativeAttention, unsupported
+from .base import AttentionBackend, LayerSpec
+from .cpu_native import NativeAttention, unsupported_reason
 from .reference import ReferenceAttention
 from .torch_paged import TorchPagedAttention
 
@@ -26,15 +29,15 @@ def choose(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """The backend that `name` means for such a model.
+    """Resolve `name`, or "auto", to the name of a backend for these layers.
 
-    Raises ValueError for an unknown one, naming those there are, and where 8-bit keys and values cannot be kept.
+    Raises ValueError for an unknown name, and for "auto" if no backend supports int8 keys and values here.
     """
     if name == "auto":
-        problem = unsupported(layers, block_size, dtype, device)
+        problem = unsupported_reason(layers, block_size, dtype, device)
         if problem and kv_dtype is torch.int8:
             raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")
         return "torch_paged" if problem else "native"
     if name not in BACKENDS:
-        raise ValueError(f"there is no attention backend {name!r}; there are auto, {', '.join(sorted(BACKENDS))}")
+        raise ValueError(f"unknown attention backend {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
     return name

@@ -1,1 +1,1 @@
-"""The forward pass on a CPU: packed and quantised linear layers, the fused decoder, the number of threads."""
+"""The forward pass on CPUs: packed and quantized linear layers, the fused decoder, the number of threads."""

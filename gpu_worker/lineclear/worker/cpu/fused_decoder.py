@@ -1,9 +1,8 @@
-"""One forward pass of few operations for models built like Llama, made from a loaded transformers model.
+"""A fused forward pass on the CPU for models built like Llama, made from a loaded transformers model.
 
-A layer is four matrix products, attention, and four passes over the rows; transformers' own modules take some fifty
-operations for the same. The calls are recorded once, on memory that stays (see `tape`). Which models: `can_build` looks
-at them, and the loader keeps the result only if its logits are the model's own. Everything else runs through
-transformers.
+A layer is four matrix products, attention and four row operations, where transformers' modules take about fifty
+operations. The calls are captured once, on buffers that stay, and replayed at every step (kernels/call_graph.py).
+`can_build` decides which models qualify. The loader keeps the result only if its logits match the model's own.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineclear.worker.attention import AttentionBackend, IntArray
+from lineclear.worker.attention.base import AttentionBackend, IntArray
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels import ELEMENTS, LANES, LARGEST_HEAD, library
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
+from lineclear.worker.kernels.library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCache
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
-"""Model types whose decoder layer is the one below: attention and a gated MLP, RMS norms, rotary positions."""
+"""Model types whose decoder layer is `_Layer`: attention, a gated MLP, RMS norms, rotary positions."""
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 
@@ -42,7 +41,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """Norms that a family does not have are None. OLMo 2 norms what comes out of a part, the others what goes in."""
+    """Weights of a decoder layer. OLMo 2 norms the outputs of attention and MLP, other families the inputs."""
 
     norm_before_attention: _Norm | None
     norm_after_attention: _Norm | None
@@ -57,13 +56,14 @@ class _Layer:
     rotates: bool
 
 
-class _Memory(NamedTuple):
-    """The activations of a step, a row for each token, kept from step to step: fresh memory costs page faults."""
+class _Activations(NamedTuple):
+    """Buffers [num_tokens, ...] of a step's activations, kept between steps: fresh memory costs page faults."""
 
     residual: Tensor
     normed: Tensor
-    part: Tensor
-    normed_part: Tensor
+    output: Tensor
+    """Of attention or MLP, before it is added to the residual."""
+    normed_output: Tensor
     qkv: Tensor
     cosine: Tensor
     sine: Tensor
@@ -76,19 +76,19 @@ class _Memory(NamedTuple):
     input_ids: Tensor
 
 
-class _HeadMemory(NamedTuple):
-    """What becomes of the rows that are sampled."""
+class _HeadActivations(NamedTuple):
+    """Buffers [num_samples, ...] from the last layer to the logits."""
 
     residual: Tensor
-    part: Tensor
+    output: Tensor
     normed: Tensor
     logits: Tensor
-    best: Tensor
+    max_values: Tensor
     ids: Tensor
 
 
 class FusedDecoder:
-    """Logits of packed tokens over a paged attention backend. Keeps its own copies of the weights."""
+    """Computes logits of packed tokens over a paged attention backend. Holds its own packed weights."""
 
     def __init__(
         self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, max_positions: int, packer: Packer
@@ -96,173 +96,171 @@ class FusedDecoder:
         config = model.config
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
-        self._vocabulary = int(model.lm_head.out_features)
+        self._vocab_size = int(model.lm_head.out_features)
         self._dtype = model.dtype
         self._embedding: Tensor = model.model.embed_tokens.weight
         self._rotary = RotaryCache(model.model.rotary_emb, model.dtype, max_positions)
-        pages = HugePageArena()
-        self._layers = [_layer(module, packer, pages) for module in model.model.layers]
+        arena = HugePageArena()
+        self._layers = [_fused_layer(module, packer, arena) for module in model.model.layers]
         self._final = _norm(model.model.norm)
-        self._head = packer([model.lm_head], pages)
+        self._lm_head = packer([model.lm_head], arena)
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = 1.0 / float(getattr(config, "logits_scaling", 1.0))
         first = model.model.layers[0].self_attn
-        # A weight as wide as all heads norms the whole row, one as wide as a head each head.
+        # A weight as wide as one head norms each head; a wider one norms the whole row.
         q_norm = getattr(first, "q_norm", None)
         self._norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
         self._element = ctypes.c_int64(ELEMENTS[model.dtype])
-        native = library()
-        self._take_rows_kernel = Kernel(native, "lineclear_take_rows")
+        native = selected_library()
+        self._gather_rows_kernel = Kernel(native, "lineclear_gather_rows")
         self._add_norm_kernel = Kernel(native, "lineclear_add_norm")
         self._split_heads_kernel = Kernel(native, "lineclear_split_heads")
-        self._gate_kernel = Kernel(native, "lineclear_gate")
-        self._best_kernel = Kernel(native, "lineclear_best")
+        self._gate_kernel = Kernel(native, "lineclear_gated_activation")
+        self._argmax_kernel = Kernel(native, "lineclear_argmax")
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = DynamicInt(0), DynamicInt(0)
-        self._table, self._reads, self._positions, self._rows = (
-            DynamicPointer(),
-            DynamicPointer(),
-            DynamicPointer(),
-            DynamicPointer(),
-        )
-        self._read_from: Tensor | None = None  # where `_table` points
-        # How many rows there are room for is kept beside the tensors: to ask one for its length takes 10 µs in a step.
-        self._memory: _Memory | None = None
-        self._memory_rows = 0
-        self._ending: _HeadMemory | None = None
-        self._ending_rows = self._shown = 0
+        self._table, self._read_indices = DynamicPointer(), DynamicPointer()
+        self._positions, self._sample_rows = DynamicPointer(), DynamicPointer()
+        self._token_table: Tensor | None = None  # kept alive: `_table` points to it
+        # Capacities are kept beside the buffers: len() of a tensor takes 10 µs inside a step.
+        self._activations: _Activations | None = None
+        self._capacity = 0
+        self._head_activations: _HeadActivations | None = None
+        self._head_capacity = self._num_samples = 0
         self._layers_graph, self._head_graph = CallGraph(), CallGraph()
         self._logits: tuple[Tensor, Tensor, Tensor] = (torch.empty(0), torch.empty(0), torch.empty(0))
-        self._best_here: Any = memoryview(b"")  # the last two, as the host reads them
-        self._ids_here: Any = memoryview(b"")
-        self._still: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self._host_max: Any = memoryview(b"")  # this and the next: host views of the last two tensors of `_logits`
+        self._host_ids: Any = memoryview(b"")
+        self._identity_rotary: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Write to and read from `backend` from now on."""
+        """Use `backend` for attention from now on."""
         self._backend = backend
-        self._memory = None  # the recorded calls are to another one
+        self._activations = None  # the captured calls use the previous backend
 
-    def logits(self, tokens: Tensor, reads: IntArray, positions: IntArray, rows: IntArray) -> Logits:
-        """Of the packed tokens at `rows`; the packed tokens are those of `tokens` at `reads`.
+    def logits(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
+        """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
 
-        The backend has begun the step. All are int64, and the model has such tokens and positions: nobody looks again.
+        All arguments are int64. Call `start_step` of the backend first. Token ids and positions are not checked again.
+        The logits are valid until the next call.
         """
-        assert reads.dtype == positions.dtype == rows.dtype == np.int64
-        ending = self._grow_samples(len(rows), self._grow_tokens(len(reads)))
-        if len(rows) != self._shown:
-            self._show(ending, len(rows))
+        assert read_indices.dtype == positions.dtype == sample_rows.dtype == np.int64
+        head = self._grow_samples(len(sample_rows), self._grow_tokens(len(read_indices)))
+        if len(sample_rows) != self._num_samples:
+            self._set_num_samples(head, len(sample_rows))
         self._rotary.extend(max(positions.tolist()) + 1)
-        self._tokens.value, self._samples.value = len(reads), len(rows)
-        if tokens is not self._read_from:
-            self._read_from, self._table.value = tokens, tokens.data_ptr()
-        self._reads.value, self._positions.value, self._rows.value = map(address, (reads, positions, rows))
+        self._tokens.value, self._samples.value = len(read_indices), len(sample_rows)
+        if tokens is not self._token_table:
+            self._token_table, self._table.value = tokens, tokens.data_ptr()
+        self._read_indices.value, self._positions.value = address(read_indices), address(positions)
+        self._sample_rows.value = address(sample_rows)
         self._layers_graph.replay()
         self._head_graph.replay()
-        return Logits(*self._logits, (self._best_here.tolist(), self._ids_here.tolist()))
+        return Logits(*self._logits, (self._host_max.tolist(), self._host_ids.tolist()))
 
-    # --- recording ---------------------------------------------------------------------------------------------------
+    # --- capture -----------------------------------------------------------------------------------------------------
 
-    def _grow_tokens(self, tokens: int) -> _Memory:
-        if self._memory is None or tokens > self._memory_rows:
-            capacity = self._memory_rows = max(tokens, 0 if self._memory is None else 2 * self._memory_rows)
+    def _grow_tokens(self, tokens: int) -> _Activations:
+        if self._activations is None or tokens > self._capacity:
+            capacity = self._capacity = max(tokens, 0 if self._activations is None else 2 * self._capacity)
             query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
             shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
             shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), *[(self._rotary.width,)] * 2]
             shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,), ()]
             others = {"cosine": torch.float32, "sine": torch.float32, "input_ids": torch.int64}
-            dtypes = dict.fromkeys(_Memory._fields, self._dtype) | others
-            made = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
-            self._memory = _Memory(*made)
-            self._layers_graph = CallGraph(self._capture(self._memory))
-            self._ending = None  # its calls read this memory
-        return self._memory
+            dtypes = dict.fromkeys(_Activations._fields, self._dtype) | others
+            tensors = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
+            self._activations = _Activations(*tensors)
+            self._layers_graph = CallGraph(self._capture(self._activations))
+            self._head_activations = None  # its captured calls read the old buffers
+        return self._activations
 
-    def _grow_samples(self, samples: int, m: _Memory) -> _HeadMemory:
-        if self._ending is None or samples > self._ending_rows:
-            self._ending_rows = samples
-            shapes = [(self._hidden,)] * 3 + [(self._vocabulary,), (), ()]
+    def _grow_samples(self, samples: int, act: _Activations) -> _HeadActivations:
+        if self._head_activations is None or samples > self._head_capacity:
+            self._head_capacity = samples
+            shapes = [(self._hidden,)] * 3 + [(self._vocab_size,), (), ()]
             dtypes = [self._dtype] * 4 + [torch.float32, torch.int64]
-            made = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
-            e = self._ending = _HeadMemory(*made)
-            self._show(e, samples)
-            # The last part's output, which nobody has added to the residual yet.
-            part = m.part if self._layers[-1].norm_after_mlp is None else m.normed_part
-            tape = [
-                self._take_rows(self._samples, pointer(m.residual), self._rows, e.residual),
-                self._take_rows(self._samples, pointer(part), self._rows, e.part),
-                self._add_norm(self._samples, e.residual, e.part, self._final, e.normed),
-                self._head.bind(self._samples, e.normed, e.logits),
+            tensors = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
+            head = self._head_activations = _HeadActivations(*tensors)
+            self._set_num_samples(head, samples)
+            # The output of the last MLP, not yet added to the residual.
+            output = act.output if self._layers[-1].norm_after_mlp is None else act.normed_output
+            calls = [
+                self._gather_rows(self._samples, pointer(act.residual), self._sample_rows, head.residual),
+                self._gather_rows(self._samples, pointer(output), self._sample_rows, head.output),
+                self._add_norm(self._samples, head.residual, head.output, self._final, head.normed),
+                self._lm_head.bind(self._samples, head.normed, head.logits),
             ]
             if self._logits_scale != 1.0:
-                tape.append((lambda: e.logits[: self._samples.value].mul_(self._logits_scale), ()))
-            self._head_graph = CallGraph([*tape, self._best(e)])
-        return self._ending
+                calls.append((lambda: head.logits[: self._samples.value].mul_(self._logits_scale), ()))
+            self._head_graph = CallGraph([*calls, self._argmax(head)])
+        return self._head_activations
 
-    def _show(self, e: _HeadMemory, samples: int) -> None:
-        """Hand out so many rows: a slice of a tensor costs more than a step of one row has to spare."""
-        self._shown = samples
-        _, best, ids = self._logits = e.logits[:samples], e.best[:samples], e.ids[:samples]
-        self._best_here, self._ids_here = best.numpy().data, ids.numpy().data
+    def _set_num_samples(self, head: _HeadActivations, samples: int) -> None:
+        """Slice the head's buffers to `samples` rows, once: slicing tensors takes too long for a step of one row."""
+        self._num_samples = samples
+        _, max_values, ids = self._logits = head.logits[:samples], head.max_values[:samples], head.ids[:samples]
+        self._host_max, self._host_ids = max_values.numpy().data, ids.numpy().data
 
-    def _capture(self, m: _Memory) -> list[Call]:
-        """From ids and positions through all layers, on the first `_tokens` rows of `m`."""
+    def _capture(self, act: _Activations) -> list[Call]:
+        """Return the calls from token ids through all layers, on the first `_tokens` rows of `act`."""
         backend, count = self._backend, self._tokens
         assert backend is not None
         width = self._rotary.width
-        still = (torch.ones(len(m.cosine), width), torch.zeros(len(m.sine), width))
-        tape = [
-            self._take_rows(count, self._table, self._reads, m.input_ids),
-            self._take_rows(count, pointer(self._embedding), pointer(m.input_ids), m.residual),
-            self._take_rows(count, pointer(self._rotary.cosine), self._positions, m.cosine),
-            self._take_rows(count, pointer(self._rotary.sine), self._positions, m.sine),
+        identity_rotary = (torch.ones(len(act.cosine), width), torch.zeros(len(act.sine), width))
+        calls = [
+            self._gather_rows(count, self._table, self._read_indices, act.input_ids),
+            self._gather_rows(count, pointer(self._embedding), pointer(act.input_ids), act.residual),
+            self._gather_rows(count, pointer(self._rotary.cosine), self._positions, act.cosine),
+            self._gather_rows(count, pointer(self._rotary.sine), self._positions, act.sine),
         ]
         if self._embedding_scale != 1.0:
-            tape.append((lambda: m.residual[: count.value].mul_(self._embedding_scale), ()))
-        pending: Tensor | None = None  # output of the last part, not yet added to the residual
+            calls.append((lambda: act.residual[: count.value].mul_(self._embedding_scale), ()))
+        pending: Tensor | None = None  # output of attention or MLP, not yet added to the residual
         for index, layer in enumerate(self._layers):
-            x, turn = m.residual, (m.cosine, m.sine) if layer.rotates else still
+            x, rotary = act.residual, (act.cosine, act.sine) if layer.rotates else identity_rotary
             if layer.norm_before_attention is not None or pending is not None:
-                tape.append(self._add_norm(count, m.residual, pending, layer.norm_before_attention, m.normed))
-                x = m.residual if layer.norm_before_attention is None else m.normed
-            tape += [
-                layer.qkv.bind(count, x, m.qkv),
-                self._split_heads(layer, m, turn, width),
-                backend.bind(index, count, m.query, m.key, m.value, m.attended),
-                layer.attention_output.bind(count, m.attended.view(len(m.attended), -1), m.part),
+                calls.append(self._add_norm(count, act.residual, pending, layer.norm_before_attention, act.normed))
+                x = act.residual if layer.norm_before_attention is None else act.normed
+            calls += [
+                layer.qkv.bind(count, x, act.qkv),
+                self._split_heads(layer, act, rotary, width),
+                backend.bind(index, count, act.query, act.key, act.value, act.attended),
+                layer.attention_output.bind(count, act.attended.view(len(act.attended), -1), act.output),
             ]
-            pending = m.part
+            pending = act.output
             if layer.norm_after_attention is not None:
-                tape.append(self._add_norm(count, m.part, None, layer.norm_after_attention, m.normed_part))
-                pending = m.normed_part
-            tape += [
-                self._add_norm(count, m.residual, pending, layer.norm_before_mlp, m.normed),
-                layer.gate_up.bind(count, m.residual if layer.norm_before_mlp is None else m.normed, m.gate_up),
-                self._gate(m.gate_up, m.gated),
-                layer.down.bind(count, m.gated, m.part),
+                calls.append(self._add_norm(count, act.output, None, layer.norm_after_attention, act.normed_output))
+                pending = act.normed_output
+            calls += [
+                self._add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed),
+                layer.gate_up.bind(count, act.residual if layer.norm_before_mlp is None else act.normed, act.gate_up),
+                self._gate(act.gate_up, act.gated),
+                layer.down.bind(count, act.gated, act.output),
             ]
-            pending = m.part
+            pending = act.output
             if layer.norm_after_mlp is not None:
-                tape.append(self._add_norm(count, m.part, None, layer.norm_after_mlp, m.normed_part))
-                pending = m.normed_part
-        self._still = still  # the calls only know where they are
-        return tape
+                calls.append(self._add_norm(count, act.output, None, layer.norm_after_mlp, act.normed_output))
+                pending = act.normed_output
+        self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
+        return calls
 
-    def _take_rows(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
-        """Those rows of a table, as wide as those of `out`, whose numbers lie at `indices`."""
+    def _gather_rows(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
+        """Return the call out[i] = table[indices[i]]; the rows of both have the width of `out`."""
         size = ctypes.c_int64(out.stride(0) * out.itemsize)
-        return self._take_rows_kernel, (count, size, table, indices, pointer(out))
+        return self._gather_rows_kernel, (count, size, table, indices, pointer(out))
 
-    def _best(self, e: _HeadMemory) -> Call:
-        """The highest logit of each row."""
-        width = ctypes.c_int64(self._vocabulary)
-        return self._best_kernel, (self._element, self._samples, width, *map(pointer, (e.logits, e.best, e.ids)))
+    def _argmax(self, head: _HeadActivations) -> Call:
+        width = ctypes.c_int64(self._vocab_size)
+        outputs = map(pointer, (head.logits, head.max_values, head.ids))
+        return self._argmax_kernel, (self._element, self._samples, width, *outputs)
 
     def _add_norm(
         self, count: DynamicInt, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor
     ) -> Call:
-        """Add to the residual, in place; and norm it into `out`."""
+        """Return the call that adds `add` to the residual, in place, and writes the normed residual to `out`."""
         return self._add_norm_kernel, (
             self._element,
             count,
@@ -275,17 +273,17 @@ class FusedDecoder:
             pointer(out),
         )
 
-    def _split_heads(self, layer: _Layer, m: _Memory, turn: tuple[Tensor, Tensor], width: int) -> Call:
+    def _split_heads(self, layer: _Layer, act: _Activations, rotary: tuple[Tensor, Tensor], width: int) -> Call:
         return self._split_heads_kernel, (
             self._element,
             self._tokens,
             *map(ctypes.c_int64, (self._heads, self._kv_heads, self._head_dim, width)),
-            *map(pointer, (m.qkv, *turn)),
+            *map(pointer, (act.qkv, *rotary)),
             pointer(None if layer.q_norm is None else layer.q_norm.weight),
             pointer(None if layer.k_norm is None else layer.k_norm.weight),
             ctypes.c_int64(self._norms_whole_row),
             ctypes.c_float(0.0 if layer.q_norm is None else layer.q_norm.eps),
-            *map(pointer, (m.query, m.key, m.value)),
+            *map(pointer, (act.query, act.key, act.value)),
         )
 
     def _gate(self, gate_up: Tensor, out: Tensor) -> Call:
@@ -294,37 +292,37 @@ class FusedDecoder:
 
 
 def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:
-    """Whether a Decoder computes such a model here. `shape`: num_heads, num_kv_heads, head_dim."""
+    """Return whether FusedDecoder can compute this model here. `shape`: num_heads, num_kv_heads, head_dim."""
     config, head_dim = model.config, shape[2]
     return (
         family in FAMILIES
         and next(model.parameters()).device.type == "cpu"
         and model.dtype in ELEMENTS
-        and library() is not None
+        and selected_library() is not None
         and config.hidden_act in _ACTIVATIONS
         and math.gcd(head_dim, config.hidden_size, config.intermediate_size) % LANES == 0
-        and head_dim <= LARGEST_HEAD
+        and head_dim <= MAX_HEAD_DIM
     )
 
 
-def _layer(module: Any, packer: Packer, pages: HugePageArena) -> _Layer:
+def _fused_layer(module: Any, packer: Packer, arena: HugePageArena) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
     fused = hasattr(attention, "qkv_proj")
     after = getattr(module, "post_feedforward_layernorm", None)
-    # OLMo 2 calls the norm of the attention's output by the name the others use for the norm of the MLP's input.
+    # In OLMo 2 this norms the attention's output, in other families the MLP's input.
     between = module.post_attention_layernorm
     use_rope = bool(getattr(attention, "use_rope", True))
     return _Layer(
-        norm_before_attention=_maybe(getattr(module, "input_layernorm", None)),
+        norm_before_attention=_optional_norm(getattr(module, "input_layernorm", None)),
         norm_after_attention=None if after is None else _norm(between),
         norm_before_mlp=_norm(between) if after is None else None,
-        norm_after_mlp=_maybe(after),
-        qkv=packer([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], pages),
-        q_norm=_maybe(getattr(attention, "q_norm", None)),
-        k_norm=_maybe(getattr(attention, "k_norm", None)),
-        attention_output=packer([attention.o_proj], pages),
-        gate_up=packer([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], pages),
-        down=packer([mlp.down_proj], pages),
+        norm_after_mlp=_optional_norm(after),
+        qkv=packer([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], arena),
+        q_norm=_optional_norm(getattr(attention, "q_norm", None)),
+        k_norm=_optional_norm(getattr(attention, "k_norm", None)),
+        attention_output=packer([attention.o_proj], arena),
+        gate_up=packer([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], arena),
+        down=packer([mlp.down_proj], arena),
         rotates=use_rope,
     )
 
@@ -336,5 +334,5 @@ def _norm(module: nn.Module) -> _Norm:
     return _Norm(weight.detach().contiguous(), float(eps))
 
 
-def _maybe(module: nn.Module | None) -> _Norm | None:
+def _optional_norm(module: nn.Module | None) -> _Norm | None:
     return None if module is None else _norm(module)

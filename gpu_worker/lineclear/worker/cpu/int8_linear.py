@@ -1,7 +1,7 @@
-"""Matrix products with 8-bit weights: quantised here once, multiplied by `kernels/int8_product.cpp`.
+"""Linear layers with int8 weights: quantized here once, multiplied by kernels/int8_gemm.cpp.
 
-A scale an output channel for the weights and one a row for the activations, both symmetric. Half the bytes of bfloat16
-to stream, and integer instructions; sums are exact, so what a row gives does not depend on the rows beside it.
+Scales are symmetric: one per output channel for the weights, one per row for the activations. Integer sums are exact,
+so a row's result does not depend on the other rows. Streams half the bytes of bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels import ELEMENTS, library
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
+from lineclear.worker.kernels.library import ELEMENTS, selected_library
 
-from .linear import Linear, joined
+from .linear import Linear, fused_weights
 
 _LARGEST = 127
-_CHANNELS = 64  # of a block: the layout is the kernel's
-_OFFSET = 128  # what the kernel adds to activations
+_CHANNELS = 64  # output channels of a block in the kernel's layout
+_OFFSET = 128  # added to activations by the kernel
 
 
-class QuantisedWeight(NamedTuple):
-    """values * scale[:, None] is about the matrix."""
+class QuantizedWeight(NamedTuple):
+    """The matrix is about values * scale[:, None]."""
 
     values: Tensor
     """[outputs, inputs], int8."""
@@ -34,21 +34,23 @@ class QuantisedWeight(NamedTuple):
     """[outputs], float32."""
 
 
-def quantise(weight: Tensor) -> QuantisedWeight:
-    """Each row of `weight` by its largest magnitude."""
+def quantize(weight: Tensor) -> QuantizedWeight:
+    """Quantize each row of `weight` [outputs, inputs] by its largest magnitude."""
     wide = weight.float()
     scale = wide.abs().amax(dim=1) / _LARGEST
-    steps = torch.where(scale > 0, scale, 1.0)  # a row of zeros stays one
-    return QuantisedWeight((wide / steps[:, None]).round_().to(torch.int8), scale)
+    divisor = torch.where(scale > 0, scale, 1.0)  # a row of zeros has scale 0
+    return QuantizedWeight((wide / divisor[:, None]).round_().to(torch.int8), scale)
 
 
-def pack_int8(layers: Sequence[nn.Linear], pages: HugePageArena) -> Linear:
-    """A Packer that quantises the weights. For a CPU that there are kernels for; inputs are a multiple of 16."""
-    weight, bias = joined(layers)
-    return Int8Linear(quantise(weight), bias, pages)
+def pack_int8(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+    """Quantize and pack the layers. Needs a selected library; in_features must be a multiple of 16."""
+    weight, bias = fused_weights(layers)
+    return Int8Linear(quantize(weight), bias, arena)
 
 
 class _Weights(ctypes.Structure):
+    """`LineclearInt8Weights` in kernels/int8_gemm.cpp."""
+
     _fields_ = (
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
@@ -60,19 +62,19 @@ class _Weights(ctypes.Structure):
 
 
 class Int8Linear(Linear):
-    """Owns what its description points to."""
+    """Multiplies with kernels/int8_gemm.cpp. Owns the arrays that the kernel reads."""
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None, pages: HugePageArena) -> None:
-        kernels: Any = library()
-        self._function = Kernel(kernels, "lineclear_int8_product")
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arena: HugePageArena) -> None:
+        kernels: Any = selected_library()
+        self._function = Kernel(kernels, "lineclear_int8_gemm")
         outputs, inputs = weight.values.shape
         padding = -outputs % _CHANNELS
         values = F.pad(weight.values, (0, 0, 0, padding))
         blocks = values.view(-1, _CHANNELS, inputs // 4, 4)
-        laid_out = pages.take((len(blocks), inputs // 4, _CHANNELS, 4), torch.int8)
-        laid_out.copy_(blocks.transpose(1, 2))
+        packed = arena.allocate((len(blocks), inputs // 4, _CHANNELS, 4), torch.int8)
+        packed.copy_(blocks.transpose(1, 2))
         self._arrays = (
-            laid_out,
+            packed,
             values.sum(dim=1, dtype=torch.int32) * -_OFFSET,
             F.pad(weight.scale, (0, padding)),
             None if bias is None else F.pad(bias.float(), (0, padding)),

@@ -1,8 +1,8 @@
-"""Matrix products with weights that never change: laid out once for whatever multiplies fastest here.
+"""Linear layers with constant weights, packed once for the fastest matrix product of this processor.
 
-Products of one input are fused into one. bf16 weights go through our own kernel where the processor's bf16 instruction
-is the slower way (see kernels/bf16_product.cpp), anything else on a CPU through oneDNN's own layout, worth 1.25 to 1.6
-times at up to 32 rows. On a processor with AMX, oneDNN is faster for many rows and our kernel for few: `pack_twice`.
+Layers with a common input are fused into one product. bf16 weights use the kernel in kernels/bf16_gemm.cpp where the
+processor's bf16 instruction is slower. Other weights on a CPU use oneDNN's packed layout, 1.25 to 1.6 times as fast at
+up to 32 rows. With AMX, oneDNN is faster for many rows and the kernel for few: `pack_twice`.
 """
 
 from __future__ import annotations
@@ -16,96 +16,96 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels import LANES, library, multiplies_bfloat16
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
+from lineclear.worker.kernels.library import LANES, prefers_bf16_gemm, selected_library
 
 
 class Linear(ABC):
-    """A product with a matrix."""
+    """A matrix product with constant weights."""
 
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """[rows, in_features], room for the result -> [rows, out_features], in that room or elsewhere. Contiguous."""
+        """Multiply x [rows, in_features]. Returns contiguous [rows, out_features], in `out` or in new memory."""
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
-        """What multiplies the first `rows` rows of `x` into those of `out`."""
+        """Return a call that multiplies the first `rows` rows of `x` into those of `out`."""
 
         def multiply() -> None:
-            room = out[: rows.value]
-            found = self(x[: rows.value], room)
-            if found.data_ptr() != room.data_ptr():
-                room.copy_(found)
+            target = out[: rows.value]
+            product = self(x[: rows.value], target)
+            if product.data_ptr() != target.data_ptr():
+                target.copy_(product)
 
         return multiply, ()
 
 
 Packer = Callable[[Sequence[nn.Linear], HugePageArena], Linear]
-"""Layers of one input, memory for weights -> their products side by side, outputs in the order given."""
+"""Packs layers with a common input into one `Linear`, with the outputs in the order given."""
 
-_TYPICAL_ROWS = 64  # what oneDNN's layout is tuned for
-_MOST_FEW_ROWS = 16  # with AMX our kernel takes 0.55 of oneDNN's time for 1 row, 0.77 for 8, and 1.1 for 32
+_TYPICAL_ROWS = 64  # the batch size for which oneDNN chooses its layout
+_MAX_FEW_ROWS = 16  # with AMX, bf16_gemm takes 0.55 of oneDNN's time for 1 row, 0.77 for 8, and 1.1 for 32
 
 
-def pack(layers: Sequence[nn.Linear], pages: HugePageArena) -> Linear:
-    """A Packer that keeps the weights as they are."""
-    weight, bias = joined(layers)
+def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+    """Pack the layers in their own format."""
+    weight, bias = fused_weights(layers)
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and multiplies_bfloat16():
-        return Bf16Linear(weight, bias, pages)
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and prefers_bf16_gemm():
+        return Bf16Linear(weight, bias, arena)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return onednn(weight, bias)
     return TorchLinear(lambda x: F.linear(x, weight, bias))
 
 
-def pack_twice(layers: Sequence[nn.Linear], pages: HugePageArena) -> Linear:
-    """A Packer that lays bf16 weights out for our kernel and for oneDNN, which takes twice the memory.
+def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+    """Pack bf16 weights for bf16_gemm and for oneDNN, in twice the memory.
 
-    A row's result depends on whether there are few rows or many.
+    A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
     """
-    weight, bias = joined(layers)
+    weight, bias = fused_weights(layers)
     if weight.shape[1] % LANES:
-        return pack(layers, pages)
-    return LinearByRows(Bf16Linear(weight, bias, pages), onednn(weight, bias))
+        return pack(layers, arena)
+    return LinearByRows(Bf16Linear(weight, bias, arena), onednn(weight, bias))
 
 
-def plain(layers: Sequence[nn.Linear], pages: HugePageArena) -> Linear:
-    """A Packer that copies nothing: slower, for a decoder that is only to be compared with."""
+def leave_unpacked(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+    """Multiply with the layers' own weights, without a copy: slower, for comparisons at load."""
     return TorchLinear(lambda x: torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1))
 
 
 def free_after_packing(packer: Packer) -> Packer:
-    """The Packer, after which the layers' own matrices are gone. One that they share with others stays with those."""
+    """Return a Packer that frees each layer's weight after packing. A weight shared with another module stays there."""
 
-    def pack_and_release(layers: Sequence[nn.Linear], pages: HugePageArena) -> Linear:
-        packed = packer(layers, pages)
+    def pack_and_free(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+        packed = packer(layers, arena)
         for layer in layers:
             layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
         return packed
 
-    return pack_and_release
+    return pack_and_free
 
 
-def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight [sum of out_features, in_features] and bias of the layers as one."""
+def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Concatenate the layers: weight [sum of out_features, in_features], and bias or None."""
     weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
     biased = any(layer.bias is not None for layer in layers)
     return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
 class Bf16Linear(Linear):
-    """Through our own kernel, in fp32 products of bf16 inputs; `library()` is there.
+    """Multiplies with kernels/bf16_gemm.cpp: fp32 products of bf16 inputs. Needs a selected library.
 
-    A row's result is the same bit for bit whatever rows lie beside it.
+    A row's result is bit for bit independent of the other rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, pages: HugePageArena) -> None:
-        native = library()
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: HugePageArena) -> None:
+        native = selected_library()
         assert native is not None
-        self._multiply = Kernel(native, "lineclear_bf16_product")
+        self._multiply = Kernel(native, "lineclear_bf16_gemm")
         self._outputs, self._inputs = weight.shape
-        self._panels = pages.take((native.lineclear_bf16_size(*weight.shape),), torch.bfloat16)
-        native.lineclear_bf16_lay_out(*weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
+        self._panels = arena.allocate((native.lineclear_bf16_packed_size(*weight.shape),), torch.bfloat16)
+        native.lineclear_bf16_pack(*weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
         padding = len(self._panels) // self._inputs - self._outputs
         self._bias = None if bias is None else F.pad(bias.float(), (0, padding)).contiguous()
 
@@ -120,20 +120,20 @@ class Bf16Linear(Linear):
 
 
 class LinearByRows(Linear):
-    """Through one product for few rows and another one for many."""
+    """Uses one product for few rows and another for many."""
 
     def __init__(self, few: Linear, many: Linear) -> None:
         self._few, self._many = few, many
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        return (self._few if x.shape[0] <= _MOST_FEW_ROWS else self._many)(x, out)
+        return (self._few if x.shape[0] <= _MAX_FEW_ROWS else self._many)(x, out)
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         few, few_arguments = self._few.bind(rows, x, out)
         many, many_arguments = self._many.bind(rows, x, out)
 
         def multiply() -> None:
-            if rows.value <= _MOST_FEW_ROWS:
+            if rows.value <= _MAX_FEW_ROWS:
                 few(*few_arguments)
             else:
                 many(*many_arguments)
@@ -142,7 +142,7 @@ class LinearByRows(Linear):
 
 
 class TorchLinear(Linear):
-    """Through a function that makes its own room."""
+    """Multiplies with a function that allocates its result."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
@@ -152,7 +152,7 @@ class TorchLinear(Linear):
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Through oneDNN, in the layout it likes best."""
+    """Pack for oneDNN, in its preferred layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     product = torch.ops.mkldnn._linear_pointwise
     none: list[float] = []

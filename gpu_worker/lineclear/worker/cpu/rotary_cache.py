@@ -1,7 +1,7 @@
-"""Rotary positions: a model's own embedding of them, asked once for each position instead of at every step.
+"""Cosines and sines of rotary position embeddings (RoPE, Su et al. 2021), computed once per position.
 
-How far a position turns is the same in every step of a model that is served: where it would depend on the length of
-the sequence, the probe ends the context before it does.
+The embedding of a position never changes while a model is served: the compatibility probe limits the context length for
+models whose frequencies depend on the length.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 1024  # positions asked for at once: about a millisecond
+_CHUNK = 1024  # positions computed at once, in about a millisecond
 
 
 class RotaryCache:
-    """Cosines and sines [positions, width] of a transformers rotary embedding, filled in as positions come up."""
+    """Cosines and sines [positions, width] of a transformers rotary embedding, filled as positions are needed."""
 
     def __init__(self, rotary: Any, dtype: torch.dtype, max_positions: int) -> None:
-        """`dtype` is the model's, which `rotary` may round to.
+        """`dtype`: the model's, to which `rotary` may round.
 
-        No position from `max_positions` on is asked of it: the frequencies may be others from there.
+        Never calls `rotary` for positions from `max_positions` on: its frequencies may change there.
         """
         self._rotary = rotary
         self._dtype = dtype
-        self._limit = max_positions
-        self._known = 0
-        self.width = int(self._ask(0, 1)[0].shape[-1])
-        # Memory that nobody has written yet costs nothing.
+        self._max_positions = max_positions
+        self._num_filled = 0
+        self.width = int(self._compute(0, 1)[0].shape[-1])
+        # Unwritten memory takes no pages.
         self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
     def extend(self, end: int) -> None:
-        """Fill in the positions before `end`."""
-        while self._known < end:
-            self._extend_to()
+        """Fill the positions before `end`."""
+        while self._num_filled < end:
+            self._fill_chunk()
 
     @torch.inference_mode()
-    def _extend_to(self) -> None:
-        begin, self._known = self._known, min(self._limit, self._known + _CHUNK)
-        piece = slice(begin, self._known)
-        self.cosine[piece], self.sine[piece] = self._ask(begin, self._known)
+    def _fill_chunk(self) -> None:
+        start, self._num_filled = self._num_filled, min(self._max_positions, self._num_filled + _CHUNK)
+        chunk = slice(start, self._num_filled)
+        self.cosine[chunk], self.sine[chunk] = self._compute(start, self._num_filled)
 
-    def _ask(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])
+    def _compute(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(start, end)[None])
         return cosine[0], sine[0]

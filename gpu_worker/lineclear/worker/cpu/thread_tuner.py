@@ -1,9 +1,8 @@
-"""The compute threads of a step on a CPU: sets their number in the OpenMP runtime, and tunes it while steps run.
+"""Sets the number of OpenMP compute threads of each step on a CPU, and tunes it while steps run.
 
-The number is set for the calling thread, which must be the one that runs the steps. torch.set_num_threads is for the
-start only: at run time it would also drop oneDNN's prepared products.
-
-Before there are steps to measure, the passes that try a model use as many threads as its size is worth (`trying`).
+The number is set for the calling thread, which must be the one that runs the steps. torch.set_num_threads is used at
+start only: later it would also drop oneDNN's cached primitives. `probe_threads` limits the threads of passes before
+serving.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ import structlog
 import torch
 
 from lineclear.worker import host_info
-from lineclear.worker.kernels import library
+from lineclear.worker.kernels.library import selected_library
 
 from .thread_policy import ThreadPolicy
 
 log = structlog.get_logger()
 
-_MOST_GAP_SECONDS = 0.005  # between two steps; more than that is waiting for requests
-_LOOK_SECONDS = 1.0  # between two looks at affinity and quota
-# A pass of a few tokens reads each weight once: some 40 ms on one thread. More threads would gain less on quiet cores
-# than they lose beside a busy process, where each operation of the pass waits at its end for a thread without a core.
+_MAX_GAP_SECONDS = 0.005  # counted gap between two steps; the rest is waiting for requests
+_CORES_CHECK_SECONDS = 1.0  # between two checks of affinity and quota
+# A pass of a few tokens reads each weight once: about 40 ms on one thread. More threads gain less on idle cores than
+# they lose beside a busy process, where each operation waits for its last thread.
 _WEIGHT_BYTES_PER_THREAD = 256 * 2**20
 
 
 class ThreadTuner:
-    """Gives each step the number of threads that was fastest lately, of at most as many as there are usable cores.
+    """Gives each step the number of threads that was fastest recently, at most the number of usable cores.
 
-    A step's cost includes the gap before it, because threads that spin between steps slow down the scheduler and the
-    client on the same cores.
+    A step's cost includes the gap before it: threads that spin between steps slow down the scheduler and the client on
+    the same cores.
     """
 
     def __init__(
@@ -48,13 +47,13 @@ class ThreadTuner:
         self._set_threads, self._cores, self._clock = set_threads, cores, clock
         self._policy = ThreadPolicy(cores())
         self._threads = 0
-        self._began_at = self._ended_at = self._looked_at = clock()
+        self._started_at = self._finished_at = self._cores_checked_at = clock()
 
-    def begin(self, num_tokens: int) -> None:
-        """A step of so many tokens begins."""
-        self._began_at = now = self._clock()
-        if now - self._looked_at > _LOOK_SECONDS:
-            self._looked_at = now
+    def start_step(self, num_tokens: int) -> None:
+        """Set the number of threads for a step of `num_tokens`."""
+        self._started_at = now = self._clock()
+        if now - self._cores_checked_at > _CORES_CHECK_SECONDS:
+            self._cores_checked_at = now
             self._policy.limit(self._cores())
         threads = self._policy.choose(num_tokens)
         if threads != self._threads:
@@ -62,27 +61,26 @@ class ThreadTuner:
             self._set_threads(threads)
             log.debug("compute_threads", threads=threads, num_tokens=num_tokens)
 
-    def end(self, num_tokens: int) -> None:
-        """The step that began last is complete."""
+    def finish_step(self, num_tokens: int) -> None:
+        """Record the duration of the started step."""
         now = self._clock()
-        gap = min(self._began_at - self._ended_at, _MOST_GAP_SECONDS)
-        self._ended_at = now
-        self._policy.observe(num_tokens, now - self._began_at + gap)
+        gap = min(self._started_at - self._finished_at, _MAX_GAP_SECONDS)
+        self._finished_at = now
+        self._policy.observe(num_tokens, now - self._started_at + gap)
 
 
 @contextlib.contextmanager
-def trying(weight_bytes: int) -> Iterator[None]:
-    """Run passes of a few tokens, of a model with so many bytes of weights, with one thread for each 256 MiB.
+def probe_threads(weight_bytes: int) -> Iterator[None]:
+    """Limit compute threads to one per 256 MiB of weights, for passes of a few tokens; restore the number afterwards.
 
-    At most as many as there are now, which there are again afterwards. Called while the worker starts, on the thread
-    that runs the steps later.
+    Call it while the worker starts, on the thread that runs the steps later.
     """
     before = torch.get_num_threads()
     threads = min(before, 1 + weight_bytes // _WEIGHT_BYTES_PER_THREAD)
     if threads == before:
         yield
         return
-    torch.set_num_threads(threads)  # that of OpenMP would leave MKL's as it is
+    torch.set_num_threads(threads)  # also sets the threads of MKL, unlike the OpenMP call
     try:
         yield
     finally:
@@ -90,18 +88,18 @@ def trying(weight_bytes: int) -> Iterator[None]:
 
 
 def openmp_setter() -> Callable[[int], object] | None:
-    """`omp_set_num_threads` of the runtime that torch and the kernels share; None where they do not share one."""
-    native = library()
+    """Return `omp_set_num_threads` of the runtime that torch and the kernels share; None if they use different ones."""
+    native = selected_library()
     torch_library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     if native is None or torch_library is None:
         return None
     try:
-        # A symbol is looked up in the libraries that these were linked with, too.
-        ours, theirs = (x["omp_set_num_threads"] for x in (native, ctypes.CDLL(str(torch_library))))
+        # dlsym also searches the libraries that these are linked with.
+        of_kernels, of_torch = (x["omp_set_num_threads"] for x in (native, ctypes.CDLL(str(torch_library))))
     except (AttributeError, OSError):
         return None
-    if ctypes.cast(ours, ctypes.c_void_p).value != ctypes.cast(theirs, ctypes.c_void_p).value:
+    if ctypes.cast(of_kernels, ctypes.c_void_p).value != ctypes.cast(of_torch, ctypes.c_void_p).value:
         return None
-    ours.argtypes, ours.restype = [ctypes.c_int], None
-    setter: Callable[[int], object] = ours
+    of_kernels.argtypes, of_kernels.restype = [ctypes.c_int], None
+    setter: Callable[[int], object] = of_kernels
     return setter

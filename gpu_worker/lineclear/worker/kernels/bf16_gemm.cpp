@@ -1,9 +1,10 @@
-// Matrix products with bf16 weights that never change, for processors whose own bf16 instruction is the slower way.
+// Matrix products with constant bf16 weights, in fp32 multiply-adds.
 //
-// On many of them (Sapphire Rapids without AMX: a quarter of the rate, half of the work a second) widening two bf16 to
-// fp32 and multiplying those is faster than their dot product, and it is the only way where there is none. Weights are
-// laid out in panels of 16 outputs, read once from memory for all rows; sums are fp32, taken in the order of the inputs
-// by one register for each row and output: what a row gives does not depend on the rows beside it.
+// On many processors the bf16 dot product is the slower way: on Sapphire Rapids without AMX it runs at a quarter of the
+// rate, half of the work per second. Widening two bf16 to fp32 and multiplying those is faster there, and the only way
+// where there is no such instruction. Weights are packed into panels of 16 outputs, and a panel is read from memory once
+// for all rows. Sums are fp32, taken in the order of the inputs by one register per row and output. So a row's result does
+// not depend on the other rows.
 
 #include <atomic>
 
@@ -20,42 +21,42 @@ namespace {
 
 constexpr int PANEL = 16;               // outputs side by side
 constexpr int VECTORS = PANEL / LANES;  // registers for them
-constexpr int PREFETCH = 512;           // bytes ahead; a panel is read in order
+constexpr int PREFETCH_BYTES = 512;           // bytes ahead; a panel is read in order
 
-// A tile of rows x panels has its sums in registers, and leaves some for a weight of each panel and one input.
+// A tile of rows x panels keeps its sums in registers; the rest hold one weight of each panel and one input.
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 13, SUMS = 26;
+constexpr int MAX_ROWS = 13, SUMS = 26;
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 4, SUMS = 8;
+constexpr int MAX_ROWS = 4, SUMS = 8;
 #else
-constexpr int MOST_ROWS = 4, SUMS = 18;
+constexpr int MAX_ROWS = 4, SUMS = 18;
 #endif
 constexpr int panels_for(int rows) {
   return rows * 4 * VECTORS + 6 <= SUMS ? 4 : rows * 2 * VECTORS <= SUMS ? 2 : 1;
 }
 
-constexpr int64_t TASK_PANELS = 4;    // one thread's piece of work; whoever is free takes the next
-constexpr int64_t MOST_GROUPS = 9;  // of rows whose inputs stay in the cache while the weights pass by
+constexpr int64_t TASK_PANELS = 4;  // panels that a thread claims at a time
+constexpr int64_t MAX_GROUPS = 9;   // groups of rows whose inputs stay in the cache while the weights stream by
 
-struct Product {
+struct Gemm {
   int64_t inputs, outputs;
   const bf16* weights;  // [panel, inputs / 2, 16, 2]
   const float* bias;    // a whole number of panels, or null
 };
 
-// What a thread multiplies with next: one panel of it is fetched into the outer cache during each tile of what it does
-// now. Otherwise the first group of rows of every piece of work would wait for memory, and the others leave it idle.
-struct Ahead {
+// The panels of a thread's next task. Each tile of the current task prefetches one of them into L2. Otherwise the first
+// group of rows of each task would wait for memory, and the other groups would leave memory idle.
+struct Prefetcher {
   const char *at, *end;
-  const char* take(int64_t bytes) {
+  const char* next(int64_t bytes) {
     if (at == end) return nullptr;
     at += bytes;
     return at - bytes;
   }
 };
 
-// Sums of one row, with the bias and rounded. The last panel may be wider than the matrix.
-inline void finish(const Product& p, const float* sums, int64_t column, int64_t count, bf16* out) {
+// Add the bias to one row of sums, round and store it. The last panel may be wider than the matrix.
+inline void store_row(const Gemm& p, const float* sums, int64_t column, int64_t count, bf16* out) {
   for (int64_t j = 0; j < count; j += LANES) {
     const int64_t left = p.outputs - column - j;
     const vfloat sum = p.bias ? load(sums + j) + load(p.bias + column + j) : load(sums + j);
@@ -69,12 +70,12 @@ inline void finish(const Product& p, const float* sums, int64_t column, int64_t 
   }
 }
 
-// [ROWS x PANELS * 16] outputs from `column` on. inputs: fp32 [inputs, ROWS]. ahead: a panel to fetch, or null.
+// Compute outputs [ROWS, PANELS * 16] from `column` on. inputs: fp32 [inputs, ROWS]. ahead: a panel to prefetch, or null.
 template <int ROWS, int PANELS>
-void tile(const Product& p, const float* inputs, int64_t column, const char* ahead, bf16* out) {
+void tile(const Gemm& p, const float* inputs, int64_t column, const char* ahead, bf16* out) {
   constexpr int N = PANELS * VECTORS;
   const bf16* weights = p.weights + column * p.inputs;
-  if (!ahead) ahead = (const char*)weights;  // is there already
+  if (!ahead) ahead = (const char*)weights;  // already in the cache
   vfloat sums[ROWS][N];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
@@ -86,7 +87,7 @@ void tile(const Product& p, const float* inputs, int64_t column, const char* ahe
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
       const bf16* at = weights + ((n / VECTORS) * p.inputs + i) * PANEL + (n % VECTORS) * LANES * 2;
-      if (n % VECTORS == 0) __builtin_prefetch((const char*)at + PREFETCH);
+      if (n % VECTORS == 0) __builtin_prefetch((const char*)at + PREFETCH_BYTES);
       pairs[n] = load_pairs(at);
     }
 #pragma GCC unroll 16
@@ -98,34 +99,34 @@ void tile(const Product& p, const float* inputs, int64_t column, const char* ahe
 #pragma GCC unroll 8
       for (int n = 0; n < N; n++) sums[r][n] += second(pairs[n]) * splat(inputs[(i + 1) * ROWS + r]);
   }
-  float all[ROWS][N * LANES];
+  float num_panels[ROWS][N * LANES];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; n++) store(all[r] + n * LANES, sums[r][n]);
-  for (int r = 0; r < ROWS; r++) finish(p, all[r], column, N * LANES, out + r * p.outputs);
+    for (int n = 0; n < N; n++) store(num_panels[r] + n * LANES, sums[r][n]);
+  for (int r = 0; r < ROWS; r++) store_row(p, num_panels[r], column, N * LANES, out + r * p.outputs);
 }
 
 template <int ROWS>
-void tiles(const Product& p, const float* inputs, int64_t panel, int64_t end, Ahead ahead, bf16* out) {
+void tiles(const Gemm& p, const float* inputs, int64_t panel, int64_t end, Prefetcher ahead, bf16* out) {
   constexpr int PANELS = panels_for(ROWS);
   const int64_t size = p.inputs * PANEL * sizeof(bf16);
   for (; panel + PANELS <= end; panel += PANELS)
-    tile<ROWS, PANELS>(p, inputs, panel * PANEL, ahead.take(size), out);
-  for (; panel < end; panel++) tile<ROWS, 1>(p, inputs, panel * PANEL, ahead.take(size), out);
+    tile<ROWS, PANELS>(p, inputs, panel * PANEL, ahead.next(size), out);
+  for (; panel < end; panel++) tile<ROWS, 1>(p, inputs, panel * PANEL, ahead.next(size), out);
 }
 
-typedef void (*Tiles)(const Product&, const float*, int64_t, int64_t, Ahead, bf16*);
+typedef void (*Tiles)(const Gemm&, const float*, int64_t, int64_t, Prefetcher, bf16*);
 constexpr Tiles TILES[] = {nullptr,   tiles<1>,  tiles<2>,  tiles<3>,  tiles<4>,
 #if defined(__AVX512F__)
                            tiles<5>,  tiles<6>,  tiles<7>,  tiles<8>,  tiles<9>,
                            tiles<10>, tiles<11>, tiles<12>, tiles<13>
 #endif
 };
-static_assert(sizeof(TILES) / sizeof(Tiles) == MOST_ROWS + 1, "a function for each number of rows");
+static_assert(sizeof(TILES) / sizeof(Tiles) == MAX_ROWS + 1, "a function for each number of rows");
 
-// fp32 [inputs, rows] of bf16 [rows, inputs].
-void turn(const bf16* x, int64_t rows, int64_t inputs, float* out) {
+// Transpose and widen: out fp32 [inputs, rows], x bf16 [rows, inputs].
+void transpose(const bf16* x, int64_t rows, int64_t inputs, float* out) {
   for (int64_t i = 0; i < inputs; i += LANES)
     for (int64_t r = 0; r < rows; r++) {
       const vfloat v = load(x + r * inputs + i);
@@ -151,40 +152,40 @@ double seconds(Work work) {
 
 extern "C" {
 
-// Whether two fp32 products are at least about as fast as one bf16 dot product here. Measures for about a millisecond;
-// the answers lie far apart (1/2 and 2 and more), so it is the same at every start.
-int64_t lineclear_widening_pays() {
+// Return 1 where two fp32 multiply-adds take at most about as long as one bf16 dot product. Measures for about a
+// millisecond. Processors differ by factors (ratio 1/2, or 2 and more), so the result is the same at every start.
+int64_t lineclear_bf16_gemm_is_faster() {
 #if defined(__AVX512BF16__)
   constexpr int CHAINS = 12, ROUNDS = 4000;
   __m512 sums[CHAINS] = {};
-  const auto hold = [&] {
+  const auto keep_in_registers = [&] {
     for (auto& sum : sums) asm volatile("" : "+v"(sum));
   };
   const double dots = seconds([&] {
     for (int i = 0; i < ROUNDS; i++) {
       for (auto& sum : sums) sum = _mm512_dpbf16_ps(sum, __m512bh{}, __m512bh{});
-      hold();
+      keep_in_registers();
     }
   });
-  const double products = seconds([&] {
+  const double fmas = seconds([&] {
     for (int i = 0; i < ROUNDS; i++) {
       for (auto& sum : sums) sum = _mm512_fmadd_ps(__m512{}, __m512{}, sum);
-      hold();
+      keep_in_registers();
     }
   });
-  return products * 2 < dots * 1.5;
+  return fmas * 2 < dots * 1.5;
 #elif defined(__x86_64__)
   return 1;
 #else
-  return 0;  // not measured there
+  return 0;  // not measured
 #endif
 }
 
-// How many elements `lineclear_bf16_lay_out` writes.
-int64_t lineclear_bf16_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+// Number of elements that `lineclear_bf16_pack` writes.
+int64_t lineclear_bf16_packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
-// bf16 [outputs, inputs] into panels; `inputs` is a multiple of 16.
-void lineclear_bf16_lay_out(int64_t outputs, int64_t inputs, const void* matrix, void* panels) {
+// Pack bf16 [outputs, inputs] into panels. `inputs` is a multiple of 16.
+void lineclear_bf16_pack(int64_t outputs, int64_t inputs, const void* matrix, void* panels) {
   const bf16* from = (const bf16*)matrix;
   bf16* to = (bf16*)panels;
 #pragma omp parallel for schedule(static)
@@ -198,36 +199,36 @@ void lineclear_bf16_lay_out(int64_t outputs, int64_t inputs, const void* matrix,
       }
 }
 
-// out [rows, outputs] = x [rows, inputs] * panels (+ bias, where it is not null); contiguous, bf16 except for the bias:
-// fp32, as long as the panels are wide.
-void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const void* x, const void* panels,
+// out [rows, outputs] = x [rows, inputs] * panels + bias. All are contiguous bf16, except for the bias: fp32, padded to
+// whole panels, or null.
+void lineclear_bf16_gemm(int64_t rows, int64_t inputs, int64_t outputs, const void* x, const void* panels,
                             const void* bias, void* out) {
-  if (rows == 0) return;  // a step that samples nothing asks for no logits
-  const Product product{inputs, outputs, (const bf16*)panels, (const float*)bias};
-  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, all = (outputs + PANEL - 1) / PANEL;
-  const auto row = [&](int64_t group) { return group * rows / groups; };  // groups of nearly the same size
-  const int64_t blocks = (groups + MOST_GROUPS - 1) / MOST_GROUPS, most = (groups + blocks - 1) / blocks;
-  float* turned = scratch(most * MOST_ROWS * inputs);
-  std::atomic<int64_t> claimed;
+  if (rows == 0) return;  // a step that samples nothing computes no logits
+  const Gemm gemm{inputs, outputs, (const bf16*)panels, (const float*)bias};
+  const int64_t groups = (rows + MAX_ROWS - 1) / MAX_ROWS, num_panels = (outputs + PANEL - 1) / PANEL;
+  const auto row = [&](int64_t group) { return group * rows / groups; };  // groups of nearly equal size
+  const int64_t blocks = (groups + MAX_GROUPS - 1) / MAX_GROUPS, groups_per_block = (groups + blocks - 1) / blocks;
+  float* transposed = scratch(groups_per_block * MAX_ROWS * inputs);
+  std::atomic<int64_t> num_claimed;
 #pragma omp parallel
-  for (int64_t begin = 0; begin < groups; begin += most) {
-    const int64_t end = begin + most < groups ? begin + most : groups, size = inputs * PANEL * sizeof(bf16);
-    const auto place = [&](int64_t group) { return turned + (row(group) - row(begin)) * inputs; };
+  for (int64_t begin = 0; begin < groups; begin += groups_per_block) {
+    const int64_t end = begin + groups_per_block < groups ? begin + groups_per_block : groups, size = inputs * PANEL * sizeof(bf16);
+    const auto group_inputs = [&](int64_t group) { return transposed + (row(group) - row(begin)) * inputs; };
 #pragma omp single nowait
-    claimed = 0;
+    num_claimed = 0;
 #pragma omp for schedule(static)
     for (int64_t g = begin; g < end; g++)
-      turn((const bf16*)x + row(g) * inputs, row(g + 1) - row(g), inputs, place(g));
-    // A piece of work is claimed while the one before it is done, so that its weights can come meanwhile.
-    int64_t now = claimed.fetch_add(TASK_PANELS);
-    while (now < all) {
-      const int64_t next = claimed.fetch_add(TASK_PANELS), stop = now + TASK_PANELS < all ? now + TASK_PANELS : all;
-      const int64_t coming = next + TASK_PANELS <= all ? TASK_PANELS : next < all ? all - next : 0;
+      transpose((const bf16*)x + row(g) * inputs, row(g + 1) - row(g), inputs, group_inputs(g));
+    // The next task is claimed before the current one runs, so that its weights are prefetched in time.
+    int64_t now = num_claimed.fetch_add(TASK_PANELS);
+    while (now < num_panels) {
+      const int64_t next = num_claimed.fetch_add(TASK_PANELS), stop = now + TASK_PANELS < num_panels ? now + TASK_PANELS : num_panels;
+      const int64_t next_count = next + TASK_PANELS <= num_panels ? TASK_PANELS : next < num_panels ? num_panels - next : 0;
       for (int64_t g = begin; g < end; g++) {
-        // Its panels, shared out among the groups; with one group alone memory never rests.
-        const auto panel = [&](int64_t n) { return (const char*)panels + (next + coming * n / (end - begin)) * size; };
-        const Ahead ahead{panel(g - begin), end - begin > 1 ? panel(g - begin + 1) : panel(g - begin)};
-        TILES[row(g + 1) - row(g)](product, place(g), now, stop, ahead, (bf16*)out + row(g) * outputs);
+        // The next task's panels, divided among the groups. A single group already keeps memory busy.
+        const auto panel = [&](int64_t n) { return (const char*)panels + (next + next_count * n / (end - begin)) * size; };
+        const Prefetcher ahead{panel(g - begin), end - begin > 1 ? panel(g - begin + 1) : panel(g - begin)};
+        TILES[row(g + 1) - row(g)](gemm, group_inputs(g), now, stop, ahead, (bf16*)out + row(g) * outputs);
       }
       now = next;
     }
@@ -236,4 +237,4 @@ void lineclear_bf16_product(int64_t rows, int64_t inputs, int64_t outputs, const
 }
 }
 
-RECORDABLE(lineclear_bf16_product)
+CAPTURABLE(lineclear_bf16_gemm)

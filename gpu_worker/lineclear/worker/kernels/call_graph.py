@@ -1,9 +1,8 @@
-"""Calls that are the same at every step but for the number of rows: recorded once, played again and again.
+"""Captures the kernel calls of a step once and replays them at every step, after the model of CUDA graphs.
 
-Looking up tensors, their pointers and shapes costs more than many a kernel takes for a single row, and so does going
-from Python into a kernel and back. So the arguments are made once, over memory that stays; how many rows of it a step
-uses is a `Count`, which the calls share and read as they are made; and kernels that follow one another are one native
-call.
+For a few rows, looking up tensors, pointers and shapes in Python costs more than many kernels take. So the arguments
+are built once, over buffers that stay. Values that change between steps, such as the number of rows, are a `DynamicInt`
+or a `DynamicPointer` that the calls share and read when they run. Consecutive kernels are replayed by one native call.
 """
 
 from __future__ import annotations
@@ -17,82 +16,85 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
-from . import FUNCTIONS
+from .library import FUNCTIONS
 
 DynamicInt = ctypes.c_int64
-"""A number that may change between two plays."""
+"""An integer argument whose `value` may change between two replays."""
 DynamicPointer = ctypes.c_void_p
-"""A pointer; where it points may change between two plays."""
+"""A pointer argument whose `value` may change between two replays."""
 
 
 class Kernel:
-    """A function of a library, by name. It takes ctypes objects of exactly the types of its signature."""
+    """A function of a kernel library. Its arguments are ctypes objects of exactly the types in `FUNCTIONS`."""
 
     def __init__(self, library: Any, name: str) -> None:
         self.name = name
         self.types = FUNCTIONS[name]
-        # Looked up anew, these take ctypes objects as they are, without looking at each of them at every call.
-        self._function, self.replayer = library[name], library["lineclear_play"]
+        # library[name] returns a new function object without argtypes, so ctypes does not check each argument per call.
+        self._function, self.replayer = library[name], library["lineclear_replay"]
         self._function.restype = self.replayer.restype = None
-        self.captured: Any = library[f"{name}_recorded"]
+        self.captured: Any = library[f"{name}_captured"]
 
     def __call__(self, *arguments: Any) -> None:
         self._function(*arguments)
 
 
 Call = tuple[Kernel | Callable[..., Any], tuple[Any, ...]]
-"""A function and its arguments. What is not a Kernel is called by Python."""
+"""A function and its arguments. Python calls functions that are not a `Kernel`."""
 
 
 class CallGraph:
-    """Calls in the order in which they are made."""
+    """A captured sequence of calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        self._pieces: list[_Segment] = []
+        self._segments: list[_Segment] = []
         for function_type, group in groupby(calls, lambda call: type(call[0])):
-            piece: type[_Segment] = _NativeCalls if function_type is Kernel else _PythonCalls
-            self._pieces.append(piece(list(group)))
+            segment: type[_Segment] = _NativeCalls if function_type is Kernel else _PythonCalls
+            self._segments.append(segment(list(group)))
 
     def replay(self) -> None:
-        """Make the calls."""
-        for piece in self._pieces:
-            piece.replay()
+        """Make the calls in order."""
+        for segment in self._segments:
+            segment.replay()
 
-    def timed(self) -> Iterable[tuple[str, int]]:
-        """Make the calls. The name and nanoseconds of each, to be looked at when nobody waits any more."""
-        return chain.from_iterable([piece.timed() for piece in self._pieces])
+    def replay_timed(self) -> Iterable[tuple[str, int]]:
+        """Make the calls in order and return the name and the nanoseconds of each."""
+        return chain.from_iterable([segment.replay_timed() for segment in self._segments])
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """To the tensor's first element; null for None. The tensor must be kept alive and where it is."""
+    """Return a pointer to the tensor's first element; null for None. The caller keeps the tensor alive."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Of the array's first element. It must be kept alive, contiguous and writable; the last two are looked at."""
-    return ctypes.addressof(_ANYTHING.from_buffer(array.data))
+    """Return the address of the array's first element. The caller keeps the array alive.
+
+    Raises TypeError for an array that is not contiguous or not writable.
+    """
+    return ctypes.addressof(_NO_BYTES.from_buffer(array.data))
 
 
 def pointer_to(structure: ctypes.Structure) -> ctypes.c_void_p:
-    """To the structure, which must be kept alive."""
+    """Return a pointer to the structure. The caller keeps the structure alive."""
     return ctypes.c_void_p(ctypes.addressof(structure))
 
 
-_ANYTHING = ctypes.c_char * 0
+_NO_BYTES = ctypes.c_char * 0
 
 
 class _Segment(Protocol):
-    """Calls of one kind."""
+    """Consecutive calls of one kind."""
 
     def __init__(self, calls: Sequence[Call]) -> None: ...
 
     def replay(self) -> None: ...
 
-    def timed(self) -> Iterable[tuple[str, int]]: ...
+    def replay_timed(self) -> Iterable[tuple[str, int]]: ...
 
 
 class _PythonCalls:
-    """Calls that Python makes."""
+    """Calls made by Python."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
@@ -101,43 +103,43 @@ class _PythonCalls:
         for function, arguments in self._calls:
             function(*arguments)
 
-    def timed(self) -> Iterable[tuple[str, int]]:
-        found = list[tuple[str, int]]()
+    def replay_timed(self) -> Iterable[tuple[str, int]]:
+        timings = list[tuple[str, int]]()
         for function, arguments in self._calls:
-            begin = time.perf_counter_ns()
+            started_at = time.perf_counter_ns()
             function(*arguments)
-            nanoseconds = time.perf_counter_ns() - begin
-            found.append((getattr(function, "__name__", type(function).__name__), nanoseconds))
-        return found
+            nanoseconds = time.perf_counter_ns() - started_at
+            timings.append((getattr(function, "__name__", type(function).__name__), nanoseconds))
+        return timings
 
 
-class _Call(ctypes.Structure):
-    """As `LineclearCall` in kernels/play.cpp."""
+class _CapturedCall(ctypes.Structure):
+    """`LineclearCall` in kernels/graph_replay.cpp."""
 
-    _fields_ = (("kernel", ctypes.c_void_p), ("places", ctypes.c_void_p))
+    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
 
 
 class _NativeCalls:
-    """Calls of kernels, which the library makes."""
+    """Consecutive kernel calls, made by one call of `lineclear_replay`."""
 
     def __init__(self, calls: Sequence[tuple[Kernel, tuple[Any, ...]]]) -> None:
         for kernel, arguments in calls:
-            # The library reads each argument as what the signature says; another type would be other bytes.
+            # The library reads each argument as the type in its signature; another type would be other bytes.
             assert [type(x) for x in arguments] == kernel.types, f"arguments of {kernel.name}: {arguments}"
         self._names = [kernel.name for kernel, _ in calls]
-        self._arguments = [arguments for _, arguments in calls]  # they are where the library reads them
-        self._places = [(ctypes.c_void_p * len(x))(*map(ctypes.addressof, x)) for x in self._arguments]
+        self._arguments = [arguments for _, arguments in calls]  # kept alive: the library reads their addresses
+        self._addresses = [(ctypes.c_void_p * len(x))(*map(ctypes.addressof, x)) for x in self._arguments]
         kernels = (ctypes.cast(kernel.captured, ctypes.c_void_p) for kernel, _ in calls)
-        made = (_Call(x.value, ctypes.addressof(y)) for x, y in zip(kernels, self._places, strict=True))
-        self._calls = (_Call * len(calls))(*made)
-        self._player = calls[0][0].replayer
-        self._at, self._count = ctypes.c_void_p(ctypes.addressof(self._calls)), DynamicInt(len(calls))
-        self._unwatched = ctypes.c_void_p(None)
+        captured = (_CapturedCall(x.value, ctypes.addressof(y)) for x, y in zip(kernels, self._addresses, strict=True))
+        self._calls = (_CapturedCall * len(calls))(*captured)
+        self._replay = calls[0][0].replayer
+        self._first, self._count = ctypes.c_void_p(ctypes.addressof(self._calls)), DynamicInt(len(calls))
+        self._no_timings = ctypes.c_void_p(None)
 
     def replay(self) -> None:
-        self._player(self._at, self._count, self._unwatched)
+        self._replay(self._first, self._count, self._no_timings)
 
-    def timed(self) -> Iterable[tuple[str, int]]:
+    def replay_timed(self) -> Iterable[tuple[str, int]]:
         nanoseconds = (ctypes.c_int64 * len(self._names))()
-        self._player(self._at, self._count, ctypes.c_void_p(ctypes.addressof(nanoseconds)))
+        self._replay(self._first, self._count, ctypes.c_void_p(ctypes.addressof(nanoseconds)))
         return zip(self._names, nanoseconds, strict=True)

@@ -1,7 +1,7 @@
-// Recorded calls: a kernel beside the places where its arguments lie, so that many of them can be made in one call.
+// Captured kernel calls: a kernel and the addresses of its arguments, for a call graph (kernels/call_graph.py).
 //
-// `RECORDABLE(kernel)` exports `kernel_recorded`, which reads each argument from its place, as the type that the kernel's
-// own signature gives it. What a place holds may change between two plays; the places themselves may not.
+// `CAPTURABLE(kernel)` exports `kernel_captured`, which reads each argument from its address with the type of the kernel's
+// signature. The values at these addresses may change between two replays; the addresses may not.
 
 #pragma once
 
@@ -11,16 +11,16 @@
 namespace {
 
 template <typename... Arguments, size_t... INDEX>
-inline void call_from(void (*kernel)(Arguments...), void* const* places, std::index_sequence<INDEX...>) {
-  kernel(*static_cast<Arguments*>(places[INDEX])...);
+inline void call_with(void (*kernel)(Arguments...), void* const* arguments, std::index_sequence<INDEX...>) {
+  kernel(*static_cast<Arguments*>(arguments[INDEX])...);
 }
 
 template <typename... Arguments>
-inline void call_from(void (*kernel)(Arguments...), void* const* places) {
-  call_from(kernel, places, std::index_sequence_for<Arguments...>{});
+inline void call_with(void (*kernel)(Arguments...), void* const* arguments) {
+  call_with(kernel, arguments, std::index_sequence_for<Arguments...>{});
 }
 
 }  // namespace
 
-#define RECORDABLE(kernel) \
-  extern "C" void kernel##_recorded(void* const* places) { call_from(kernel, places); }
+#define CAPTURABLE(kernel) \
+  extern "C" void kernel##_captured(void* const* arguments) { call_with(kernel, arguments); }

@@ -1,22 +1,23 @@
-// Plays recorded calls: for one row, going from Python into a kernel and back takes as long as many a kernel.
+// Replays captured kernel calls in one native call, as CUDA graphs do: for one row, a call from Python takes about as long
+// as the kernel.
 
 #include <chrono>
 #include <cstdint>
 
 extern "C" {
 
-// One of the functions that `RECORDABLE` makes (recorded.h), and the place of each of its arguments.
+// A function exported by `CAPTURABLE` (graph_capture.h) and the addresses of its arguments.
 struct LineclearCall {
-  void (*kernel)(void* const* places);
-  void* const* places;
+  void (*kernel)(void* const* arguments);
+  void* const* arguments;
 };
 
-// Make `count` calls, in order. nanoseconds [count]: what each took, or null.
-void lineclear_play(const LineclearCall* calls, int64_t count, int64_t* nanoseconds) {
+// Make `count` calls, in order. nanoseconds [count]: the duration of each, or null.
+void lineclear_replay(const LineclearCall* calls, int64_t count, int64_t* nanoseconds) {
   using Clock = std::chrono::steady_clock;
   for (int64_t i = 0; i < count; i++) {
     const auto begin = nanoseconds ? Clock::now() : Clock::time_point{};
-    calls[i].kernel(calls[i].places);
+    calls[i].kernel(calls[i].arguments);
     if (nanoseconds) nanoseconds[i] = std::chrono::nanoseconds(Clock::now() - begin).count();
   }
 }

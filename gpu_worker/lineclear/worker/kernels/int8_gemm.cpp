@@ -1,11 +1,11 @@
-// Products with int8 weights: rows of activations are quantised as they come, multiplied in integers, scaled once.
+// Matrix products with int8 weights: activation rows are quantized at each call, multiplied as integers, scaled once.
 //
-// A row has one scale, an output channel has one scale, both symmetric: y = sum(x8 * w8) * row scale * channel scale.
-// The sum is exact in integers, so a row's result does not depend on the rows beside it, nor on the instruction set.
+// A row and an output channel have one symmetric scale each: y = sum(x8 * w8) * row scale * channel scale. Integer sums are
+// exact, so a row's result depends neither on the other rows nor on the instruction set.
 //
-// Weights lie in blocks of 64 channels; in a block, four consecutive inputs of a channel are one 32-bit lane, as the
-// instructions want them. These also want one side unsigned: activations are kept as x8 + 128, and what that adds to a
-// channel's sum, 128 * sum(w8), is known when the weights are packed (`correction` is minus that).
+// Weights are stored in blocks of 64 channels. In a block, four consecutive inputs of a channel form one 32-bit lane, as
+// the VNNI instructions expect. These also need one unsigned operand: activations are stored as x8 + 128. The offset adds
+// 128 * sum(w8) to a channel's sum; `correction` is minus that, computed when the weights are packed.
 
 #include "int8_quant.h"
 #include "graph_capture.h"
@@ -30,12 +30,12 @@ struct LineclearInt8Weights {
 
 namespace {
 
-constexpr int CHANNELS = 64;  // of a block
-constexpr int64_t AHEAD = 2048;  // bytes of weights asked for before they are needed: hardware stops at each page
+constexpr int CHANNELS = 64;              // channels of a block
+constexpr int64_t PREFETCH_BYTES = 2048;  // prefetch distance; the hardware prefetcher stops at each page
 
 typedef int32_t vint_u __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// `acc` of each lane += its four bytes of weights times four activations, which are the same for all lanes.
+// acc[lane] += dot product of the lane's four weights with four activations, which are the same for all lanes.
 #if defined(__AVX512VNNI__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 struct Weights {
@@ -47,7 +47,7 @@ struct Inputs {
   explicit Inputs(int32_t x) : bytes(vint{} + x) {}
 };
 inline void dot(vint& acc, const Inputs& x, const Weights& w) {
-  // Not the intrinsic: GCC copies the sums around it, and 24 of them no longer stay in registers.
+  // Inline assembly: with the intrinsic GCC copies the 24 sums, which then no longer fit into registers.
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x.bytes), "v"(w.bytes));
 }
 #elif defined(__AVX2__)
@@ -86,7 +86,7 @@ inline void dot(vint& acc, const Inputs& x, const Weights& w) {
 }
 #endif
 
-// ROWS rows times TILE_VECTORS * LANES channels of a block, starting with channel `first` of it.
+// Compute ROWS rows times TILE_VECTORS * LANES channels of a block, from its channel `first` on.
 template <typename T, int ROWS>
 inline void tile(const LineclearInt8Weights& w, int64_t block, int first, const uint8_t* x, const float* row_scale, T* out) {
   vint acc[ROWS][TILE_VECTORS];
@@ -101,7 +101,7 @@ inline void tile(const LineclearInt8Weights& w, int64_t block, int first, const 
   for (int64_t k = 0; k < w.inputs; k += 4) {
     const auto weights = [&](int v) {
       const int8_t* at = from + k * CHANNELS + v * LANES * 4;
-      __builtin_prefetch(at + AHEAD);
+      __builtin_prefetch(at + PREFETCH_BYTES);
       return Weights(*reinterpret_cast<const vint_u*>(at));
     };
     const Weights here[] = {weights(0), weights(1), weights(TILE_VECTORS > 2 ? 2 : 0), weights(TILE_VECTORS > 2 ? 3 : 0)};
@@ -143,10 +143,10 @@ void block_rows(int rows, const LineclearInt8Weights& w, int64_t block, const ui
 }
 
 template <typename T>
-void product(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* bytes, float* row_scale, T* out) {
+void gemm(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* bytes, float* row_scale, T* out) {
   const int64_t blocks = (w.outputs + CHANNELS - 1) / CHANNELS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
 #if defined(_OPENMP)
-  // A block's weights come from memory once and are used for all rows, unless there are threads without a block.
+  // A block's weights are read once for all rows. With fewer blocks than threads, rows are split into parts as well.
   const int64_t threads = omp_get_max_threads(), wanted = (2 * threads + blocks - 1) / blocks;
 #else
   const int64_t wanted = 1;
@@ -155,7 +155,7 @@ void product(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* b
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) row_scale[r] = quantise(x + r * w.inputs, w.inputs, bytes + r * w.inputs);
+    for (int64_t r = 0; r < rows; r++) row_scale[r] = quantize(x + r * w.inputs, w.inputs, bytes + r * w.inputs);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < blocks * parts; item++) {
       const int64_t block = item / parts, part = item % parts;
@@ -171,15 +171,15 @@ void product(const LineclearInt8Weights& w, int64_t rows, const T* x, uint8_t* b
 
 extern "C" {
 
-// out [rows, outputs] = x [rows, inputs] times the weights, plus the bias. Element type of both: 0 fp32, 1 bf16.
-void lineclear_int8_product(const LineclearInt8Weights* w, int64_t element, int64_t rows, const void* x, void* out) {
+// out [rows, outputs] = x [rows, inputs] * weights + bias. element, of x and out: 0 fp32, 1 bf16.
+void lineclear_int8_gemm(const LineclearInt8Weights* w, int64_t element, int64_t rows, const void* x, void* out) {
   float* row_scale = scratch(rows * (w->inputs / 4 + 1));
   uint8_t* bytes = reinterpret_cast<uint8_t*>(row_scale + rows);
   if (element == 0)
-    product(*w, rows, (const float*)x, bytes, row_scale, (float*)out);
+    gemm(*w, rows, (const float*)x, bytes, row_scale, (float*)out);
   else
-    product(*w, rows, (const bf16*)x, bytes, row_scale, (bf16*)out);
+    gemm(*w, rows, (const bf16*)x, bytes, row_scale, (bf16*)out);
 }
 }
 
-RECORDABLE(lineclear_int8_product)
+CAPTURABLE(lineclear_int8_gemm)

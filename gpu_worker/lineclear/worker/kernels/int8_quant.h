@@ -1,4 +1,4 @@
-// Rows of numbers as 8-bit integers with one scale, symmetric: how activations, keys and values become bytes.
+// Symmetric int8 quantization of rows, one scale each: for activations, keys and values.
 
 #pragma once
 
@@ -14,10 +14,10 @@ typedef uint8_t vbyte_u __attribute__((vector_size(LANES), aligned(1)));
 typedef int16_t vword __attribute__((vector_size(2 * LANES)));
 typedef int8_t vsigned_u __attribute__((vector_size(LANES), aligned(1)));
 
-// Largest magnitude of a row. Compared as integers, where NaN is above infinity and that above every number: a row with
-// one gets it as its scale, and everything computed from it shows.
+// Largest magnitude of a row. Magnitudes are compared as integers, where NaN > infinity > every number. So a row with a NaN
+// gets NaN as its scale, and every result computed from it is NaN.
 template <typename T>
-float magnitude(const T* x, int64_t dim) {
+float max_magnitude(const T* x, int64_t dim) {
   vint top = vint{};
   for (int64_t d = 0; d < dim; d += LANES) {
     const vint bits = (vint)load(x + d) & 0x7fffffff, above = bits > top;
@@ -30,11 +30,11 @@ float magnitude(const T* x, int64_t dim) {
   return largest;
 }
 
-// out = round(x / scale) + 128, the scale returned.
+// out = round(x / scale) + 128. Returns the scale.
 template <typename T>
-float quantise(const T* x, int64_t dim, uint8_t* out) {
-  const float largest = magnitude(x, dim);
-  const float inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;  // what is smaller counts as zero
+float quantize(const T* x, int64_t dim, uint8_t* out) {
+  const float largest = max_magnitude(x, dim);
+  const float inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;  // smaller values count as zero
   for (int64_t d = 0; d < dim; d += LANES) {
     // Adding 1.5 * 2^23 leaves the rounded integer, ties to even, in the low bits.
     const vint whole = (vint)(load(x + d) * inverse + 12582912.0f) - 0x4b400000;
@@ -44,7 +44,7 @@ float quantise(const T* x, int64_t dim, uint8_t* out) {
 }
 
 inline vfloat load(const int8_t* p) {
-  // GCC takes a vector apart that is to become four times as wide at once.
+  // Intrinsics: GCC splits a conversion that widens a vector four times at once.
 #if defined(__AVX512F__)
   const vint whole = (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__)

@@ -1,21 +1,21 @@
-// What a decoder layer does to each row of activations between its matrix products: residual and RMS norm, rotary
-// positions, gated activation. One pass over memory each, sums in fp32, results rounded once.
+// Row operations of a decoder layer between its matrix products: residual and RMS norm, rotary embedding, gated activation,
+// argmax, gather. One pass over memory each, sums in fp32, results rounded once.
 //
-// Rows are contiguous; element type: 0 fp32, 1 bf16. Widths are multiples of 16.
+// Rows are contiguous. element: 0 fp32, 1 bf16. Widths are multiples of 16.
 
 #include "graph_capture.h"
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t PIECE = 512;
-constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which a second thread costs more than it saves
+constexpr int64_t CHUNK = 512;
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // below this a second thread costs more than it saves
 
-// work(row) for each row. A few rows go past OpenMP altogether: its team of one costs as much as the row, and takes the
-// place of the team that the products around it would find ready.
+// Call work(row) for each row. A few rows bypass OpenMP: a team of one thread costs as much as the row, and it replaces the
+// team that the surrounding matrix products would reuse.
 template <typename Work>
-void each(int64_t rows, bool worth_threads, Work work) {
-  if (!worth_threads) {
+void for_each_row(int64_t rows, bool parallel, Work work) {
+  if (!parallel) {
     for (int64_t r = 0; r < rows; r++) work(r);
     return;
   }
@@ -41,7 +41,7 @@ void scale_row(const T* x, const T* weight, float inverse_rms, T* out, int64_t d
 
 template <typename T>
 void add_norm(int64_t rows, int64_t dim, const T* add, float add_scale, T* residual, const T* weight, float eps, T* out) {
-  each(rows, rows * dim > WORTH_THREADS, [&](int64_t r) {
+  for_each_row(rows, rows * dim > MIN_PARALLEL_ELEMENTS, [&](int64_t r) {
     T* x = residual + r * dim;
     if (add) {
       const T* y = add + r * dim;
@@ -51,9 +51,9 @@ void add_norm(int64_t rows, int64_t dim, const T* add, float add_scale, T* resid
   });
 }
 
-// One head: norm where there is a weight, then rotate its first `rotary` elements: (a, b) -> (a cos - b sin, b cos + a sin).
+// Norm one head, if `weight` is given, and rotate its first `rotary` elements: (a, b) -> (a cos - b sin, b cos + a sin).
 template <typename T>
-void turn_head(const T* x, const T* weight, float inverse_rms, const float* cosine, const float* sine, int64_t rotary,
+void rotate_head(const T* x, const T* weight, float inverse_rms, const float* cosine, const float* sine, int64_t rotary,
                T* out, int64_t dim) {
   float head[512];
   for (int64_t d = 0; d < dim; d += LANES) {
@@ -75,26 +75,26 @@ void split_heads(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int
                  const float* cosine, const float* sine, const T* q_weight, const T* k_weight, bool whole, float eps,
                  T* q, T* k, T* v) {
   const int64_t width = (heads + 2 * kv_heads) * dim;
-  each(rows, rows * width > WORTH_THREADS, [&](int64_t r) {
+  for_each_row(rows, rows * width > MIN_PARALLEL_ELEMENTS, [&](int64_t r) {
     const T* from = qkv + r * width;
     const float *c = cosine + r * rotary, *s = sine + r * rotary;
-    const auto turn = [&](const T* x, const T* weight, int64_t count, T* out) {
+    const auto rotate = [&](const T* x, const T* weight, int64_t count, T* out) {
       float inverse = weight && whole ? 1.0f / std::sqrt(sum_of_squares(x, count * dim) / (count * dim) + eps) : 1.0f;
       for (int64_t h = 0; h < count; h++) {
         const T* head = x + h * dim;
         if (weight && !whole) inverse = 1.0f / std::sqrt(sum_of_squares(head, dim) / dim + eps);
-        turn_head(head, weight ? weight + (whole ? h * dim : 0) : nullptr, inverse, c, s, rotary, out + h * dim, dim);
+        rotate_head(head, weight ? weight + (whole ? h * dim : 0) : nullptr, inverse, c, s, rotary, out + h * dim, dim);
       }
     };
-    turn(from, q_weight, heads, q + r * heads * dim);
-    turn(from + heads * dim, k_weight, kv_heads, k + r * kv_heads * dim);
+    rotate(from, q_weight, heads, q + r * heads * dim);
+    rotate(from + heads * dim, k_weight, kv_heads, k + r * kv_heads * dim);
     std::memcpy(v + r * kv_heads * dim, from + (heads + kv_heads) * dim, kv_heads * dim * sizeof(T));
   });
 }
 
 template <typename T>
-void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* out) {
-  each(rows, rows * dim > WORTH_THREADS / 2, [&](int64_t r) {
+void gated_activation(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* out) {
+  for_each_row(rows, rows * dim > MIN_PARALLEL_ELEMENTS / 2, [&](int64_t r) {
     const T* g = gate_up + r * 2 * dim;
     for (int64_t d = 0; d < dim; d += LANES) {
       vfloat x = load(g + d);
@@ -105,31 +105,31 @@ void gate(int64_t rows, int64_t dim, int64_t activation, const T* gate_up, T* ou
   });
 }
 
-// The highest of a row and where it is: NaN is above everything, the first of equals wins.
+// Maximum of a row and its index. NaN counts as the maximum; the first of equal elements wins.
 template <typename T>
-void best(const T* x, int64_t width, float* value, int64_t* index) {
+void argmax(const T* x, int64_t width, float* value, int64_t* index) {
   float top = -INFINITY;
   int64_t at = 0;
-  for (int64_t piece = 0; piece < width; piece += PIECE) {  // an index is looked for only where the top rises
-    const int64_t end = piece + PIECE < width ? piece + PIECE : width;
+  for (int64_t chunk = 0; chunk < width; chunk += CHUNK) {  // the index is searched only where the maximum rises
+    const int64_t end = chunk + CHUNK < width ? chunk + CHUNK : width;
     vfloat highest = splat(-INFINITY);
-    vint undefined = vint{};
-    int64_t i = piece;
+    vint nans = vint{};
+    int64_t i = chunk;
     for (; i + LANES <= end; i += LANES) {
       const vfloat v = load(x + i);
       highest = vmax(v, highest);
-      undefined |= v != v;
+      nans |= v != v;
     }
     float high = hmax(highest);
     bool nan = false;
-    for (int lane = 0; lane < LANES; lane++) nan |= undefined[lane] != 0;
+    for (int lane = 0; lane < LANES; lane++) nan |= nans[lane] != 0;
     for (; i < end; i++) {
       const float v = to_float(x[i]);
       high = v > high ? v : high;
       nan |= v != v;
     }
     if (!nan && !(high > top)) continue;
-    for (i = piece; i < end; i++) {
+    for (i = chunk; i < end; i++) {
       const float v = to_float(x[i]);
       if (nan ? v != v : v == high) break;
     }
@@ -145,17 +145,17 @@ void best(const T* x, int64_t width, float* value, int64_t* index) {
 
 extern "C" {
 
-// For each row of x [rows, width]: its highest element, as fp32, and that one's index.
-void lineclear_best(int64_t element, int64_t rows, int64_t width, const void* x, float* values, int64_t* indices) {
-  each(rows, rows * width > WORTH_THREADS, [&](int64_t r) {
+// values [rows], fp32, and indices [rows] of the maximum of each row of x [rows, width].
+void lineclear_argmax(int64_t element, int64_t rows, int64_t width, const void* x, float* values, int64_t* indices) {
+  for_each_row(rows, rows * width > MIN_PARALLEL_ELEMENTS, [&](int64_t r) {
     if (element == 0)
-      best((const float*)x + r * width, width, values + r, indices + r);
+      argmax((const float*)x + r * width, width, values + r, indices + r);
     else
-      best((const bf16*)x + r * width, width, values + r, indices + r);
+      argmax((const bf16*)x + r * width, width, values + r, indices + r);
   });
 }
 
-// residual += add * add_scale (where `add` is not null); out = rms_norm(residual) * weight (where `weight` is not null).
+// residual += add * add_scale, unless `add` is null; out = rms_norm(residual) * weight, unless `weight` is null.
 void lineclear_add_norm(int64_t element, int64_t rows, int64_t dim, const void* add, float add_scale, void* residual,
                         const void* weight, float eps, void* out) {
   if (element == 0)
@@ -164,8 +164,8 @@ void lineclear_add_norm(int64_t element, int64_t rows, int64_t dim, const void* 
     add_norm(rows, dim, (const bf16*)add, add_scale, (bf16*)residual, (const bf16*)weight, eps, (bf16*)out);
 }
 
-// qkv [rows, (heads + 2 kv_heads) * dim] into q, k (normed where there are weights, over each head or over the `whole`
-// row, and rotated) and v. cosine and sine [rows, rotary], fp32 always.
+// Split qkv [rows, (heads + 2 kv_heads) * dim] into q, k and v. q and k are rotated, and normed first where there are
+// weights: over each head, or over the `whole` row. cosine and sine [rows, rotary], fp32.
 void lineclear_split_heads(int64_t element, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary,
                            const void* qkv, const float* cosine, const float* sine, const void* q_weight,
                            const void* k_weight, int64_t whole, float eps, void* q, void* k, void* v) {
@@ -177,22 +177,22 @@ void lineclear_split_heads(int64_t element, int64_t rows, int64_t heads, int64_t
                 (const bf16*)k_weight, whole != 0, eps, (bf16*)q, (bf16*)k, (bf16*)v);
 }
 
-// out = activation(gate) * up, gate_up [rows, 2 * dim]. Activation: 0 silu, 1 gelu by tanh.
-void lineclear_gate(int64_t element, int64_t rows, int64_t dim, int64_t activation, const void* gate_up, void* out) {
+// out [rows, dim] = activation(gate) * up, gate_up [rows, 2 * dim]. activation: 0 silu, 1 gelu (tanh).
+void lineclear_gated_activation(int64_t element, int64_t rows, int64_t dim, int64_t activation, const void* gate_up, void* out) {
   if (element == 0)
-    gate(rows, dim, activation, (const float*)gate_up, (float*)out);
+    gated_activation(rows, dim, activation, (const float*)gate_up, (float*)out);
   else
-    gate(rows, dim, activation, (const bf16*)gate_up, (bf16*)out);
+    gated_activation(rows, dim, activation, (const bf16*)gate_up, (bf16*)out);
 }
 
-// out [rows] = those rows of `from` that `indices` [rows] name; a row is so many bytes.
-void lineclear_take_rows(int64_t rows, int64_t bytes, const void* from, const int64_t* indices, void* out) {
-  each(rows, rows * bytes > WORTH_THREADS * 8, [&](int64_t r) { std::memcpy((char*)out + r * bytes, (const char*)from + indices[r] * bytes, bytes); });
+// out[r] = from[indices[r]]; a row has `bytes` bytes.
+void lineclear_gather_rows(int64_t rows, int64_t bytes, const void* from, const int64_t* indices, void* out) {
+  for_each_row(rows, rows * bytes > MIN_PARALLEL_ELEMENTS * 8, [&](int64_t r) { std::memcpy((char*)out + r * bytes, (const char*)from + indices[r] * bytes, bytes); });
 }
 }
 
-RECORDABLE(lineclear_best)
-RECORDABLE(lineclear_add_norm)
-RECORDABLE(lineclear_split_heads)
-RECORDABLE(lineclear_gate)
-RECORDABLE(lineclear_take_rows)
+CAPTURABLE(lineclear_argmax)
+CAPTURABLE(lineclear_add_norm)
+CAPTURABLE(lineclear_split_heads)
+CAPTURABLE(lineclear_gated_activation)
+CAPTURABLE(lineclear_gather_rows)

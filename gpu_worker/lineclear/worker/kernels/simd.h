@@ -1,6 +1,6 @@
-// The vocabulary of the kernels: vectors as wide as the instruction set's registers, bf16 and fp32 elements.
+// Vector types as wide as the instruction set's registers, and their operations on fp32 and bf16 elements.
 //
-// Compiler vector types (GCC, Clang) instead of intrinsics, so that one source serves AVX-512, AVX2, NEON and anything else.
+// Compiler vector types (GCC, Clang) instead of intrinsics: one source compiles for AVX-512, AVX2, NEON and others.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;         // floats in a register
-constexpr int ACCUMULATORS = 16;  // registers for sums: half of what there are
+constexpr int ACCUMULATORS = 16;  // registers for sums: half of all
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int ACCUMULATORS = 8;
@@ -48,7 +48,7 @@ inline void from_float(float x, bf16* out) {  // round to nearest, ties to even;
   *out = bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-inline vfloat splat(float x) { return x - vfloat{}; }  // 0 + x would not be x for -0, and cost an addition
+inline vfloat splat(float x) { return x - vfloat{}; }  // 0 + x changes -0 and costs an addition
 inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat_u*>(p); }
 inline vfloat load(const bf16* p) {
   vuint wide = __builtin_convertvector(*reinterpret_cast<const vshort_u*>(p), vuint) << 16;
@@ -59,7 +59,7 @@ inline vfloat select(vint mask, vfloat yes, vfloat no) {
   return (vfloat)bits;
 }
 inline vfloat vmax(vfloat a, vfloat b) { return select(a > b, a, b); }
-// Over all lanes, in halves: a chain through every lane would take four times as long.
+// Reduces all lanes by halving: a chain through every lane takes four times as long.
 inline float hmax(vfloat v) {
   float lane[LANES];
   std::memcpy(lane, &v, sizeof(v));
@@ -75,7 +75,7 @@ inline float hsum(vfloat v) {
   return lane[0];
 }
 
-// Two bf16 in 32 bits, widened: one operation each, where widening neighbours into neighbours takes a shuffle more.
+// Two bf16 in 32 bits, widened with one operation each: keeping neighbours together would cost a shuffle.
 inline vuint load_pairs(const bf16* p) {
   vuint pairs;
   std::memcpy(&pairs, p, sizeof(pairs));
@@ -84,7 +84,7 @@ inline vuint load_pairs(const bf16* p) {
 inline vfloat first(vuint pairs) { return (vfloat)(pairs << 16); }
 inline vfloat second(vuint pairs) { return (vfloat)(pairs & 0xffff0000u); }
 
-// e^x for x <= 0 or moderate x: range reduction by ln 2 and a degree-6 polynomial (coefficients: Cephes expf).
+// e^x for x <= 88: range reduction by ln 2 and a degree-6 polynomial (coefficients: Cephes expf).
 inline vfloat vexp(vfloat x) {
   x = vmax(x, splat(-87.0f));
   x = select(x < 88.0f, x, splat(88.0f));
@@ -111,7 +111,7 @@ inline vfloat vtanh(vfloat x) {
 }
 
 inline void store(float* p, vfloat v) { *reinterpret_cast<vfloat_u*>(p) = v; }
-inline void store(bf16* p, vfloat v) {  // as from_float
+inline void store(bf16* p, vfloat v) {  // rounds like from_float
   vuint bits = (vuint)v;
   vuint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   vuint nan = (bits >> 16) | 0x40u;

@@ -1,1 +1,1 @@
-"""Loading of a model: its files, its configuration, its attention layers, and checks of all three."""
+"""Loading a model: checkpoint checks, compatibility probe, fused forward pass."""

@@ -1,8 +1,8 @@
-"""What a model is, and whether paged attention computes it: found out with a few tokens, or refused with the reason.
+"""Checks whether paged attention computes a model correctly: runs a few tokens, or refuses the model with a reason.
 
-The configuration is asked for what no few tokens could show. Then the model runs once, and each layer's call of its
-attention is written down: whatever the call carries is honoured, or the model refused. Last its logits over pages are
-compared with its own.
+First the configuration is checked for features that a few tokens cannot show. Then the model runs once, and each
+layer's attention call is captured: every argument is supported, or the model is refused. Last, the logits over KV
+blocks are compared with those of the model's own attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from lineclear.worker.attention import Chunk, LayerSpec, make_batch
+from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
 
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
@@ -24,34 +24,34 @@ from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use
 log = structlog.get_logger(__name__)
 
 NUM_TOKENS = 11
-"""How many tokens the probe has."""
+"""Length of the probe in tokens."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may send a token to another expert;
-a model that loses a mask, a bias or a state is wrong by the size of the logits themselves."""
+"""Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may route a token to another expert.
+A lost mask, bias or state causes an error of the size of the logits."""
 
-_RECORDING = "lineclear_probe"
+_CAPTURING = "lineclear_probe"
 _HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
 
 
 def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
-    """What the model is, by its configuration and by how each of its layers calls its attention.
+    """Describe the model from its configuration and the attention calls of its layers.
 
-    Raises ModelRefused, and what the model itself raises when it cannot compute packed tokens.
+    Raises ModelRefused, and the model's own exception if it cannot compute packed tokens.
     """
     config = model.config.get_text_config()
     _check_config(config)
     calls: list[_Call] = []
     ids, positions = _input(config, next(model.parameters()).device)
-    use_attention(model, _RECORDING, _recorder(calls))
+    use_attention(model, _CAPTURING, _capture_calls(calls))
     kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
     if len({id(call.module) for call in calls}) != len(calls):
-        raise ModelRefused("layers share one attention module, so their keys and values cannot be told apart")
+        raise ModelRefused("layers share one attention module, so their keys and values cannot be separated")
     expected = int(config.num_hidden_layers)
     if len(calls) != expected:
         raise ModelRefused(
             f"only {len(calls)} of the model's {expected} layers call the attention interface;"
-            f" the others would not see the KV cache"
+            f" the others would not use the KV cache"
         )
     _check_windows(config, calls)
     vocab_size = int(kept.shape[-1])
@@ -74,65 +74,65 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size of all weights; those that layers share count once."""
+    """Return the bytes of all weights; shared weights count once."""
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def check_against_eager(loaded: LoadedModel) -> Tensor:
-    """The logits of the probe over pages. They must be those of transformers' own eager attention.
+    """Return the probe's logits over KV blocks, after comparing them with those of transformers' eager attention.
 
-    Catches what no list can: positions that were in the mask (ALiBi), state outside the attention (Mamba, token shift),
-    a scale or bias that the call did not mention. Leaves the model with paged attention. Raises ModelRefused.
+    Finds positions in the mask (ALiBi), state outside the attention (Mamba, token shift), and scales or biases missing
+    from the call. Leaves the model with paged attention. Raises ModelRefused.
     """
     loaded.model.set_attn_implementation("eager")
-    wanted = forward(loaded.model, *_input(loaded.model.config.get_text_config(), loaded.device)).float()
+    expected = forward(loaded.model, *_input(loaded.model.config.get_text_config(), loaded.device)).float()
     use_paged_attention(loaded.model)
-    found = paged_logits(loaded)
-    error = relative_error(found, wanted)
+    computed = paged_logits(loaded)
+    error = relative_error(computed, expected)
     if not error <= TOLERANCE[loaded.dtype]:
         raise ModelRefused(
             f"its logits over paged attention are not its own (relative error {error:.2g}): the model keeps"
             f" state or positions outside the attention interface"
         )
-    return found
+    return computed
 
 
 def paged_logits(loaded: LoadedModel) -> Tensor:
-    """[tokens, vocabulary] of the probe's tokens, in two chunks over pages that lie backwards."""
+    """Return logits [NUM_TOKENS, vocabulary] of the probe, in two chunks over blocks in descending order."""
     ids, positions = _input(loaded.model.config.get_text_config(), loaded.device)
     block_size, half = 4, 6
     blocks = torch.arange(-(-NUM_TOKENS // block_size)).flip(0).numpy()
     backend = ReferenceAttention(loaded.layers, len(blocks), block_size, loaded.dtype, loaded.device)
     loaded.attach(backend)
-    pieces = []
+    chunks = []
     for start, end in ((0, half), (half, NUM_TOKENS)):
-        backend.begin(make_batch([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
+        backend.start_step(pack_chunks([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
         rows = np.arange(end - start)
         logits = loaded.logits(ids, start + rows, positions[start:end].cpu().numpy(), rows).values
-        pieces.append(logits.to(torch.float32, copy=True))  # they are the decoder's until the next call
-    return torch.cat(pieces)
+        chunks.append(logits.to(torch.float32, copy=True))  # the decoder overwrites them at the next call
+    return torch.cat(chunks)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """How far two sets of logits are apart, by the size of the wanted ones."""
-    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+def relative_error(computed: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference relative to the norm of `expected`."""
+    return float((computed - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(token ids, positions) of the probe."""
+    """Return (token ids, positions) of the probe."""
     positions = torch.arange(NUM_TOKENS, device=device)
     return (positions * 7 + 3) % int(config.vocab_size), positions
 
 
-# --- what the model is ---------------------------------------------------------------------------------------------
+# --- the model's properties -----------------------------------------------------------------------------------------
 
 
 def _check_config(config: Any) -> None:
-    """Refuse what the configuration says and no probe of a few tokens could see."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    strange = kinds - {"full_attention", "sliding_attention", "attention"}
-    if strange or getattr(config, "attention_chunk_size", None):
-        names = ", ".join(sorted(strange)) or "chunked_attention"
+    """Refuse configured features that a probe of a few tokens cannot show."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    unsupported = layer_types - {"full_attention", "sliding_attention", "attention"}
+    if unsupported or getattr(config, "attention_chunk_size", None):
+        names = ", ".join(sorted(unsupported)) or "chunked_attention"
         raise ModelRefused(f"layers of type {names} are not supported, only full and sliding-window attention")
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelRefused("the model attends to later tokens too, and a decoder cannot")
@@ -142,20 +142,20 @@ def _check_config(config: Any) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """One attention call as the probe saw it."""
+    """One attention call of the probe."""
 
     module: nn.Module
     spec: LayerSpec
 
 
-def _recorder(calls: list[_Call]) -> Callable[..., tuple[Tensor, None]]:
-    def record(
+def _capture_calls(calls: list[_Call]) -> Callable[..., tuple[Tensor, None]]:
+    def capture(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, None]:
         calls.append(_Call(module, _layer_spec(module, query, key, value, attention_mask, arguments)))
         return torch.zeros_like(query.transpose(1, 2)), None
 
-    return record
+    return capture
 
 
 def _layer_spec(
@@ -166,12 +166,12 @@ def _layer_spec(
     mask: Tensor | None,
     arguments: Mapping[str, Any],
 ) -> LayerSpec:
-    """Honour every argument of the call or refuse the model."""
+    """Return the layer's parameters. Raises ModelRefused for an unsupported argument of the call."""
     known = _HANDLED_ARGUMENTS | _HARMLESS_ARGUMENTS
     unknown = sorted(name for name, x in arguments.items() if isinstance(x, Tensor) and name not in known)
     if mask is not None or unknown:
-        what = "a mask of its own" if mask is not None else ", ".join(unknown)
-        raise ModelRefused(f"the model's attention needs {what}, which paged attention does not carry")
+        what = "a custom mask" if mask is not None else ", ".join(unknown)
+        raise ModelRefused(f"the model's attention needs {what}, which paged attention does not support")
     if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused("an attention layer is not causal")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
@@ -193,10 +193,10 @@ def _layer_spec(
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
-    """A window that only a mask would have carried is lost, and a short probe cannot notice."""
+    """Refuse layers whose sliding window is only in the mask: it would be lost, and a short probe cannot show it."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        # Without layer types the window, where there is one, holds for all layers.
+        # Without layer types, a configured window holds for all layers.
         declared = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         kinds = ["sliding_attention" if declared else "full_attention"] * len(calls)
     for kind, call in zip(kinds, calls, strict=True):
@@ -206,22 +206,22 @@ def _check_windows(config: Any, calls: list[_Call]) -> None:
 
 def _max_model_len(config: Any, wanted: int) -> int:
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
-    changing = _rope_limit(config)
-    if changing and (not limit or changing < limit):
-        # Its frequencies change for the whole sequence once it is longer, and cached keys would be of the old ones.
-        log.warning("context_capped", reason="rope depends on the length", max_model_len=changing)
-        limit = changing
+    rope_limit = _rope_limit(config)
+    if rope_limit and (not limit or rope_limit < limit):
+        # Beyond it the frequencies change for the whole sequence, and cached keys would have the old ones.
+        log.warning("context_capped", reason="rope depends on the length", max_model_len=rope_limit)
+        limit = rope_limit
     if not limit and not wanted:
-        raise ModelRefused("the configuration states no context length; give --max-model-len")
+        raise ModelRefused("the configuration states no context length; set --max-model-len")
     if limit and wanted > limit:
-        raise ModelRefused(f"--max-model-len {wanted} is more than the {limit} positions the model can tell apart")
+        raise ModelRefused(f"--max-model-len {wanted} is more than the {limit} positions of the model")
     return wanted or limit
 
 
 def _rope_limit(config: Any) -> int:
-    """Up to which length a RoPE that depends on the length is constant; 0 when it does not depend.
+    """Return the length up to which the RoPE frequencies are constant; 0 if they never change.
 
-    The "dynamic" one changes only beyond max_position_embeddings, which is the limit anyway.
+    "dynamic" RoPE changes only beyond max_position_embeddings, which is the limit already.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     groups = [parameters] if "rope_type" in parameters else [x for x in parameters.values() if isinstance(x, dict)]
@@ -230,9 +230,9 @@ def _rope_limit(config: Any) -> int:
 
 
 def _eos_token_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
-    """As `generate` has them: the generation configuration's, else the configuration's."""
+    """Return the same ids as transformers' `generate`: of the generation configuration, else of the configuration."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return tuple(sorted({int(i) for i in listed if 0 <= int(i) < vocab_size}))
+    as_list = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(sorted({int(i) for i in as_list if 0 <= int(i) < vocab_size}))

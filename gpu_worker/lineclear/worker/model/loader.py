@@ -1,8 +1,7 @@
-"""From a checkpoint to a model whose attention is ours, or to a refusal that says why.
+"""Loads a model: checks the checkpoint, probes the model, builds the fused forward pass, or refuses with a reason.
 
-Every decision about *whether* a model can be served falls at load: the checkpoint is read with suspicion, the model is
-tried (probe.py), and what computes it in another way is compared with it before it is used. Nothing here knows plans or
-sampling.
+All checks run at load. A checkpoint is never trusted: files are checked before they are read, the model is tried
+(compatibility_probe.py), and every faster path is compared with the model's own logits before it is used.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineclear.model_files import directory_check, fingerprint
-from lineclear.worker.attention import LayerSpec
+from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
-from lineclear.worker.cpu.linear import Packer, free_after_packing, pack, pack_twice, plain
-from lineclear.worker.cpu.thread_tuner import trying
-from lineclear.worker.kernels import multiplies_few_bfloat16
+from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
+from lineclear.worker.cpu.thread_tuner import probe_threads
+from lineclear.worker.kernels.library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 
 from .compatibility_probe import (
@@ -41,16 +40,16 @@ from .verified_families import VERIFIED
 
 log = structlog.get_logger(__name__)
 
-_MOST_TWICE_SHARE = 1 / 8
-"""Weights are kept in a second layout where they take at most this share of the free memory."""
+_MAX_PACK_TWICE_SHARE = 1 / 8
+"""Weights are packed twice if they take at most this share of the free memory."""
 _INT8_TOLERANCE = 0.5
-"""Relative error of the probe's logits with 8-bit weights. Usually below 0.1; beyond this the answers are another's."""
+"""Largest relative error of the probe's logits with int8 weights. Usual errors are below 0.1."""
 
 
 def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0) -> LoadedModel:
-    """The model in directory `source`, or under that id in the local hub cache. dtype None: the checkpoint's own.
+    """Load the model in directory `source`, or with that id in the local Hugging Face cache.
 
-    Raises ModelRefused, and ModelFilesChanged where the files did not stay as they were.
+    dtype None: the checkpoint's own. Raises ModelRefused, and ModelFilesChanged if the files change during the load.
     """
     directory = _locate(source)
     if reason := directory_check.of_directory(directory, with_weights=True):
@@ -63,7 +62,7 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
+    if missing:  # transformers would initialise them with random numbers
         raise ModelRefused(
             f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
         )
@@ -75,15 +74,12 @@ def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model
 
 
 def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel:
-    """Prepare a transformers model that is already in memory, with its weights where they are to stay.
-
-    Raises ModelRefused.
-    """
+    """Probe a transformers model that is in memory, on its final device. Raises ModelRefused."""
     model.eval().requires_grad_(False)
     try:
-        with torch.inference_mode(), trying(weight_bytes(model)):
+        with torch.inference_mode(), probe_threads(weight_bytes(model)):
             loaded = inspect_model(model, model_id, max_model_len)
-            loaded = replace(loaded, probed=check_against_eager(loaded))
+            loaded = replace(loaded, probe_logits=check_against_eager(loaded))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise ModelRefused(
             f"{type(model).__name__} cannot compute packed tokens: {type(error).__name__}: {_first_line(error)}"
@@ -94,19 +90,17 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
 
 
 def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False) -> LoadedModel | None:
-    """The same model with a forward pass of few operations; itself, where there is none for it.
+    """Return the model with a fused forward pass; unchanged if it cannot have one; None if its logits differ too much.
 
-    `packer` None: the fastest one whose weights fit into memory.
-
-    None: that pass computes something else, which is not to be used. Unless `keep_weights`, the transformers model
-    gives each matrix away as soon as it is packed, so that none is held twice, and cannot be used any more.
+    `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
+    model is freed as soon as it is packed, and that model cannot be used afterwards.
     """
     shapes = {_shape(spec) for spec in loaded.layers}
     if len(shapes) != 1 or not can_build(loaded.model, loaded.family, shapes.pop()):
         return loaded
-    assert loaded.probed is not None
+    assert loaded.probe_logits is not None
     packer = packer or _fastest(loaded)
-    fused, error = _with_decoder(loaded, packer if keep_weights else free_after_packing(packer), loaded.probed)
+    fused, error = _with_decoder(loaded, packer if keep_weights else free_after_packing(packer), loaded.probe_logits)
     if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
@@ -114,42 +108,42 @@ def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weigh
 
 
 def _fastest(loaded: LoadedModel) -> Packer:
-    if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not multiplies_few_bfloat16():
+    if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not prefers_bf16_gemm_for_few_rows():
         return pack
-    if loaded.weight_bytes > _MOST_TWICE_SHARE * free_bytes(loaded.device):
+    if loaded.weight_bytes > _MAX_PACK_TWICE_SHARE * free_bytes(loaded.device):
         log.info("weights_kept_once", weight_mib=loaded.weight_bytes >> 20)
         return pack
     return pack_twice
 
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
-    """As `fuse`, the matrices quantised to 8 bits. Raises ModelRefused where that cannot be done."""
-    exact = build_fused(loaded, plain, keep_weights=True)
+    """Return the model with a fused forward pass over int8 weights. Raises ModelRefused if it cannot have one."""
+    exact = build_fused(loaded, leave_unpacked, keep_weights=True)
     if exact is None or exact.decoder is None:
         raise ModelRefused(
-            "8-bit weights are for models built like Llama, on a CPU that kernels were built for;"
-            f" {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type} is not one here:"
+            "int8 weights need a model built like Llama on a CPU with native kernels;"
+            f" this is {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}:"
             " leave --quantization at none"
         )
-    with torch.inference_mode(), trying(loaded.weight_bytes):
-        wanted = paged_logits(exact)
-    quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else free_after_packing(pack_int8), wanted)
+    with torch.inference_mode(), probe_threads(loaded.weight_bytes):
+        expected = paged_logits(exact)
+    quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else free_after_packing(pack_int8), expected)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
-            f"8-bit weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
+            f"int8 weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
         )
     log.info("weights_quantised", relative_error=round(error, 4))
     return replace(quantised, weights="int8")
 
 
-def _with_decoder(loaded: LoadedModel, packer: Packer, wanted: Tensor) -> tuple[LoadedModel, float]:
-    """The model with its matrices packed, and how far the logits of the probe are from the `wanted` ones."""
-    num_positions = max(loaded.max_model_len, NUM_TOKENS)  # never is it asked for more
+def _with_decoder(loaded: LoadedModel, packer: Packer, expected: Tensor) -> tuple[LoadedModel, float]:
+    """Return the model with packed matrices, and the relative error of its probe logits to `expected`."""
+    num_positions = max(loaded.max_model_len, NUM_TOKENS)  # the largest position ever computed
     with torch.inference_mode():
         decoder = FusedDecoder(loaded.model, *_shape(loaded.layers[0]), num_positions, packer)
         fused = replace(loaded, decoder=decoder)
-        with trying(loaded.weight_bytes):
-            return fused, relative_error(paged_logits(fused), wanted)
+        with probe_threads(loaded.weight_bytes):
+            return fused, relative_error(paged_logits(fused), expected)
 
 
 def _shape(spec: LayerSpec) -> tuple[int, int, int]:
@@ -157,12 +151,13 @@ def _shape(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def import_model_class(source: str) -> None:
-    """Do what transformers does once when it loads its first model: import the modules of its class, and compile the
-    patterns that rename weights. Reads config.json.
+    """Import the modules of the model's class and compile transformers' renaming patterns, ahead of `load`.
+
+    Reads config.json.
     """
     config = _read_config(_locate(source))
     AutoModelForCausalLM._model_mapping[type(config)]
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # not there in every release
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # missing in some releases
 
     get_checkpoint_conversion_mapping(config.model_type)  # type: ignore[no-untyped-call]
 
@@ -190,13 +185,13 @@ def _locate(source: str) -> Path:
 
 def _read_config(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
-        raise ModelRefused("the directory has no config.json, so there is nothing that says which model it is")
+        raise ModelRefused("the directory has no config.json; give a complete model directory")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError, RecursionError) as error:
         raise ModelRefused(_why_no_config(directory, error)) from error
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelRefused("the weights are quantised, which is not supported; take the bfloat16 or float16 checkpoint")
+        raise ModelRefused("quantized checkpoints are not supported; use the bfloat16 or float16 checkpoint")
     return config
 
 
@@ -218,8 +213,8 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
 def _why_no_config(directory: Path, error: Exception) -> str:
     if '"auto_map"' in (directory / "config.json").read_text(encoding="utf-8", errors="replace"):
         return (
-            "the model is defined by code of its own (auto_map in config.json) and transformers has no class for it;"
-            " code that comes with a checkpoint is never run"
+            "the model needs custom code (auto_map in config.json), and transformers has no class for it;"
+            " code from a checkpoint is never run"
         )
     return f"transformers cannot read config.json: {_first_line(error)}"
 
@@ -232,7 +227,7 @@ def _check_weights(directory: Path) -> None:
 
 
 def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model, in eager attention, and transformers' report of what it did not find."""
+    """Return the model with eager attention, and transformers' report of missing weights."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,

@@ -1,8 +1,7 @@
-"""The weight files of a checkpoint, checked before anything is loaded from them.
+"""Checks the safetensors files of a checkpoint before they are loaded.
 
-A file that is cut short, or whose header lies, must end the start with the name of the file and of what is wrong, and
-never in a model that computes with what happened to lie there. Reads headers only. What the tensors mean is the
-loader's; no file but *.safetensors and the index beside them is ever opened for weights.
+A truncated file or a wrong header must end the start with the name of the file and the fault. Only headers are read, of
+*.safetensors files and of the index beside them; no other file is opened for weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
 _MAX_INDEX_BYTES = 100 * 1000 * 1000
-_MAX_DIMENSIONS = 64  # PyTorch's own limit; the product of a million sizes would take for ever
+_MAX_DIMENSIONS = 64  # PyTorch's limit; the product of a million sizes would take too long
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _BITS = {
     "F64": 64,
@@ -44,20 +43,17 @@ _BITS = {
 
 
 class CheckpointBroken(Exception):
-    """The files are not a whole checkpoint; `str()` names the file and says why."""
+    """The checkpoint is incomplete or damaged; the message names the file and the fault."""
 
 
 class _Tensor(NamedTuple):
-    begin: int
+    start: int
     end: int
     name: str
 
 
 def check_weights(directory: Path) -> None:
-    """Every weight file that would be read is whole, and every tensor the index promises is there.
-
-    Raises CheckpointBroken.
-    """
+    """Check that every weight file is complete and holds the tensors in the index. Raises CheckpointBroken."""
     if (directory / _SINGLE).is_file():
         _tensors(directory / _SINGLE)
     elif (directory / _INDEX).is_file():
@@ -73,15 +69,15 @@ def check_weights(directory: Path) -> None:
 
 
 def _check_shards(directory: Path, index: Mapping[str, str]) -> None:
-    promised: dict[str, set[str]] = {}
+    expected: dict[str, set[str]] = {}
     for tensor, file in index.items():
-        promised.setdefault(file, set()).add(tensor)
-    for file, names in sorted(promised.items()):
+        expected.setdefault(file, set()).add(tensor)
+    for file, names in sorted(expected.items()):
         if not (directory / file).is_file():
             raise CheckpointBroken(f"{file} is missing, {len(names)} tensors are in it; the download may be incomplete")
-        lacking = sorted(names - {tensor.name for tensor in _tensors(directory / file)})
-        if lacking:
-            raise CheckpointBroken(f"{file} lacks {len(lacking)} tensors that {_INDEX} says are there, as {lacking[0]}")
+        missing = sorted(names - {tensor.name for tensor in _tensors(directory / file)})
+        if missing:
+            raise CheckpointBroken(f"{file} lacks {len(missing)} tensors that {_INDEX} says are there, as {missing[0]}")
 
 
 def _index(path: Path) -> Mapping[str, str]:
@@ -95,14 +91,14 @@ def _index(path: Path) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointBroken(f"{path.name} has no weight_map")
     for file in weight_map.values():
-        # A name and not a path: an index leads nowhere else.
+        # A file name without a path, so that an index cannot point to another directory.
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointBroken(f"{path.name} names a file that is no *.safetensors beside it")
     return weight_map
 
 
 def _tensors(path: Path) -> list[_Tensor]:
-    """The tensors in a file, in the order they lie there. Raises CheckpointBroken if that is not the whole file."""
+    """Return the tensors of a file by offset. Raises CheckpointBroken unless they cover the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -142,30 +138,30 @@ def _entry(file: str, name: str, entry: Any) -> _Tensor:
         raise CheckpointBroken(f"{where} is of an unknown number format")
     if shape is None or offsets is None or len(offsets) != 2:
         raise CheckpointBroken(f"{where} has no proper shape and place")
-    begin, end = offsets
-    if (end - begin) * 8 != prod(shape) * _BITS[dtype]:
+    start, end = offsets
+    if (end - start) * 8 != prod(shape) * _BITS[dtype]:
         raise CheckpointBroken(f"{where} takes another number of bytes than its shape needs")
-    return _Tensor(begin, end, name)
+    return _Tensor(start, end, name)
 
 
 def _sizes(values: Any) -> list[int] | None:
-    """The values if they are few sizes, None if they are anything else."""
-    fine = (
+    """Return `values` if it is a short list of sizes, else None."""
+    is_valid = (
         isinstance(values, list)
         and len(values) <= _MAX_DIMENSIONS
         and all(type(value) is int and 0 <= value < 2**63 for value in values)
     )
-    return values if fine else None
+    return values if is_valid else None
 
 
 def _check_cover(file: str, tensors: list[_Tensor], size: int) -> None:
-    """The tensors follow each other without gap or overlap and end with the file."""
-    first = tensors[0].begin if tensors else 0
+    """Check that the tensors cover the file without gap or overlap."""
+    first = tensors[0].start if tensors else 0
     if first != 0:
         raise CheckpointBroken(f"{file}: {first} bytes before the first tensor belong to none")
     for one, other in pairwise(tensors):
-        if other.begin != one.end:
-            what = "overlap" if other.begin < one.end else "leave a gap"
+        if other.start != one.end:
+            what = "overlap" if other.start < one.end else "leave a gap"
             raise CheckpointBroken(f"{file}: tensors {one.name[:100]} and {other.name[:100]} {what}")
     end = tensors[-1].end if tensors else 0
     if end > size:

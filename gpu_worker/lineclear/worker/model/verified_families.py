@@ -1,7 +1,7 @@
-"""The model families that the tests hold to token-for-token equality with transformers. Others run, with a warning.
+"""Model families that the tests compare with transformers token for token. Other families run with a warning.
 
-A family is transformers' `model_type`. To add one: a line here, and a tiny configuration of it in
-tests/support/families.py; every mode of tests/e2e then runs over it.
+A family is transformers' `model_type`. To add one: an entry here and a tiny configuration in tests/support/families.py;
+the tests in tests/e2e then run over it in every mode.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""Paged attention (Kwon et al. 2023): layers, the batch of a step, and the interface of the backends.
+
+A backend owns the key and value pools of every layer, in a layout of its choice. The runner describes a step once
+(`Batch`); each layer then passes its new keys and values and gets its attention output.
+
+A cell is one position of one block. Every backend keeps one rule, so that a NaN of one sequence never reaches another:
+**a cell is read only after its owner wrote it, or after it was zeroed for its owner** (`Batch.fresh_blocks`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lineclear.worker.kernels.call_graph import Call, DynamicInt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """Attention parameters of one layer, as the loaded model passes them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int = 0
+    """Sliding window: a query sees itself and the `window - 1` positions before it; 0: all positions."""
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0: unchanged."""
+    sinks: Tensor | None = None
+    """[num_heads]: attention sinks, a score per head that enters the softmax without a value (gpt-oss)."""
+
+
+class Chunk(NamedTuple):
+    """Consecutive positions [start, end) of one sequence, as packed queries [first, first + num_queries).
+
+    `blocks` hold positions [0, end), in order.
+    """
+
+    first: int
+    num_queries: int
+    start: int
+    blocks: IntArray
+
+    @property
+    def end(self) -> int:
+        """Return the position after the last query."""
+        return self.start + self.num_queries
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Attention metadata of one step, as columns over its chunks. Chunks of one query come first."""
+
+    block_size: int
+    first: IntArray
+    """[num_chunks], like the next three. `first`, `num_queries` and `start` are those of `Chunk`."""
+    num_queries: IntArray
+    start: IntArray
+    table: IntArray
+    """Index in `blocks` of the chunk's first block. Its table may hold more blocks than the chunk uses."""
+    blocks: npt.NDArray[np.int32]
+    """Block tables; valid until the step has been launched."""
+    cells: IntArray
+    """[num_tokens]: cell (block * block_size + offset) of each packed token; vLLM's `slot_mapping`."""
+
+    @property
+    def num_single(self) -> int:
+        """Return the number of chunks with one query."""
+        return int((self.num_queries == 1).sum())
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """Return the columns as chunks, each with a copy of its blocks."""
+        columns = (column.tolist() for column in (self.first, self.num_queries, self.start, self.table))
+        return [
+            Chunk(first, count, start, self.blocks[at : at - (-(start + count) // self.block_size)].astype(np.int64))
+            for first, count, start, at in zip(*columns, strict=True)
+        ]
+
+    @property
+    def fresh_blocks(self) -> IntArray:
+        """Return the blocks that this step starts and does not fill; backends zero them before the first write."""
+        ends = self.start + self.num_queries
+        tail = ends % self.block_size
+        fresh = np.flatnonzero((tail > 0) & (self.start <= ends - tail))
+        return self.blocks[self.table[fresh] + ends[fresh] // self.block_size].astype(np.int64)
+
+
+def pack_chunks(chunks: Sequence[Chunk], block_size: int) -> Batch:
+    """Return the Batch of `chunks`, whose queries are packed in the order given."""
+    rows = [(x.first, x.num_queries, x.start, len(x.blocks)) for x in chunks]
+    first, num_queries, start, lengths = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    table = np.cumsum(lengths) - lengths
+    blocks = np.concatenate([np.zeros(0, np.int32), *(chunk.blocks for chunk in chunks)]).astype(np.int32)
+    positions = np.repeat(start - first, num_queries) + np.arange(int(num_queries.sum()))
+    block_indices = np.repeat(table, num_queries) + positions // block_size
+    cells = blocks[block_indices].astype(np.int64) * block_size + positions % block_size
+    batch = Batch(block_size, first, num_queries, start, table, blocks, cells)
+    assert (num_queries[: batch.num_single] == 1).all(), "chunks of one query come first"
+    return batch
+
+
+class AttentionBackend(ABC):
+    """KV pools of every layer and attention over them. Call `start_step` once a step, then `attend` once a layer."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the pools.
+
+        `dtype`: of queries and outputs. `kv_dtype`: of the pools; int8 adds a scale per token and head.
+        Raises ValueError for layers or formats that the backend does not support.
+        """
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.kv_dtype = kv_dtype or dtype
+
+    @abstractmethod
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Zero the blocks in every layer."""
+
+    def prefault(self, first: int, end: int) -> None:
+        """Fault in the memory of the unused blocks [first, end)."""
+        self.zero(range(first, end))
+
+    @abstractmethod
+    def start_step(self, batch: Batch) -> None:
+        """Prepare the next step: compute everything that its layers share."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the step's keys and values into the layer's pool and return the attention output.
+
+        query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], already rotated.
+        Returns [num_tokens, num_heads, head_dim].
+        """
+
+    def bind(self, layer: int, tokens: DynamicInt, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
+        """Return a call that runs `attend` on the first `tokens` rows of its arguments and writes those of `out`."""
+
+        def attend() -> None:
+            count = tokens.value
+            out[:count].copy_(self.attend(layer, query[:count], key[:count], value[:count]).view_as(out[:count]))
+
+        return attend, ()
+
+
+SCALE_BYTES = 4
+"""Bytes of the scale of one int8 key or value of a head."""
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, kv_dtype: torch.dtype) -> int:
+    """Return the bytes of one block: keys and values of all layers."""
+    scale = SCALE_BYTES if kv_dtype is torch.int8 else 0
+    return sum(2 * x.num_kv_heads * (x.head_dim * kv_dtype.itemsize + scale) for x in layers) * block_size
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy a host array to `device` without waiting for the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
