@@ -27,24 +27,35 @@ class Peer:
     """One epoch of a worker."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, epoch: int) -> None:
-        self.plans = context.socket(zmq.DEALER)
-        self.plans.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
-        self.plans.connect(f"ipc://{directory}/plan.sock")
+        self._context, self._directory, self._epoch = context, directory, epoch
+        self.connect_plans()
         self.results = context.socket(zmq.PUSH)
         self.results.connect(f"ipc://{directory}/result.sock")
+
+    def connect_plans(self) -> None:
+        """Connect the socket for plans, which a test may have closed before."""
+        self.plans = self._context.socket(zmq.DEALER)
+        self.plans.set(zmq.IDENTITY, self._epoch.to_bytes(8, "little"))
+        self.plans.connect(f"ipc://{self._directory}/plan.sock")
 
     def say(self, *messages: Message) -> None:
         """Send to the scheduler."""
         for message in messages:
             self.results.send(encode(message))
 
-    def hear(self, seconds: float = PATIENCE_SECONDS) -> Message:
-        """The next message that is no probe."""
+    def poll(self, seconds: float = 0.0) -> Message | None:
+        """The next message that is no probe, None if none arrives in time."""
         while self.plans.poll(seconds * 1000):
             message = decode(self.plans.recv())
             if not isinstance(message, Heartbeat):
                 return message
-        raise AssertionError(f"nothing came in {seconds} s")
+        return None
+
+    def hear(self, seconds: float = PATIENCE_SECONDS) -> Message:
+        """The next message that is no probe."""
+        message = self.poll(seconds)
+        assert message is not None, f"nothing came in {seconds} s"
+        return message
 
     def hear_a(self, kind: type[M]) -> M:
         """The next message of a kind; those before it are dropped."""

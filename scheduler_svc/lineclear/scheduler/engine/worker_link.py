@@ -374,7 +374,10 @@ class WorkerLink:
         """Remember a refused worker, to send it Rejoin when the joined one is gone."""
         if hello.instance not in self._waiting:
             log.warning(
-                "worker_refused", pid=hello.pid, hint="another one is joined; it is asked when that one is gone"
+                "join_refused",
+                epoch=hello.epoch,
+                pid=hello.pid,
+                hint="another one is joined; it is asked when that one is gone",
             )
             if len(self._waiting) == _MAX_WAITING_WORKERS:
                 del self._waiting[next(iter(self._waiting))]

@@ -1,0 +1,416 @@
+"""A worker's life through real sockets, as scripts: lines with `>` happen to the scheduler, lines with `<` follow.
+
+A worker is named by its epoch, `7`, and says Hello as `7 sends hello INSTANCE`: the instance names its process. Lines
+that follow one `>` may come in any order, because they come through several sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+from support.engine_harness import Stream, World, eventually, request
+from support.time_limits import PATIENCE_SECONDS
+from support.worker_peer import Peer, hello, peers
+
+from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.wire.messages import (
+    Goodbye,
+    Heartbeat,
+    Message,
+    SetLogLevel,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+    Stopping,
+)
+
+EVENTS = ("worker_joined", "worker_lost", "worker_stopping", "join_refused")
+
+SCRIPTS = {
+    "a worker serves and leaves": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > submit
+        < 7 gets StepPlan 1
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+    """,
+    "a Hello waits until a plan can reach the worker": """
+        > 7 connects its result socket
+        > 7 sends hello 1
+        > 7 sends heartbeat
+        > 7 connects its plan socket
+        < worker_joined 7
+    """,
+    "a Hello that is received twice is stale": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 7 sends hello 1
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        > 7 sends hello 1
+        > 7 sends heartbeat
+        < 7 gets Rejoin
+    """,
+    "an unknown epoch has to rejoin": """
+        > 7 connects
+        > 7 sends heartbeat
+        < 7 gets Rejoin
+        > 7 sends result
+        < 7 gets Rejoin
+        > 7 sends hello 1
+        > 9 connects
+        > 9 sends hello 1
+        < worker_joined 9
+    """,
+    "a second worker waits for the place": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 9 connects
+        > 9 sends hello 2
+        < 9 gets Goodbye: another worker is joined to this scheduler
+        < join_refused 9
+        > 11 connects
+        > 11 sends hello 2
+        < 11 gets Goodbye: another worker is joined to this scheduler
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        < 11 gets Rejoin
+        > 13 connects
+        > 13 sends hello 2
+        < worker_joined 13
+    """,
+    "out of memory ends the epoch and not the process": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends memory
+        < worker_lost 7: a step failed: out_of_memory
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 1
+        < worker_joined 9
+    """,
+    "a failed step condemns the process": """
+        > the supervisor kills
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends exception
+        < worker_lost 7: a step failed: exception
+        < anomaly: a step failed: exception
+        < broken: a step failed: exception
+        < hung
+        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        > 9 connects
+        > 9 sends hello 1
+        < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        > 7 closes
+        < not hung
+        > 11 connects
+        > 11 sends hello 2
+        < worker_joined 11
+        < 11 gets StepPlan 1
+    """,
+    "a failed step of a worker without a supervisor": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends bad result
+        < worker_lost 7: it sent a result that cannot be
+        < broken: it sent a result that cannot be
+        < hung
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 1
+        < worker_joined 9
+        < not hung
+        < 9 gets StepPlan 1
+    """,
+    "a Hello of the same process while it is joined": """
+        > the supervisor kills
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 9 connects
+        > 9 sends hello 1
+        < 9 gets Goodbye: another worker is joined to this scheduler
+        < join_refused 9
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        < 9 gets Rejoin
+    """,
+    "a closed connection is a loss": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 7 closes
+        < worker_lost 7: its connection closed
+        < anomaly: its connection closed
+    """,
+    "a worker that rejoins closes its old connection": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 9 connects
+        > 7 closes and 9 sends hello 1
+        < worker_lost 7: its connection closed
+        < anomaly: its connection closed
+        < worker_joined 9
+    """,
+    "last messages count after the plan socket closed": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 closes its plan socket and 7 sends result and 7 sends goodbye
+        < tokens 1
+        < worker_lost 7: it left: done
+    """,
+    "the exit code of a process explains its closed connection": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 closes and process 7 exits 70
+        < worker_lost 7: its process ended
+        < anomaly: its process ended
+    """,
+    "a process that exits is lost once and joins no more": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > process 7 exits -9
+        < worker_lost 7: its process ended
+        < anomaly: its process ended
+        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 1
+        < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        > process 7 exits -9
+        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        > 11 connects
+        > 11 sends hello 2
+        < worker_joined 11
+        < 11 gets StepPlan 1
+    """,
+    "a process that exits after its memory ran out": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends memory
+        < worker_lost 7: a step failed: out_of_memory
+        < 7 gets Rejoin
+        > process 7 exits -9
+        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+        > 9 connects
+        > 9 sends hello 1
+        < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
+    """,
+    "a stopping worker is released when no request is left": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 7 sends stopping
+        < worker_stopping 7
+        < 7 gets Goodbye: no request is left to run
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 2
+        < worker_joined 9
+    """,
+    "a stopping worker is released when the server ends": """
+        > submit
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends stopping
+        < worker_stopping 7
+        > release
+        < 7 gets Goodbye: no request is left to run
+    """,
+    "a log level is sent once to each worker": """
+        > level debug
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        < 7 gets SetLogLevel DEBUG
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 1
+        < worker_joined 9
+        < 9 gets SetLogLevel DEBUG
+        > level error
+        < 9 gets SetLogLevel ERROR
+    """,
+}
+
+
+MESSAGES: dict[str, Callable[[int], Message]] = {
+    "heartbeat": lambda epoch: Heartbeat(epoch, 0),
+    "result": lambda epoch: StepResult(epoch, 1, (1,)),
+    "bad result": lambda epoch: StepResult(epoch, 1, (1,) * 9),
+    "memory": lambda epoch: StepError(epoch, 1, StepErrorKind.OUT_OF_MEMORY),
+    "exception": lambda epoch: StepError(epoch, 1, StepErrorKind.EXCEPTION),
+    "goodbye": lambda epoch: Goodbye(epoch, "done"),
+    "stopping": lambda epoch: Stopping(epoch),
+}
+
+
+def received(epoch: int, message: Message) -> str:
+    """The line of a message that a worker has received."""
+    detail = {
+        Goodbye: lambda m: f": {m.reason}",
+        StepPlan: lambda m: f" {m.step}",
+        SetLogLevel: lambda m: f" {m.level.name}",
+    }.get(type(message), lambda m: "")
+    return f"{epoch} gets {type(message).__name__}{detail(message)}"
+
+
+class Player:
+    """Carries out the lines of a script and collects what follows."""
+
+    def __init__(self, world: World, peer: Callable[[int], Peer], lines: list[Any], anomalies: list[str]) -> None:
+        self._world, self._peer, self._lines = world, peer, lines
+        self._peers: dict[int, Peer] = {}
+        self._closed: set[int] = set()
+        self._num_logged = self._num_broken = 0
+        self._is_hung = False
+        self._anomalies = anomalies
+        self._stream: Stream | None = None
+        self._num_tokens = 0
+
+    def play(self, line: str) -> None:
+        if " and " in line:
+            for part in line.split(" and "):
+                self.play(part)
+            return
+        match line.split():
+            case ["submit"]:
+                self._stream = self._world.submit(request(0, prompt_len=4, max_tokens=4))
+            case ["release"]:
+                self._world.engine.release_worker()
+            case ["level", level]:
+                self._world.engine.set_log_level(level)
+            case ["the", "supervisor", "kills"]:
+                self._world.is_killing = True
+            case ["process", pid, "exits", code]:
+                self._world.engine.worker_exited(int(pid), int(code))
+            case [epoch, "connects", *which]:
+                self._connect(int(epoch), " ".join(which))
+            case [epoch, "closes"]:
+                self._peers[int(epoch)].leave()
+                self._closed.add(int(epoch))
+            case [epoch, "closes", "its", "plan", "socket"]:
+                self._peers[int(epoch)].plans.close()
+            case [epoch, "sends", "hello", instance]:
+                pid = 7 if instance == "1" else 8
+                self._peers[int(epoch)].say(hello(int(epoch), instance=int(instance), pid=pid))
+            case [epoch, "sends", *what]:
+                self._peers[int(epoch)].say(MESSAGES[" ".join(what)](int(epoch)))
+            case _:
+                raise AssertionError(line)
+
+    def _connect(self, epoch: int, which: str) -> None:
+        if which == "its plan socket":
+            self._peers[epoch].connect_plans()
+            return
+        self._peers[epoch] = self._peer(epoch)
+        if which == "its result socket":
+            self._peers[epoch].plans.close()
+            return
+        answers: list[bool] = []
+
+        def is_reachable() -> bool:
+            ask = self._world.link.is_reachable
+            self._world.engine.call_on_engine_thread(lambda: answers.append(ask(epoch)))
+            return any(answers)
+
+        eventually(is_reachable)
+
+    def follows(self) -> list[str]:
+        """The lines since the last call."""
+        found = []
+        for epoch, peer in self._peers.items():
+            while epoch not in self._closed and not peer.plans.closed and (message := peer.poll()) is not None:
+                found.append(received(epoch, message))
+        logged, self._num_logged = self._lines[self._num_logged :], len(self._lines)
+        for line in logged:
+            if line["event"] in EVENTS:
+                reason = f": {line['reason'].partition(': more')[0]}" if "reason" in line else ""
+                found.append(f"{line['event']} {line['epoch']}{reason}")
+        broken, self._num_broken = self._world.broken[self._num_broken :], len(self._world.broken)
+        found += [f"broken: {reason}" for reason in broken]
+        anomalies, self._anomalies[:] = self._anomalies[:], []
+        found += [f"anomaly: {what}" for what in anomalies]
+        if self._stream is not None and len(self._stream.tokens) > self._num_tokens:
+            self._num_tokens = len(self._stream.tokens)
+            found.append(f"tokens {self._num_tokens}")
+        if self._is_hung != self._world.engine.is_worker_hung:
+            self._is_hung = not self._is_hung
+            found.append("hung" if self._is_hung else "not hung")
+        return [line.partition("cannot be: ")[0] + "cannot be" if "cannot be: " in line else line for line in found]
+
+
+def acts(script: str) -> list[tuple[str, list[str]]]:
+    """What happens, and what follows each."""
+    found: list[tuple[str, list[str]]] = []
+    for line in filter(None, map(str.strip, script.splitlines())):
+        if line.startswith(">"):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line[2:])
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_transcript(name: str) -> None:
+    anomalies: list[str] = []
+    world = World(core=CoreLimits(pipeline_depth=1), on_anomaly=anomalies.append)
+    with structlog.testing.capture_logs() as lines, world, peers(world.directory) as peer:
+        player = Player(world, peer, lines, anomalies)
+        for event, expected in acts(SCRIPTS[name]):
+            player.play(event)
+            found: list[str] = []
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while Counter(found) != Counter(expected) and time.monotonic() < deadline:
+                found += player.follows()
+                extra = Counter(found) - Counter(expected)
+                assert not extra, f"after `{event}`: {sorted(extra)}"
+                time.sleep(0.002)
+            assert sorted(found) == sorted(expected), f"after `{event}`"
+            time.sleep(0.03)
+            assert player.follows() == [], f"after `{event}`"
