@@ -30,10 +30,14 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
-from lineclear.scheduler.engine.worker_link import Arrival, WorkerLink
-from lineclear.wire.messages import Hello, Sampling, StepResult
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_events import Fact, Joined
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.wire.messages import Sampling, StepResult
 
-T = TypeVar("T", bound=Arrival)
+T = TypeVar("T", bound=Fact)
 
 ROWS = (1, 32, 256)
 _ROUND_TRIPS = 2000
@@ -71,14 +75,15 @@ def round_trips(count: int, trips: int) -> Iterator[Figure]:
     with worker(count) as directory:
         link = WorkerLink(directory)
         try:
-            hello = _next(link, Hello)
+            workers = WorkerRegistry(WorkerTimeouts(), lambda num_tokens: 0.0)
+            hello = _next(link, workers, Joined).hello
             plan, _ = decodes(count)
             times = []
             for step in range(1, trips + 1):
                 message = replace(plan, epoch=hello.epoch, step=step)
                 begin = time.perf_counter()
                 link.send(message)
-                assert _next(link, StepResult).step == step
+                assert _next(link, workers, StepResult).step == step
                 times.append(time.perf_counter() - begin)
         finally:
             link.close()
@@ -88,15 +93,15 @@ def round_trips(count: int, trips: int) -> Iterator[Figure]:
         yield Figure(f"ipc: round trip, {name}", f"{count} decodes", value * 1e6, "us")
 
 
-def _next(link: WorkerLink, kind: type[T]) -> T:
-    """The next arrival, which has to be of this kind."""
+def _next(link: WorkerLink, workers: WorkerRegistry, kind: type[T]) -> T:
+    """Return the next fact, which has to be of this kind."""
     give_up = time.monotonic() + _JOIN_SECONDS
-    while not (arrivals := link.receive()):
-        assert time.monotonic() < give_up, f"no {kind.__name__} came"
+    while not (facts := list(link.receive(workers, time.monotonic()))):
+        assert time.monotonic() < give_up, f"no {kind.__name__} arrived"
         link.wait(time.monotonic() + 1.0)
-    (arrival,) = arrivals
-    assert isinstance(arrival, kind), arrival
-    return arrival
+    (fact,) = facts
+    assert isinstance(fact, kind), fact
+    return fact
 
 
 def engine_steps(count: int) -> Iterator[Figure]:
@@ -109,14 +114,16 @@ def engine_steps(count: int) -> Iterator[Figure]:
         if left == 0:
             done.set()
 
-    joined = threading.Event()
     with worker(count) as directory:
         link = WorkerLink(directory)
         limits = CoreLimits(max_batch_size=count, target_batch_tokens=8192)
-        engine = Engine(Scheduler(limits), link, publish, on_joined=lambda hello: joined.set())
+        engine = Engine(Scheduler(limits), link, publish, WorkerSupervisor([]))
         engine.start()
         try:
-            assert joined.wait(_JOIN_SECONDS), "the worker did not join"
+            give_up = time.monotonic() + _JOIN_SECONDS
+            while engine.worker_status.hello is None:
+                assert time.monotonic() < give_up, "the worker did not join"
+                time.sleep(0.001)
             cpu, begin = time.process_time(), time.perf_counter()
             for index in range(count):
                 engine.submit(Request(f"r{index}", (index, 1, 2, 3), Sampling(), _OUTPUT_LEN))

@@ -28,6 +28,8 @@ from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReaso
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import EngineStuck
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
 from lineclear.wire.messages import PROTOCOL, Heartbeat
@@ -49,8 +51,8 @@ def test_many_answers_are_exact_through_sockets() -> None:
         for stream in streams:
             stream.check(world.options.vocab_size)
         snapshot = world.engine.snapshot()
-        assert snapshot.incarnation == 1
-        assert snapshot.link.bad_frames == snapshot.link.stale_messages == 0
+        assert snapshot.worker.num_joins == 1
+        assert snapshot.link.bad_frames == snapshot.membership.stale_messages == 0
 
 
 def test_requests_from_many_threads_are_all_answered() -> None:
@@ -252,13 +254,13 @@ def test_plans_are_sent_before_their_events_are_published() -> None:
 
 def test_a_snapshot_tells_what_was_done() -> None:
     with World() as world:
-        assert world.engine.worker is None
+        assert world.engine.worker_status.hello is None
         world.start_worker()
         streams = [world.submit(request(i, max_tokens=100)) for i in range(30)]
         world.wait_ended(streams)
         eventually(lambda: world.engine.snapshot().core.counters.requests_finished == 30)
         snapshot = world.engine.snapshot()
-        assert snapshot.hello == world.engine.worker
+        assert snapshot.worker == world.engine.worker_status
         assert snapshot.core.steps_in_flight == snapshot.core.requests_running == 0
         steps = snapshot.core.counters.steps
         assert snapshot.link.plans == steps == len(snapshot.step_times)
@@ -325,7 +327,7 @@ def test_stop_ends_the_thread_and_leaves_the_link_to_the_caller(num_stops: int) 
     with World() as world:
         for _ in range(num_stops):
             world.engine.stop()
-        assert world.link.receive() == []
+        assert list(world.link.receive(WorkerRegistry(WorkerTimeouts(), lambda count: 0.0), time.monotonic())) == []
         world.engine.submit(request(1))  # into the void, without harm
 
 

@@ -21,7 +21,7 @@ from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 
 from lineclear.process.socket_dir import private_socket_dir
-from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.messages import Heartbeat, Hello, StepPlan, StepResult
@@ -92,7 +92,7 @@ def serve(
     tamper: Tamper, body: Callable[[World, Proxy, WorkerSupervisor], None], patience: WorkerTimeouts = PATIENCE
 ) -> World:
     """Run `body` in a world whose worker speaks through a proxy that tampers."""
-    with World(patience=patience, options=OPTIONS) as world:
+    with World(timeouts=patience, options=OPTIONS) as world:
         scheduler_side, worker_side = world.directory, world.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
             world.directory = worker_side
@@ -169,11 +169,11 @@ def test_all_that_a_dead_worker_ever_said_changes_nothing_when_it_is_heard_again
         old = world.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]
         assert len(said) > 10
-        before = world.engine.snapshot().link.stale_messages
+        before = world.engine.snapshot().membership.stale_messages
         for frame in said:
             proxy.inject(frame)
         world.wait_ended(streams)
-        eventually(lambda: world.engine.snapshot().link.stale_messages >= before + len(said) or not said)
+        eventually(lambda: world.engine.snapshot().membership.stale_messages >= before + len(said) or not said)
         for stream in streams:
             stream.check(world.options.vocab_size)
         assert len(world.joins) == 2

@@ -16,8 +16,8 @@ from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.worker_link import CLOSED
-from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_session import CLOSED
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
@@ -55,11 +55,11 @@ def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None
 
         supervised(world, body)
         assert len({epoch for _, epoch in world.joins}) == num_kills + 1
-        assert world.engine.snapshot().incarnation == num_kills + 1
+        assert world.engine.snapshot().worker.num_joins == num_kills + 1
 
 
 def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
-    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
             world.wait_joined()
@@ -80,28 +80,28 @@ def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
 
 def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -> None:
     """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
-    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
         worker = world.start_worker()
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
         world.wait(lambda: num_tokens(streams) > 50)
-        assert not world.engine.is_worker_hung
+        assert not world.engine.worker_status.is_hung
         worker.send_signal(signal.SIGSTOP)
         world.wait(lambda: len(world.losses) == 1)
-        eventually(lambda: world.engine.is_worker_hung)
+        eventually(lambda: world.engine.worker_status.is_hung)
         worker.kill()
         worker.wait()
-        eventually(lambda: not world.engine.is_worker_hung, what="the end of the hung worker")
+        eventually(lambda: not world.engine.worker_status.is_hung, what="the end of the hung worker")
         assert len(world.joins) == 1  # said before its successor, which may load for long, has joined
         world.start_worker()
         world.wait_ended(streams)
         for stream in streams:
             stream.check(world.options.vocab_size)
-        assert not world.engine.is_worker_hung
+        assert not world.engine.worker_status.is_hung
 
 
 def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_believed() -> None:
-    with World(options=SLOW, patience=SHORT_SILENCE) as world:
+    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
         worker = world.start_worker()
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
@@ -113,7 +113,7 @@ def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_bel
         for stream in streams:
             stream.check(world.options.vocab_size)
         assert len(world.joins) == 2
-        assert not world.engine.is_worker_hung
+        assert not world.engine.worker_status.is_hung
 
 
 def test_killed_again_while_it_catches_up() -> None:
@@ -138,7 +138,7 @@ def test_killed_again_while_it_catches_up() -> None:
 
 
 def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
-    with World(patience=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
+    with World(timeouts=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
         world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -155,7 +155,7 @@ def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> N
 def test_a_long_step_is_left_alone_before_its_deadline() -> None:
     step_seconds = SHORT_SILENCE.heartbeat_timeout_seconds + 0.5
     options = ToyOptions(min_step_seconds=step_seconds, max_step_seconds=step_seconds)
-    with World(options=options, patience=SHORT_SILENCE) as world:
+    with World(options=options, timeouts=SHORT_SILENCE) as world:
         world.start_worker()
         stream = world.submit(request(1, max_tokens=1))
         world.wait_ended([stream])

@@ -57,7 +57,7 @@ def test_a_worker_whose_scheduler_is_lost_during_the_drain_exits(world: World) -
     stream = world.submit(request(0, max_tokens=400))
     world.wait(lambda: len(stream.tokens) > 0)
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: world.engine.is_worker_stopping, what="its message")
+    eventually(lambda: world.engine.worker_status.is_stopping, what="its message")
     world.engine.stop()
     world.link.close()
     assert worker.wait(SOON_SECONDS) == 0
@@ -68,7 +68,7 @@ def test_a_second_signal_ends_the_drain(world: World) -> None:
     stream = world.submit(request(0, max_tokens=400))
     world.wait(lambda: len(stream.tokens) > 0)
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: world.engine.is_worker_stopping, what="its message")
+    eventually(lambda: world.engine.worker_status.is_stopping, what="its message")
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(SOON_SECONDS) == -signal.SIGTERM
 
@@ -92,7 +92,7 @@ def test_requests_that_come_during_the_drain_are_run(world: World) -> None:
     first = world.submit(request(0, max_tokens=100))
     world.wait(lambda: len(first.tokens) > 0)
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: world.engine.is_worker_stopping, what="its message")
+    eventually(lambda: world.engine.worker_status.is_stopping, what="its message")
     second = world.submit(request(1, max_tokens=20))
     world.wait_ended([first, second])
     second.check(world.options.vocab_size)
@@ -107,13 +107,13 @@ def test_a_released_worker_is_sent_one_goodbye(world: World, has_request: bool) 
         worker.say(hello(7))
         world.wait_joined()
         worker.say(Stopping(7))
-        eventually(lambda: world.engine.is_worker_stopping)
+        eventually(lambda: world.engine.worker_status.is_stopping)
         assert worker.hear() == Goodbye(7, "no request is left to run")
         if has_request:  # it came too late for this worker
             world.submit(request(0))
         worker.say(Goodbye(7))
         world.wait(lambda: len(world.losses) == 1)
-        assert not world.engine.is_worker_stopping
+        assert not world.engine.worker_status.is_stopping
 
 
 def test_requests_of_a_stopping_worker_that_is_killed_are_no_suspects() -> None:
@@ -129,7 +129,7 @@ def kill_while_it_stops(world: World) -> None:
     streams = [world.submit(request(i, max_tokens=100)) for i in range(8)]
     world.wait(lambda: all(stream.tokens for stream in streams))
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: world.engine.is_worker_stopping, what="its message")
+    eventually(lambda: world.engine.worker_status.is_stopping, what="its message")
     worker.kill()
     world.wait(lambda: len(world.losses) == 1)
     world.start_worker()

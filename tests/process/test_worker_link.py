@@ -21,7 +21,12 @@ from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 from support.worker_peer import Peer, hello
 
-from lineclear.scheduler.engine.worker_link import Arrival, WorkerGone, WorkerLink
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, Lost
+from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import CLOSED
 from lineclear.wire.codec import ProtocolMismatch, decode, encode
 from lineclear.wire.messages import (
     PROTOCOL,
@@ -39,17 +44,25 @@ from lineclear.wire.messages import (
     StepResult,
 )
 
+OUT_OF_MEMORY = StepError(7, 1, StepErrorKind.OUT_OF_MEMORY)
+
 
 def plan(epoch: int, step: int = 1) -> StepPlan:
     return StepPlan(epoch, step, (Row(0, 0, 1, True),))
 
 
+def lost(epoch: int, reason: str, loss: WorkerLoss = WorkerLoss.CLEAN) -> Lost:
+    return Lost(hello(epoch), reason, loss, must_kill=False, was_stopping=False)
+
+
 class Station:
-    """A link and some peers, all of which stay until the end unless a test closes them."""
+    """A link with its registry, and peers that stay connected until the end unless a test closes them."""
 
     def __init__(self) -> None:
         self.directory = short_directory()
         self.link = WorkerLink(self.directory)
+        self.workers = WorkerRegistry(WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS), lambda count: 0.0)
+        self.is_timing_out = True
         self.context = bare_context()
         self._peers: list[Peer] = []
 
@@ -61,29 +74,35 @@ class Station:
     def joined(self, epoch: int) -> Peer:
         peer = self.peer(epoch)
         peer.say(hello(epoch))
-        assert self.expect(1) == [hello(epoch)]
+        assert self.expect(1) == [Joined(hello(epoch))]
         return peer
 
-    def expect(self, count: int, seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
-        """Receive until `count` messages have arrived."""
-        arrivals: list[Arrival] = []
-        end = time.monotonic() + seconds
-        while len(arrivals) < count:
-            assert time.monotonic() < end, f"only {arrivals}"
-            self.link.wait(end)
-            arrivals += self.link.receive()
-        return arrivals
+    def receive(self) -> list[Fact]:
+        """Receive and check timeouts once, as the engine does."""
+        now = time.monotonic()
+        outputs = list(self.link.receive(self.workers, now))
+        return outputs + (self.link.perform(self.workers.check(now)) if self.is_timing_out else [])
 
-    def settle(self, seconds: float = 0.3, until: Callable[[], bool] = lambda: True) -> list[Arrival]:
-        """All that arrives in a while, and until something is so: for what must not come."""
-        arrivals: list[Arrival] = []
+    def expect(self, count: int, seconds: float = PATIENCE_SECONDS) -> list[Fact]:
+        """Receive until `count` outputs have followed."""
+        outputs: list[Fact] = []
+        end = time.monotonic() + seconds
+        while len(outputs) < count:
+            assert time.monotonic() < end, f"only {outputs}"
+            self.link.wait(min(end, self.workers.next_check(time.monotonic())))
+            outputs += self.receive()
+        return outputs
+
+    def settle(self, seconds: float = 0.3, until: Callable[[], bool] = lambda: True) -> list[Fact]:
+        """Receive for `seconds` and until a condition holds; return all outputs."""
+        outputs: list[Fact] = []
         begin = now = time.monotonic()
         while now < begin + seconds or not until():
             assert now < begin + PATIENCE_SECONDS, self.link.counters
             self.link.wait(now + 0.05)
-            arrivals += self.link.receive()
+            outputs += self.receive()
             now = time.monotonic()
-        return arrivals
+        return outputs
 
 
 @pytest.fixture
@@ -113,7 +132,7 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
     peer.plans = station.context.socket(zmq.DEALER)
     peer.plans.set(zmq.IDENTITY, (8).to_bytes(8, "little"))
     peer.plans.connect(f"ipc://{station.directory}/plan.sock")
-    assert station.expect(1) == [hello(8)]
+    assert station.expect(1) == [Joined(hello(8))]
     station.link.send(plan(8))
     assert peer.hear() == plan(8)
 
@@ -122,7 +141,7 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
 def test_a_stranger_is_told_to_join_again(station: Station, message: Message) -> None:
     peer = station.peer(9)
     eventually(lambda: station.link.is_reachable(9))
-    counters = station.link.counters
+    counters = station.workers.counters
     peer.say(message)
     station.settle(0.1, until=lambda: counters.stale_messages == 1)
     assert peer.hear() == Rejoin(9)
@@ -134,30 +153,32 @@ def test_a_stranger_is_told_to_join_again(station: Station, message: Message) ->
 
 def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
     peer = station.joined(7)
-    station.link.end_epoch(7)
+    now = time.monotonic()
+    station.link.perform(station.workers.on_bad_result("9 tokens", now))
+    station.link.perform(station.workers.on_kill_answer(7, False, now))
     assert peer.hear() == Rejoin(7)
     peer.say(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
-    assert station.settle(until=lambda: station.link.counters.stale_messages == 3) == []
+    assert station.settle(until=lambda: station.workers.counters.stale_messages == 3) == []
 
 
 def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -> None:
     first = station.joined(7)
     second = station.peer(9)
     second.say(hello(9))
-    assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > 0) == []
+    assert station.settle(0.1, until=lambda: station.workers.counters.refused_joins > 0) == [JoinRefused(hello(9))]
     answer = second.hear()
     assert isinstance(answer, Goodbye)
     assert "another worker is joined" in answer.reason
     station.link.send(plan(7))
     assert first.hear() == plan(7)
-    assert station.link.counters.refused_workers == 1
+    assert station.workers.counters.refused_joins == 1
 
 
 def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
     peer = station.joined(7)
     begin = time.monotonic()
     peer.leave()
-    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert station.expect(1) == [lost(7, CLOSED, WorkerLoss.KILLED)]
     assert time.monotonic() - begin < SOON_SECONDS
     station.joined(9)
 
@@ -165,13 +186,14 @@ def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
 def test_last_words_count_that_come_after_the_other_connection_closed(station: Station) -> None:
     """A worker that leaves closes both; which of them is seen first is chance."""
     peer = station.joined(7)
+    station.is_timing_out = False
     peer.plans.close()
-    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert station.settle(0.0, until=lambda: station.workers.joined is None) == []
     peer.say(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
-    assert station.expect(2) == [StepResult(7, 3, (5,)), Goodbye(7, "told to stop")]
+    assert station.expect(2) == [StepResult(7, 3, (5,)), lost(7, "it left: told to stop")]
     successor = station.joined(9)
     peer.say(Goodbye(7, "told to stop"))
-    assert station.settle(until=lambda: station.link.counters.stale_messages == 1) == []
+    assert station.settle(until=lambda: station.workers.counters.stale_messages == 1) == []
     successor.leave()
 
 
@@ -190,13 +212,20 @@ def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
 
 
 @pytest.mark.parametrize(
-    "last", [StepError(7, 1, StepErrorKind.OUT_OF_MEMORY), Goodbye(7, "done")], ids=lambda m: type(m).__name__
+    ("last", "outputs"),
+    [
+        (OUT_OF_MEMORY, [OUT_OF_MEMORY, lost(7, "a step failed: out_of_memory")]),
+        (Goodbye(7, "done"), [lost(7, "it left: done")]),
+    ],
+    ids=["StepError", "Goodbye"],
 )
-def test_after_its_last_word_the_same_worker_may_join_again_at_once(station: Station, last: Message) -> None:
+def test_after_its_last_word_the_same_worker_may_join_again_at_once(
+    station: Station, last: Message, outputs: list[Fact]
+) -> None:
     peer = station.joined(7)
     second = station.peer(9)
     peer.say(last, hello(9))
-    assert station.expect(2) == [last, hello(9)]
+    assert station.expect(len(outputs) + 1) == [*outputs, Joined(hello(9))]
     station.link.send(plan(9))
     assert second.hear() == plan(9)
 
@@ -267,7 +296,7 @@ def test_a_message_over_the_limit_costs_its_sender_the_connection(station: Stati
     disconnected = peer.results.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.results.send(b"x" * 100_000)
     assert disconnected.poll(PATIENCE_SECONDS * 1000)
-    assert strict.receive() == []
+    assert list(strict.receive(station.workers, time.monotonic())) == []
     assert strict.counters.bytes_received == 0
     strict.close()
 
@@ -433,10 +462,10 @@ def test_a_refused_worker_takes_over_at_once() -> None:
         world.wait_joined()
         for number in range(3):
             workers.append(world.start_worker())
-            eventually(lambda: world.engine.snapshot().link.refused_workers > number, what="refused")  # noqa: B023
+            eventually(lambda: world.engine.snapshot().membership.refused_joins > number, what="refused")  # noqa: B023
         streams = [world.submit(request(i, max_tokens=400)) for i in range(8)]
         for number in range(1, 4):
-            joined = world.engine.worker
+            joined = world.engine.worker_status.hello
             assert joined is not None
             world.wait(lambda: all(len(stream.tokens) > number * 20 for stream in streams))  # noqa: B023
             next(worker for worker in workers if worker.pid == joined.pid).kill()
@@ -453,7 +482,7 @@ def test_a_refused_worker_asks_again_by_itself_too() -> None:
         world.start_worker()
         world.wait_joined()
         world.start_worker()
-        eventually(lambda: world.engine.snapshot().link.refused_workers >= 3, what="asking again")
+        eventually(lambda: world.engine.snapshot().membership.refused_joins >= 3, what="asking again")
 
 
 def refused(world: World, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
@@ -494,8 +523,8 @@ def test_the_place_is_offered_to_each_waiting_worker_when_it_is_free(station: St
     first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
     for peer, epoch in zip(waiting, (9, 11), strict=True):
         peer.say(hello(epoch))
-        assert station.settle(0.1, until=lambda: station.link.counters.refused_workers > (epoch > 9)) == []  # noqa: B023
+        assert station.expect(1) == [JoinRefused(hello(epoch))]
         assert isinstance(peer.hear(), Goodbye)
     first.leave()
-    assert station.expect(1) == [Goodbye(7, "its connection closed")]
+    assert station.expect(1) == [lost(7, CLOSED, WorkerLoss.KILLED)]
     assert [peer.hear() for peer in waiting] == [Rejoin(9), Rejoin(11)]

@@ -366,7 +366,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
         supervised(world, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001))
         assert len(world.joins) == 21
         assert _zombies() == []
-        assert world.engine.snapshot().incarnation == 21
+        assert world.engine.snapshot().worker.num_joins == 21
 
 
 def descriptors() -> set[str]:

@@ -17,7 +17,7 @@ from support.engine_harness import Stream, World, eventually, request
 from support.time_limits import PATIENCE_SECONDS
 from support.worker_peer import Peer, hello, peers
 
-from lineclear.scheduler.core.scheduler import CoreLimits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -209,12 +209,10 @@ SCRIPTS = {
         < worker_lost 7: its process ended
         < anomaly: its process ended
         < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-        < 7 gets Rejoin
         > 9 connects
         > 9 sends hello 1
         < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
         > process 7 exits -9
-        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
         > 11 connects
         > 11 sends hello 2
         < worker_joined 11
@@ -379,7 +377,7 @@ class Player:
         if self._stream is not None and len(self._stream.tokens) > self._num_tokens:
             self._num_tokens = len(self._stream.tokens)
             found.append(f"tokens {self._num_tokens}")
-        if self._is_hung != self._world.engine.is_worker_hung:
+        if self._is_hung != self._world.engine.worker_status.is_hung:
             self._is_hung = not self._is_hung
             found.append("hung" if self._is_hung else "not hung")
         return [line.partition("cannot be: ")[0] + "cannot be" if "cannot be: " in line else line for line in found]

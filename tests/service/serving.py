@@ -32,7 +32,7 @@ from lineclear.scheduler.core.events import (
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.grpc_api.admin_service import AdminService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.server import Server
@@ -95,7 +95,7 @@ class FakeEngine:
         self.is_draining = False
         self.answer: Callable[[Request], Sequence[int]] | None = None
         self.refusal: LineclearError | None = None
-        self.worker: Hello | None = None
+        self.worker_status = WorkerStatus()
         self._publish = publish
         self._records: dict[str, RequestStats] = {}
         self._core = Scheduler(CoreLimits())
@@ -134,7 +134,7 @@ class FakeEngine:
         self.is_draining = True
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(self._core.snapshot(), self.worker, int(self.worker is not None))
+        return EngineSnapshot(self._core.snapshot(), self.worker_status)
 
     # --- what the test says ---
 
@@ -144,16 +144,17 @@ class FakeEngine:
         return self.submitted[number - 1].request_id
 
     def join(self, hello: Hello = HELLO) -> None:
-        self.worker = hello
+        self.worker_status = WorkerStatus(hello, hello, num_joins=1)
         self._publish([WorkerJoined(hello.epoch)])
 
     def lose(self) -> None:
-        self.worker = None
+        self.worker_status = replace(self.worker_status, hello=None)
         self._publish([WorkerLost(HELLO.epoch)])
 
     def start(self, key: str, cached_tokens: int = 0) -> None:
         self._records[key] = replace(self._records[key], started_at=monotonic(), cached_tokens=cached_tokens)
-        fingerprint = "" if self.worker is None else self.worker.model_fingerprint
+        hello = self.worker_status.hello
+        fingerprint = "" if hello is None else hello.model_fingerprint
         self._publish([Started(key, 3, 12, cached_tokens, fingerprint)])
 
     def tokens(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
@@ -273,7 +274,7 @@ async def serving(
     operations = FakeOperations()
     admin.attach(operations)
     server = Server(chosen, service, admin)
-    service.on_worker = server.set_ready
+    service.on_worker = server.set_worker
     await server.start()
     if joined:
         engine.join()

@@ -44,7 +44,7 @@ def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> Non
     process = Process(flags, text_fingerprint="0123456789abcdef")
     try:
         assert process.exit_code() == 76
-        refused = process.wait_for("worker_refused")
+        refused = process.wait_for("join_rejected")
         assert refused["theirs"] == "0123456789abcdef"
         assert "same model directory" in refused["reason"]
         assert not [line for line in process.lines if line.get("event") == "worker_joined"]

@@ -27,8 +27,8 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
@@ -98,7 +98,7 @@ class World:
         *,
         directory: Path | None = None,
         core: CoreLimits | Scheduler | None = None,
-        patience: WorkerTimeouts | None = None,
+        timeouts: WorkerTimeouts | None = None,
         max_inbox: int = 4096,
         check_every_steps: int = 1,
         options: ToyOptions | None = None,
@@ -129,15 +129,12 @@ class World:
             self.core,
             self.link,
             self._publish,
+            self,
             clock,
             # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
-            patience=patience or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            timeouts=timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
             max_inbox=max_inbox,
             check_every_steps=check_every_steps,
-            on_joined=self._joined,
-            on_broken=self._broken,
-            on_explained=self._explained,
-            on_progress=self._progressed,
             on_anomaly=on_anomaly,
             on_fatal=self._died,
         )
@@ -183,22 +180,24 @@ class World:
         """Wait until every one of `streams` has ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
-    def _joined(self, hello: Hello) -> None:
+    # --- what the engine reports to a supervisor ---
+
+    def worker_joined(self, hello: Hello) -> None:
         if self.supervisor is not None:
             self.supervisor.worker_joined(hello)
 
-    def _broken(self, hello: Hello, reason: str) -> bool:
+    def worker_broken(self, hello: Hello, reason: str) -> bool:
         self.broken.append(reason)
         if self.supervisor is None or self.is_killing:
             return self.is_killing
         return self.supervisor.worker_broken(hello, reason)
 
-    def _explained(self) -> None:
+    def crashes_explained(self) -> None:
         self.num_explained += 1
         if self.supervisor is not None:
             self.supervisor.crashes_explained()
 
-    def _progressed(self) -> None:
+    def worker_progressed(self) -> None:
         if self.supervisor is not None:
             self.supervisor.worker_progressed()
 
@@ -209,20 +208,17 @@ class World:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the engine from doing anything."""
+        """Block the engine's thread."""
         entered, released = threading.Event(), threading.Event()
 
-        def hold(events: Sequence[Event]) -> None:
-            self.on_publish = lambda events: None
+        def hold() -> None:
             entered.set()
             released.wait()
 
-        self.on_publish = hold
-        bait = self.submit(request(10_000, max_tokens=1))
+        self.engine.call_on_engine_thread(hold)
         assert entered.wait(PATIENCE_SECONDS)
         yield
         released.set()
-        self.wait_ended([bait])
 
     def _publish(self, events: Sequence[Event]) -> None:
         self.on_publish(events)

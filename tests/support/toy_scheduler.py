@@ -40,15 +40,14 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
             if isinstance(event, Finished):
                 submit()
 
-    def joined(hello: Hello) -> None:
-        print(json.dumps({"joined": hello.pid}), flush=True)
-        supervisor.worker_joined(hello)
+    class Supervisor(WorkerSupervisor):
+        def worker_joined(self, hello: Hello) -> None:
+            print(json.dumps({"joined": hello.pid}), flush=True)
+            super().worker_joined(hello)
 
-    supervisor = WorkerSupervisor(
-        command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set()
-    )
+    supervisor = Supervisor(command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
     link = WorkerLink(directory)
-    engine = Engine(Scheduler(CoreLimits()), link, publish, on_joined=joined, on_broken=supervisor.worker_broken)
+    engine = Engine(Scheduler(CoreLimits()), link, publish, supervisor)
     engine.start()
     for _ in range(num_streams):
         submit()

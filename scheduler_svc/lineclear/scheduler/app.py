@@ -25,8 +25,8 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_monitor import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
@@ -72,14 +72,12 @@ async def serve(
         core,
         link,
         service.publish,
+        supervisor,
         max_inbox=_max_inbox(settings),
         check_every_steps=settings.invariant_check_interval_steps,
-        patience=_worker_timeouts(settings),
-        accepts=_same_files(files.fingerprint, leaving),
-        on_joined=supervisor.worker_joined,
-        on_broken=supervisor.worker_broken,
-        on_explained=supervisor.crashes_explained,
-        on_progress=supervisor.worker_progressed,
+        timeouts=_worker_timeouts(settings),
+        text_fingerprint=files.fingerprint,
+        on_rejected=_on_rejected(files.fingerprint, leaving),
         on_anomaly=recordings.dump,
         on_fatal=leaving.on_fatal,
     )
@@ -88,7 +86,7 @@ async def serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.begin_recording, "SIGUSR2")
     service.attach(engine)
     admin.attach(operations)
-    service.on_worker = server.set_ready
+    service.on_worker = server.set_worker
     service.on_fatal = leaving.on_fatal
     engine.start()
     stack.callback(_stop, engine, leaving)
@@ -96,7 +94,7 @@ async def serve(
         engine.busy_seconds,
         server.set_live,
         limit_seconds=settings.watchdog_timeout_seconds,
-        on_beat=lambda: server.set_worker_hung(engine.is_worker_hung),
+        on_tick=lambda: server.set_worker(engine.worker_status),
     )
     pulse.start()
     stack.callback(pulse.stop)
@@ -114,25 +112,22 @@ def _stop(engine: Engine, leaving: ShutdownController) -> None:
         leaving.exit_code = ExitCode.INTERNAL
 
 
-def _same_files(ours: str, leaving: ShutdownController) -> Callable[[Hello], bool]:
-    """Whether a worker has read the tokenizer files that this process has read; else this process ends.
+def _on_rejected(ours: str, leaving: ShutdownController) -> Callable[[Hello], None]:
+    """Return the callback that shuts down because a worker has read other tokenizer files than this process.
 
     The tokens of waiting requests and the text of running ones depend on the tokenizer, so it is not exchanged while
-    serving. A new process reads the files anew.
+    serving. A new process reads the files again.
     """
 
-    def accepts(hello: Hello) -> bool:
-        if hello.text_fingerprint in ("", ours):
-            return True
+    def on_rejected(hello: Hello) -> None:
         reason = (
             "the worker has read other tokenizer, chat template or generation_config files than the scheduler; "
             "give both the same model directory and start the scheduler again"
         )
-        log.error("worker_refused", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
+        log.error("join_rejected", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
         leaving.start_from_any_thread(ExitCode.OTHER_FILES, reason)
-        return False
 
-    return accepts
+    return on_rejected
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ class Watchdog:
     """Beats on the running event loop from `start` to `stop`; a thread listens.
 
     `engine_busy_seconds` says how long the engine has been at one turn. `on_live` is called on the loop when the engine
-    has stood still for `limit_seconds` (False), and when it goes on (True); `on_beat` with every beat. `dump` writes
+    has stood still for `limit_seconds` (False), and when it goes on (True); `on_tick` with every beat. `dump` writes
     the stacks of all threads.
     """
 
@@ -36,13 +36,13 @@ class Watchdog:
         on_live: Callable[[bool], None],
         *,
         limit_seconds: float,
-        on_beat: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
         dump: Callable[[], None] = lambda: faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True),
     ) -> None:
         self._engine_busy_seconds = engine_busy_seconds
         self._on_live = on_live
         self._limit_seconds = limit_seconds
-        self._on_beat = on_beat
+        self._on_tick = on_tick
         self._dump = dump
         self._is_live = True
         self._tick_at = time.monotonic()
@@ -73,7 +73,7 @@ class Watchdog:
             else:
                 log.warning("engine_goes_on")
             self._on_live(is_live)
-        self._on_beat()
+        self._on_tick()
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def _watch(self) -> None:

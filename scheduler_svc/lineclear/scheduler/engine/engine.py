@@ -1,8 +1,7 @@
-"""The engine: the one thread that owns the core. Carries requests in, plans out, results in, events out.
+"""The engine thread: owns the core and carries requests in, plans out, results in and events out.
 
-Decides the order of these four, and what the loss of a worker means to everybody. What runs next is the core's
-decision, when a worker has been waited for long enough the vigil's, how frames travel the link's, what events mean to a
-caller the service's.
+The core decides what runs, `WorkerRegistry` which worker is joined and when it counts as hung. `WorkerLink` sends and
+receives, the supervisor starts and kills processes.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
+from typing import Protocol
 
 import structlog
 
@@ -25,25 +25,25 @@ from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot, StepTime
-from lineclear.scheduler.engine.worker_link import CLOSED, Arrival, WorkerGone, WorkerLink
-from lineclear.scheduler.engine.worker_monitor import WorkerMonitor, WorkerTimeouts, loss_by_exit
-from lineclear.wire.messages import (
-    Goodbye,
-    Hello,
-    LogLevel,
-    SetLogLevel,
-    StepError,
-    StepErrorKind,
-    StepResult,
-    Stopping,
+from lineclear.scheduler.engine.engine_stats import (
+    MAX_STEP_TIMES,
+    EngineCounters,
+    EngineSnapshot,
+    StepTime,
+    WorkerStatus,
 )
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, JoinRejected, Lost, Output
+from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
+from lineclear.scheduler.engine.worker_process import loss_by_exit
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepResult, Stopping
 
 log = structlog.get_logger()
 
-_MAX_COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up the results of those that run
+_MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the results of running ones
 _SNAPSHOT_SECONDS = 0.05
-_STANDSTILL_SECONDS = 1.0
+_SUSPENDED_SECONDS = 1.0
 _STOP_SECONDS = 10.0
 
 
@@ -51,20 +51,33 @@ class EngineStuck(Exception):
     """The engine's thread does not end. Only the end of the process ends it."""
 
 
+class Supervisor(Protocol):
+    """What the engine reports to the owner of the worker processes. Called on the engine's thread; must not block."""
+
+    def worker_joined(self, hello: Hello) -> None:
+        """A worker has joined."""
+
+    def worker_broken(self, hello: Hello, reason: str) -> bool:
+        """Kill this worker; return whether that is being done. Its process may not join again then."""
+        ...
+
+    def worker_progressed(self) -> None:
+        """The joined worker has made progress, in the sense of `crash_budget`. Once for each worker."""
+
+    def crashes_explained(self) -> None:
+        """The last crashes were the fault of a request, which has failed now."""
+
+
 class Engine:
     """Runs a core over a link. Requests, cancellations and the like come from any thread and never block.
 
-    `publish` gets what happened, in order, on the engine's thread, and must not block; plans are on their way by then.
-    A worker joins only where `accepts(hello)`.
-    `on_joined(hello)` and `on_broken(hello, reason)` tell a supervisor that a worker is up, or has to be killed; the
-    latter returns whether that is being done, and then this process joins no more.
-    `on_explained()` tells it that the last ends of workers were a request's fault, which has failed now;
-    `on_progress()`, once for each worker, that this one has made progress (see `crash_budget`).
-    The core's invariants are checked every `check_every_steps` results and whenever nothing is in flight any more; 0:
-    never. A breach ends the thread: what the core would decide next could be wrong.
-    `on_anomaly(what)` is called when a worker is lost, a step took far too long or the thread dies.
-    `on_fatal(error)` is called when the thread dies, after which nothing is published any more: the server must end.
-    All of them run on the engine's thread.
+    `publish(events)` receives events in order and must not block; the plans of the same iteration are sent before.
+    A worker whose Hello has another `text_fingerprint` is rejected, and passed to `on_rejected`; empty: not compared.
+    The core's invariants are checked every `check_every_steps` results and whenever no step is in flight; 0: never.
+    A violation ends the thread, because the core's next decision could be wrong.
+    `on_anomaly(what)` is called when a worker is lost, a step is far too slow or the thread dies.
+    `on_fatal(error)` is called when the thread dies; nothing is published after it, so the server must end.
+    All callbacks run on the engine's thread.
     """
 
     def __init__(
@@ -72,16 +85,14 @@ class Engine:
         core: Scheduler,
         link: WorkerLink,
         publish: Callable[[Sequence[Event]], None],
+        supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
         *,
-        patience: WorkerTimeouts | None = None,
+        timeouts: WorkerTimeouts | None = None,
+        text_fingerprint: str = "",
         max_inbox: int = 4096,
         check_every_steps: int = 64,
-        accepts: Callable[[Hello], bool] = lambda hello: True,
-        on_joined: Callable[[Hello], None] = lambda hello: None,
-        on_broken: Callable[[Hello, str], bool] = lambda hello, reason: False,
-        on_explained: Callable[[], None] = lambda: None,
-        on_progress: Callable[[], None] = lambda: None,
+        on_rejected: Callable[[Hello], None] = lambda hello: None,
         on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -91,31 +102,26 @@ class Engine:
         self._link = link
         self._publish = publish
         self._clock = clock
+        self._workers = WorkerRegistry(
+            timeouts or WorkerTimeouts(), self._predicted_seconds, text_fingerprint=text_fingerprint
+        )
+        self._supervisor = supervisor
         self._max_inbox = max_inbox
         self._check_every_steps = check_every_steps
+        self._on_rejected, self._on_anomaly, self._on_fatal = on_rejected, on_anomaly, on_fatal
         self._num_unchecked_steps = 0
-        self._accepts = accepts
-        self._on_joined, self._on_broken, self._on_fatal = on_joined, on_broken, on_fatal
-        self._on_explained, self._on_progress, self._on_anomaly = on_explained, on_progress, on_anomaly
         self._inbox: deque[Callable[[float], list[Event]]] = deque()
         self._refused: deque[Request] = deque()
-        self._hello: Hello | None = None
-        self._last_hello: Hello | None = None  # of the joined worker, or of the one before
-        self._log_level: LogLevel | None = None  # that workers are to have; None: the one they start with
-        self._is_level_told = True  # to the joined worker
-        self._is_worker_stopping = False  # the joined worker was told to stop
-        self._is_over = False  # nothing is read any more
-        self._is_worker_released = False  # and has been sent Goodbye, because nothing is left to run
-        self._monitor = WorkerMonitor(patience or WorkerTimeouts(), self._predicted_seconds)  # over the joined worker
-        self._incarnation = 0
+        self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
+        self._is_released = False  # a stopping worker may exit at once: its results are not needed any longer
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
-        self._next_wakeup = math.inf  # when wait() was to return at the latest
+        self._next_wakeup = math.inf  # latest time at which wait() was to return
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
-        self._iteration_began: float | None = None  # None while waiting
+        self._iteration_started_at: float | None = None  # None while waiting
         self._stopped = False
-        self._leaving = False
+        self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from any thread --------------------------------------------------------------------------------------------
@@ -125,9 +131,9 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_seconds: float = _STOP_SECONDS) -> None:
-        """End the thread. Live requests hear nothing more; the link is the caller's again.
+        """End the thread. Live requests get no further events; the caller owns the link again.
 
-        Raises EngineStuck where the thread does not end in time. It may still use the link then.
+        Raises EngineStuck if the thread does not end in time. It may still use the link then.
         """
         self._stopped = True
         self._link.wake()
@@ -151,70 +157,60 @@ class Engine:
         self._link.wake()
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
-        """End a request with Failed(error or Cancelled), if it lives."""
+        """End a live request with Failed(error or Cancelled)."""
         self._enqueue(partial(self._core.cancel, request_id, error))
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        """Complete a request after `num_tokens` output tokens, if it lives: the text has a stop string there."""
+        """Complete a live request after `num_tokens` output tokens: its text has a stop string there."""
         self._enqueue(partial(self._core.finish, request_id, num_tokens))
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that live go on."""
+        """Refuse new requests from now on; live ones run to their end."""
         self._enqueue(self._drain)
 
     def release_worker(self) -> None:
-        """Let a worker that is told to stop end at once: nothing that it would compute is read any more."""
-        self._enqueue(self._set_over)
+        """Let a stopping worker exit at once: its further results are not needed."""
+        self._enqueue(self._release)
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         self._enqueue(lambda now: self._core.clear_prefix_cache())
 
     def set_log_level(self, level: str) -> None:
-        """Have the worker log from `level` upwards, and every one that joins later."""
+        """Have the worker log from `level` upwards, and every worker that joins later."""
         self._enqueue(partial(self._set_log_level, LogLevel[level.upper()]))
 
     def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
-        """The process `pid` is dead. If it is the joined worker, its requests run again on the next one.
+        """Handle the exit of a process. If it is the joined worker, its requests run again on the next one.
 
-        `exit_code` is negative for a signal, None if nobody knows.
+        `exit_code` is negative for a signal, None if unknown.
         """
         self._enqueue(partial(self._worker_exited, pid, exit_code))
 
-    def call_on_engine_thread(self, look: Callable[[], object]) -> None:
-        """Have `look()` called on the engine's thread, when the core stands still. It must not raise, nor wait."""
+    def call_on_engine_thread(self, call: Callable[[], object]) -> None:
+        """Call `call()` on the engine's thread, between two changes of the core. It must not raise or block."""
 
         def command(now: float) -> None:
-            look()
+            call()
 
         self._enqueue(command)
 
     def snapshot(self) -> EngineSnapshot:
-        """Counters and gauges of a moment ago. Never waits for the engine."""
+        """Return counters and gauges of a moment ago. Never waits for the engine."""
         return self._snapshot
 
     def busy_seconds(self) -> float:
-        """How long the turn at work has taken; 0 while the engine waits for something to do. Any thread."""
-        began = self._iteration_began
-        return 0.0 if began is None else self._clock() - began
+        """Return how long the current iteration has taken; 0 while the engine waits. Any thread."""
+        started_at = self._iteration_started_at
+        return 0.0 if started_at is None else self._clock() - started_at
 
     @property
-    def is_worker_hung(self) -> bool:
-        """Whether a worker that has to be killed still lives. Where nobody supervises it, somebody else must."""
-        return self._monitor.hung_epoch is not None
-
-    @property
-    def is_worker_stopping(self) -> bool:
-        """Whether the joined worker was told to stop, and runs on until no request is left or its drain is over."""
-        return self._is_worker_stopping
-
-    @property
-    def worker(self) -> Hello | None:
-        """The Hello of the joined worker."""
-        return self._hello
+    def worker_status(self) -> WorkerStatus:
+        """Which worker is joined, at this moment."""
+        return self._workers.status
 
     def _enqueue(self, command: Callable[[float], list[Event] | None]) -> None:
-        # Not bounded by max_inbox: there are only so many of these for each request that was let in.
+        # Not bounded by max_inbox: each admitted request adds only a few of these.
         self._inbox.append(lambda now: command(now) or [])
         self._link.wake()
 
@@ -226,41 +222,47 @@ class Engine:
                 self._run_once()
         except BaseException as error:
             self.failure = error
-            self._on_fatal(error)  # first: nothing may come between a death and its news
+            self._on_fatal(error)  # first, because what follows may fail too
             self._on_anomaly(f"the engine died: {type(error).__name__}")
             log.error("engine_died", error=type(error).__name__, places=exception_location(error))
 
     def _run_once(self) -> None:
-        now = self._iteration_began = self._clock()
+        now = self._iteration_started_at = self._clock()
         self._counters.iterations += 1
-        if now > self._next_wakeup + _STANDSTILL_SECONDS:
-            self._extend_deadlines(now)
+        if now > self._next_wakeup + _SUSPENDED_SECONDS:
+            # Messages that the worker sent in the meantime are still to be received.
+            log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
+            self._workers.extend_deadlines(now)
         self._next_wakeup = math.inf
         events = self._run_commands(now)
-        for arrival in self._link.receive():
-            self._on_message(arrival, events, now)
-        self._check_worker(events, now)
+        for fact in self._link.receive(self._workers, now):
+            self._handle(fact, events, now)
+        self._check_workers(events, now)
         events += self._core.expire(now)
         self._send_log_level()
         self._send_plans(events, now)
-        self._release_worker()
+        self._send_goodbye()
         if events:
             begin = time.perf_counter()
             self._publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
         self._check_invariants()
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._monitor.is_idle:
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
-            self._next_wakeup = min(
-                self._monitor.next_check(self._link.last_heard, now), _or_infinity(self._core.next_deadline())
-            )
-            self._iteration_began = None
+            self._next_wakeup = min(self._workers.next_check(now), _or_infinity(self._core.next_deadline()))
+            self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._workers.serving is None or self._workers.serving.is_idle
+
+    # --- commands ---------------------------------------------------------------------------------------------------
 
     def _run_commands(self, now: float) -> list[Event]:
         events: list[Event] = []
-        for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_TURN)):
+        for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_ITERATION)):
             events += self._inbox.popleft()(now)
         while self._refused:
             message = f"{self._max_inbox} orders are unread, which is the limit that follows from --max-queue-size"
@@ -275,21 +277,18 @@ class Engine:
             return [_refusal(request, error, now)]
 
     def _drain(self, now: float) -> None:
-        self._leaving = True
+        self._draining = True
         self._core.drain(now)
 
-    def _set_over(self, now: float) -> None:
-        self._is_over = True
+    def _release(self, now: float) -> None:
+        self._is_released = True
 
     def _set_log_level(self, level: LogLevel, now: float) -> None:
-        self._log_level, self._is_level_told = level, False
+        self._log_level = level
 
     def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []
-        if self._last_hello is not None and self._last_hello.pid == pid:
-            self._link.block_process(self._last_hello)
-        if self._hello is not None and self._hello.pid == pid:
-            self._on_worker_lost("its process ended", events, now, loss_by_exit(exit_code))
+        self._handle_all(self._workers.on_process_exit(pid, loss_by_exit(exit_code), now), events, now)
         return events
 
     # --- plans and results ------------------------------------------------------------------------------------------
@@ -297,81 +296,76 @@ class Engine:
     def _send_plans(self, events: list[Event], now: float) -> None:
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
-        while not self._monitor.is_closed and (plan := self._core.plan(now)) is not None:
+        while (worker := self._workers.joined) is not None and (plan := self._core.plan(now)) is not None:
             try:
                 self._link.send(plan)
             except WorkerGone:
-                self._monitor.connection_closed(now)
-                break
-            self._monitor.plan_sent(plan, now)
+                self._handle_all(self._workers.on_unsent_plan(now), events, now)
+            else:
+                worker.plan_sent(plan, now)
         events += self._core.drain_events()
         encode_seconds = self._link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
 
-    def _on_message(self, arrival: Arrival, events: list[Event], now: float) -> None:
-        if isinstance(arrival, StepResult):
-            self._apply(arrival, events, now)
-        elif isinstance(arrival, Hello):
-            self._join(arrival, events, now)
-        elif isinstance(arrival, StepError):
-            log.error("step_failed", step=arrival.step, kind=arrival.kind.name.lower(), summary=arrival.summary)
-            events += self._core.on_step_error(arrival, now)
-            memory = arrival.kind is StepErrorKind.OUT_OF_MEMORY
-            # What went wrong on the way is nobody's fault who was running.
-            astray = arrival.kind is StepErrorKind.PROTOCOL
-            loss = WorkerLoss.CLEAN if memory or astray else WorkerLoss.CRASHED
-            self._on_worker_lost(f"a step failed: {arrival.kind.name.lower()}", events, now, loss, kill=not memory)
-        elif isinstance(arrival, Stopping):
-            self._is_worker_stopping = True
-            log.info("worker_stopping", epoch=arrival.epoch, num_live=self._core.num_live)
-        elif arrival.reason == CLOSED and self._hello is not None:
-            self._monitor.connection_closed(now)
-        else:
-            self._on_worker_lost(f"it left: {arrival.reason}", events, now, WorkerLoss.CLEAN)
-
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
-        if self._hello is None or result.epoch != self._hello.epoch:
-            return  # it came in one batch with the message that ended its epoch
+        worker = self._workers.serving
+        assert worker is not None, "the registry returns results of the serving worker only"
         begin = time.perf_counter()
         try:
             events += self._core.apply(result, now)
         except BadResult as error:
-            self._on_worker_lost(f"it sent a result that cannot be: {error}", events, now, WorkerLoss.CLEAN, kill=True)
+            self._handle_all(self._workers.on_bad_result(str(error), now), events, now)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         self._num_unchecked_steps += 1
-        step_time, is_slow = self._monitor.result_received(result, now)
-        if self._monitor.take_progress(now):
-            self._on_progress()
-        if is_slow:
+        timing = worker.result_applied(result, now)
+        if worker.take_progress(now):
+            self._supervisor.worker_progressed()
+        if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
-        self._step_times.append(step_time)
+        self._step_times.append(timing.time)
 
     def _check_invariants(self) -> None:
-        """Check the core now and then. Plans and events of this turn are on their way already."""
+        """Check the core now and then, after the plans and events of this iteration are sent."""
         unchecked, every = self._num_unchecked_steps, self._check_every_steps
-        if every and unchecked and (unchecked >= every or self._monitor.is_idle):
+        if every and unchecked and (unchecked >= every or self._is_idle):
             begin = time.perf_counter()
             invariants.check(self._core, with_waiting_prompts=False)
             self._num_unchecked_steps = 0
             self._counters.checks += 1
             self._counters.check_seconds += time.perf_counter() - begin
 
-    # --- the worker -------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------------------------
 
-    def _join(self, hello: Hello, events: list[Event], now: float) -> None:
-        if self._monitor.is_closed:
-            self._on_worker_lost(CLOSED, events, now, WorkerLoss.KILLED)
-        assert self._hello is None, "the link joins one worker at a time"
-        if hello.epoch != self._link.epoch:
-            return  # it came in one batch with the message that condemned its process
-        if not self._accepts(hello):
-            self._link.block_process(hello)
-            return
-        self._hello = self._last_hello = hello
-        self._monitor.begin(now)
-        self._is_level_told = self._log_level is None
-        self._incarnation += 1
+    def _handle_all(self, outputs: Iterable[Output], events: list[Event], now: float) -> None:
+        for fact in self._link.perform(outputs):
+            self._handle(fact, events, now)
+
+    def _handle(self, fact: Fact, events: list[Event], now: float) -> None:
+        match fact:
+            case StepResult():
+                self._apply(fact, events, now)
+            case StepError():
+                log.error("step_failed", step=fact.step, kind=fact.kind.name.lower(), summary=fact.summary)
+                events += self._core.on_step_error(fact, now)
+            case Joined(hello):
+                self._on_joined(hello, events, now)
+            case Lost():
+                self._on_lost(fact, events, now)
+            case Stopping():
+                log.info("worker_stopping", epoch=fact.epoch, num_live=self._core.num_live)
+            case JoinRefused(hello):
+                hint = "another worker is joined; this one may join after it"
+                log.warning("join_refused", epoch=hello.epoch, pid=hello.pid, hint=hint)
+            case JoinRejected(hello):
+                self._on_rejected(hello)
+
+    def _check_workers(self, events: list[Event], now: float) -> None:
+        self._handle_all(self._workers.check(now), events, now)
+        if (worker := self._workers.joined) is not None and worker.take_progress(now):
+            self._supervisor.worker_progressed()
+
+    def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.on_worker_change(hello, now)
         log.info(
             "worker_joined",
@@ -384,10 +378,10 @@ class Engine:
             num_slots=hello.num_slots,
         )
         self._warn_about_caps(hello)
-        self._on_joined(hello)
+        self._supervisor.worker_joined(hello)
 
     def _warn_about_caps(self, hello: Hello) -> None:
-        """Log every limit of ours that the worker's own is below: a step is held to the smaller one."""
+        """Log every limit of the scheduler that the worker's own is below: a step is held to the smaller one."""
         limits = self._core.limits
         caps = (
             ("--max-batch-size", limits.max_batch_size, hello.num_slots),
@@ -398,73 +392,56 @@ class Engine:
                 hint = f"start the worker with {flag} {asked}, or lower the scheduler's"
                 log.warning("worker_caps_batches", flag=flag, value=asked, worker_value=has, hint=hint)
 
-    def _send_log_level(self) -> None:
-        if not self._is_level_told and self._hello is not None and self._log_level is not None:
-            self._is_level_told = self._link.send_control(SetLogLevel(self._hello.epoch, self._log_level))
-
-    def _release_worker(self) -> None:
-        """Send Goodbye to a worker that was told to stop once no request is left that it could run."""
-        if self._hello is None or not self._is_worker_stopping or self._is_worker_released:
-            return
-        if self._core.num_live and not self._is_over:
-            return
-        self._is_worker_released = self._link.send_control(Goodbye(self._hello.epoch, "no request is left to run"))
-
-    def _on_worker_lost(
-        self, reason: str, events: list[Event], now: float, loss: WorkerLoss, *, kill: bool = False
-    ) -> None:
-        """The joined worker is gone, or as good as. Requests wait for the next one."""
-        hello = self._hello
-        if hello is None:
-            return
-        self._hello = None
-        self._monitor.end(hung=hello.epoch if kill else None)
+    def _on_lost(self, lost: Lost, events: list[Event], now: float) -> None:
+        """Put the requests of a lost worker back into the queue and have its process killed if necessary."""
+        hello = lost.hello
         events += self._core.drain_events()
-        # What stops a process may kill it when it takes too long. No request is a suspect for that.
-        is_expected = self._leaving or (self._is_worker_stopping and loss is WorkerLoss.KILLED)
-        ended = self._core.on_worker_change(None, now, WorkerLoss.CLEAN if is_expected else loss)
+        # A stopping worker may be killed because it takes too long: no request is a suspect then.
+        is_expected = self._draining or (lost.was_stopping and lost.loss is WorkerLoss.KILLED)
+        loss = WorkerLoss.CLEAN if is_expected else lost.loss
+        ended = self._core.on_worker_change(None, now, loss)
         events += ended
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
-            log.error("request_kills_workers", epoch=hello.epoch)
-            self._on_explained()
-        self._is_worker_stopping = self._is_worker_released = False
-        # A server that is leaving tells its worker to leave too.
-        say = log.info if self._leaving else log.warning
-        if loss is not WorkerLoss.CLEAN and not is_expected:
-            self._on_anomaly(reason)
-        say("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=reason, num_live=self._core.num_live)
-        if kill and self._on_broken(hello, reason):
-            self._link.block_process(hello)
-        else:
-            self._link.end_epoch(hello.epoch)
+            log.error("poison_request_failed", epoch=hello.epoch)
+            self._supervisor.crashes_explained()
+        if loss is not WorkerLoss.CLEAN:
+            self._on_anomaly(lost.reason)
+        write = log.info if self._draining else log.warning  # a server that drains stops its worker
+        write("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=lost.reason, num_live=self._core.num_live)
+        if lost.must_kill:
+            is_being_killed = self._supervisor.worker_broken(hello, lost.reason)
+            self._handle_all(self._workers.on_kill_answer(hello.epoch, is_being_killed, now), events, now)
 
-    def _check_worker(self, events: list[Event], now: float) -> None:
-        if self._hello is None:
-            self._monitor.check_hung(self._link.is_reachable)
-        elif (overdue := self._monitor.check_timeouts(self._link.last_heard, now)) is not None:
-            self._on_worker_lost(overdue.reason, events, now, overdue.loss, kill=overdue.kill)
-        elif self._monitor.take_progress(now):
-            self._on_progress()
+    def _send_log_level(self) -> None:
+        worker, level = self._workers.joined, self._log_level
+        if worker is None or level is None or worker.log_level is level:
+            return
+        if self._link.send_control(SetLogLevel(worker.epoch, level)):
+            worker.log_level = level
+
+    def _send_goodbye(self) -> None:
+        """Release a stopping worker once no request is left to run."""
+        worker = self._workers.joined
+        if worker is None or not worker.is_stopping or worker.is_released:
+            return
+        if self._is_released or not self._core.num_live:
+            worker.is_released = self._link.send_control(Goodbye(worker.epoch, "no request is left to run"))
+
+    # --- statistics -------------------------------------------------------------------------------------------------
 
     def _predicted_seconds(self, num_tokens: int) -> float:
         base, per_token, _ = self._snapshot.core.step_time
         return base + per_token * num_tokens
 
-    def _extend_deadlines(self, now: float) -> None:
-        """This process itself stood still (suspended, starved): what the worker said meanwhile is still under way."""
-        log.warning("engine_stood_still", seconds=round(now - self._next_wakeup, 3))
-        self._link.last_heard = now
-        self._monitor.extend_deadlines(now)
-
     def _take_snapshot(self, now: float) -> None:
         self._snapshot_at = now
         self._snapshot = EngineSnapshot(
             core=self._core.snapshot(),
-            hello=self._hello,
-            incarnation=self._incarnation,
+            worker=self._workers.status,
             step_times=tuple(self._step_times),
             counters=copy(self._counters),
             link=copy(self._link.counters),
+            membership=copy(self._workers.counters),
         )
 
 

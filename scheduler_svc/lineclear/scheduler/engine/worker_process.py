@@ -15,6 +15,7 @@ import structlog
 from lineclear.process import logging_setup
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standby import READY, StandbyLine
+from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.crash_budget import Backoff
 
 log = structlog.get_logger()
@@ -22,6 +23,13 @@ log = structlog.get_logger()
 _MIN_LIFETIME_SECONDS = 1.0  # from SIGKILL to the end of a process that has done nothing yet
 _STANDBY_DELAY_SECONDS = 1.0  # from the join of a worker to the start of its standby: the streams recover first
 _STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS = 1.0, 60.0
+_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # a process that crashes ends by other signals
+
+
+def loss_by_exit(code: int | None) -> WorkerLoss:
+    """Return how a worker was lost whose process exited with `code`: negative for a signal, None if unknown."""
+    is_from_outside = code is None or code == 0 or -code in _SIGNALS_FROM_OUTSIDE
+    return WorkerLoss.KILLED if is_from_outside else WorkerLoss.CRASHED
 
 
 class WorkerProcess:

@@ -28,7 +28,7 @@ from lineclear.errors import (
 )
 from lineclear.grpc_status import to_status
 from lineclear.scheduler.core.events import Event, StepTokens
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
@@ -73,15 +73,15 @@ class EngineApi(Submitter, Canceller, Protocol):
         ...
 
     @property
-    def worker(self) -> Hello | None:
-        """The Hello of the joined worker."""
+    def worker_status(self) -> WorkerStatus:
+        """Which worker is joined."""
         ...
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The handlers. On one event loop, which must be running when it is made.
 
-    `publish` is for the engine's thread. `on_worker` is called on the loop when a worker has joined (True) or is lost,
+    `publish` is for the engine's thread. `on_worker` is called on the loop when a worker has joined or is lost,
     `on_fatal` when an event could not be delivered: the streams cannot be trusted any more.
     """
 
@@ -93,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         generation_config: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_worker: Callable[[bool], None] = lambda joined: None
+        self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self.certificate: ServerCertificates | None = None
         """What the listeners present, for the metrics."""
@@ -106,8 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats = ServerStats(clock())
         self._quota = QueueQuota(_quota_limits(settings), clock)
         self._sessions: set[Session] = set()
-        self._hello: Hello | None = None  # of the last worker
-        self._bounds: ModelBounds | None = None
+        self._bounds: tuple[Hello, ModelBounds] | None = None  # computed once for each worker
         self._refusal: Callable[[], LineclearError] | None = None
         self._is_closed = False
         self._drain_ends_at: float | None = None
@@ -188,37 +187,41 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _on_worker_change(self, joined: bool) -> None:
         if joined:
-            self._on_worker_joined()
-        self.on_worker(joined)
+            self._model_bounds()
+        self.on_worker(self._engine.worker_status)
 
-    def _on_worker_joined(self) -> ModelBounds | None:
-        """The figures that requests are held to; those of the last worker while there is none."""
-        hello = self._engine.worker
-        if hello is not None and hello is not self._hello:
-            self._hello = hello
-            self._bounds = ModelBounds(
-                context_length=hello.max_model_len,
-                vocab_size=hello.vocab_size,
-                max_prompt_bytes=self._settings.max_prompt_bytes,
-                default_max_tokens=self._settings.default_max_tokens,
-                max_chat_messages=self._settings.max_chat_messages,
-                eos_ids=frozenset(hello.eos_token_ids),
-                defaults=self._defaults if self._settings.use_generation_config else {},
-                model=status_messages.served_model_name(self._settings, hello),
-                model_fingerprint=hello.model_fingerprint,
-                vocabulary=(hello.vocab_size, hello.eos_token_ids),
-            )
-            tokens = self._prompts.tokenizer.vocab_size
-            if tokens > hello.vocab_size:
-                log.warning("tokenizer_larger_than_model", tokens=tokens, vocabulary=hello.vocab_size)
-        return self._bounds
+    def _model_bounds(self) -> ModelBounds | None:
+        """Return the limits of the joined worker's model, or of the worker before; None before the first one."""
+        hello = self._engine.worker_status.last_hello
+        if hello is None:
+            return None
+        if self._bounds is None or self._bounds[0] is not hello:
+            self._bounds = hello, self._bounds_of(hello)
+        return self._bounds[1]
+
+    def _bounds_of(self, hello: Hello) -> ModelBounds:
+        tokens = self._prompts.tokenizer.vocab_size
+        if tokens > hello.vocab_size:
+            log.warning("tokenizer_larger_than_model", tokens=tokens, vocabulary=hello.vocab_size)
+        return ModelBounds(
+            context_length=hello.max_model_len,
+            vocab_size=hello.vocab_size,
+            max_prompt_bytes=self._settings.max_prompt_bytes,
+            default_max_tokens=self._settings.default_max_tokens,
+            max_chat_messages=self._settings.max_chat_messages,
+            eos_ids=frozenset(hello.eos_token_ids),
+            defaults=self._defaults if self._settings.use_generation_config else {},
+            model=status_messages.served_model_name(self._settings, hello),
+            model_fingerprint=hello.model_fingerprint,
+            vocabulary=(hello.vocab_size, hello.eos_token_ids),
+        )
 
     def _require_worker(self) -> ModelBounds:
         if self._refusal is not None:
             raise self._refusal()
-        bounds = self._on_worker_joined()
+        bounds = self._model_bounds()
         if bounds is None:
-            raise ServerStarting("no worker has joined yet; the model may still be loading", retry_after_seconds=1.0)
+            raise _no_worker_yet()
         return bounds
 
     # --- Generate and Session ----------------------------------------------------------------------------------------
@@ -374,7 +377,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text that Generate would send with the same tokens."""
-        bounds = self._on_worker_joined()
+        bounds = self._model_bounds()
         vocab_size = self._prompts.tokenizer.vocab_size if bounds is None else bounds.vocab_size
         limit = max(self._settings.max_prompt_bytes // _BYTES_PER_TOKEN, 0 if bounds is None else bounds.context_length)
         validation.check_detokenize(request, limit)
@@ -388,11 +391,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, once a worker has said so."""
-        if self._on_worker_joined() is None:
-            self._require_worker()
-        assert self._hello is not None
+        hello = self._engine.worker_status.last_hello
+        if hello is None:
+            raise self._refusal() if self._refusal is not None else _no_worker_yet()
         return status_messages.model(
-            self._settings, self._hello, has_chat_template=self._prompts.has_chat_template, version=VERSION
+            self._settings, hello, has_chat_template=self._prompts.has_chat_template, version=VERSION
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
@@ -424,6 +427,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             tasks=len(asyncio.all_tasks()),
             version=VERSION,
         )
+
+
+def _no_worker_yet() -> ServerStarting:
+    return ServerStarting("no worker has joined yet; the model may still be loading", retry_after_seconds=1.0)
 
 
 def _text_limits(settings: SchedulerSettings) -> TextLimits:

@@ -21,6 +21,7 @@ from grpc_channelz.v1.channelz import add_channelz_servicer
 
 from lineclear.errors import Unsupported
 from lineclear.scheduler.addresses import is_local
+from lineclear.scheduler.engine.engine_stats import WorkerStatus
 from lineclear.scheduler.grpc_api import admin_service as admin_module
 from lineclear.scheduler.grpc_api import health_service as health_module
 from lineclear.scheduler.grpc_api import inference_service as service_module
@@ -137,21 +138,19 @@ class Server:
         if self._certificates is not None:
             self._announcing = asyncio.ensure_future(_announce(self._certificates))
         self.set_live(True)
-        self.set_worker_hung(False)
+        self.health.set((WORKER,), True)
 
-    def set_ready(self, ready: bool) -> None:
-        """Say whether requests are welcome."""
-        self.health.set(READY, ready)
-        if self.health.is_serving(service_module.NAME):
+    def set_worker(self, worker: WorkerStatus) -> None:
+        """Update readiness and the worker's health from the engine's published status."""
+        was_serving = self.health.is_serving(service_module.NAME)
+        self.health.set(READY, worker.hello is not None)
+        self.health.set((WORKER,), not worker.is_hung)
+        if self.health.is_serving(service_module.NAME) and not was_serving:
             log.info("serving", address=self.address)
 
     def set_live(self, live: bool) -> None:
         """Say whether the process does its work."""
         self.health.set(LIVE, live)
-
-    def set_worker_hung(self, hung: bool) -> None:
-        """Say whether a worker hangs."""
-        self.health.set((WORKER,), not hung)
 
     def leave(self) -> None:
         """Requests are not welcome any more. They are still answered, so that each caller is told why."""

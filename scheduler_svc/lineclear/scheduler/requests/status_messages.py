@@ -131,10 +131,10 @@ def _gauges(core: CoreSnapshot, streams_open: int, tasks: int) -> pb.Gauges:
 
 def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
     base, per_token, per_kv_token = snapshot.core.step_time
-    hello = snapshot.hello
+    hello = snapshot.worker.hello
     status = pb.WorkerStatus(
         joined=hello is not None,
-        incarnation=snapshot.incarnation,
+        incarnation=snapshot.worker.num_joins,
         step_base_seconds=base,
         step_seconds_per_token=per_token,
         step_seconds_per_kv_token=per_kv_token,

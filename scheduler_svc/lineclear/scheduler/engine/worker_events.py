@@ -1,0 +1,137 @@
+"""What happens to a worker, and what the scheduler does about it: events and outputs of `worker_session`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.wire.messages import Goodbye, Heartbeat, Hello, Rejoin, StepError, StepResult, Stopping
+
+EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye
+"""What a worker sends after its Hello."""
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+class Admitted(NamedTuple):
+    """A plan can reach the worker, and the place is free."""
+
+
+class Refused(NamedTuple):
+    """Another worker is joined."""
+
+
+class Rejected(NamedTuple):
+    """The process may not join: it is being killed, has exited, or has read other files."""
+
+
+class Replaced(NamedTuple):
+    """The same process said Hello with a newer epoch."""
+
+
+class PlaceFreed(NamedTuple):
+    """The joined worker is lost."""
+
+
+class Superseded(NamedTuple):
+    """Another worker joins."""
+
+
+class Received(NamedTuple):
+    """A message that does not end the epoch."""
+
+    message: EpochMessage
+
+
+class EpochEnded(NamedTuple):
+    """The worker ended the epoch itself, and did nothing wrong."""
+
+    reason: str
+
+
+class Failed(NamedTuple):
+    """The worker has to be killed."""
+
+    reason: str
+    loss: WorkerLoss
+
+
+class Disconnected(NamedTuple):
+    """No plan can reach the worker."""
+
+
+class TimedOut(NamedTuple):
+    """The worker has been connecting, or cut off, for too long."""
+
+
+class Condemned(NamedTuple):
+    """The supervisor kills the process."""
+
+
+class Spared(NamedTuple):
+    """No supervisor kills the process, so it may join again."""
+
+
+class ProcessExited(NamedTuple):
+    """The process has exited; `loss` follows from its exit code."""
+
+    loss: WorkerLoss
+
+
+Event = (
+    Admitted
+    | Refused
+    | Rejected
+    | Replaced
+    | PlaceFreed
+    | Superseded
+    | Received
+    | EpochEnded
+    | Failed
+    | Disconnected
+    | TimedOut
+    | Condemned
+    | Spared
+    | ProcessExited
+)
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+class Send(NamedTuple):
+    """Send a message to the worker of its epoch, if that is possible now."""
+
+    message: Rejoin | Goodbye
+
+
+class Joined(NamedTuple):
+    """The worker runs plans from now on."""
+
+    hello: Hello
+
+
+class JoinRefused(NamedTuple):
+    """A worker waits for the place of the joined one."""
+
+    hello: Hello
+
+
+class JoinRejected(NamedTuple):
+    """A worker has read other tokenizer files than the scheduler."""
+
+    hello: Hello
+
+
+class Lost(NamedTuple):
+    """The worker runs plans no longer. `must_kill`: its process has to be killed."""
+
+    hello: Hello
+    reason: str
+    loss: WorkerLoss
+    must_kill: bool
+    was_stopping: bool
+
+
+Fact = Joined | JoinRefused | JoinRejected | Lost | StepResult | StepError | Stopping
+"""What the engine acts on; messages are passed on as they are."""
+Output = Send | Fact

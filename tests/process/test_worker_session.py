@@ -1,0 +1,333 @@
+"""A worker's life without sockets: the whole table, the timeouts in seconds that a reader can add up."""
+
+from __future__ import annotations
+
+import math
+import signal
+from itertools import product
+
+import pytest
+
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.engine.step_timer import WorkerTimeouts
+from lineclear.scheduler.engine.worker_events import (
+    Admitted,
+    Condemned,
+    Disconnected,
+    EpochEnded,
+    Event,
+    Failed,
+    Joined,
+    JoinRefused,
+    Lost,
+    PlaceFreed,
+    ProcessExited,
+    Received,
+    Refused,
+    Rejected,
+    Replaced,
+    Send,
+    Spared,
+    Superseded,
+    TimedOut,
+)
+from lineclear.scheduler.engine.worker_session import (
+    CLOSED,
+    IllegalTransition,
+    WorkerSession,
+    WorkerState,
+    loss_by_exit,
+)
+from lineclear.wire.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Rejoin,
+    Row,
+    StepError,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+    Stopping,
+)
+
+TIMEOUTS = WorkerTimeouts(step_timeout_seconds=10.0, cold_step_timeout_seconds=60.0, heartbeat_timeout_seconds=5.0)
+WARM = 9
+"""The first step that compiles nothing."""
+HELLO = Hello(3, 8, 4, 2, 32, 97, (0,), 64, pid=7, instance=1)
+HEARTBEAT = Heartbeat(3, 0)
+S = WorkerState
+
+EVENTS: dict[type[Event], Event] = {
+    type(event): event
+    for event in (
+        *(Admitted(), Refused(), Rejected(), Replaced(), PlaceFreed(), Superseded(), Received(HEARTBEAT)),
+        *(EpochEnded("done"), Failed("late", WorkerLoss.CRASHED), Disconnected(), TimedOut(), Condemned(), Spared()),
+        ProcessExited(70),
+    )
+}
+PATHS: dict[WorkerState, list[Event]] = {
+    S.CONNECTING: [],
+    S.WAITING: [Refused()],
+    S.JOINED: [Admitted()],
+    S.CUT_OFF: [Admitted(), Disconnected()],
+    S.UNHEALTHY: [Admitted(), Failed("late", WorkerLoss.CRASHED)],
+    S.CONDEMNED: [Admitted(), Failed("late", WorkerLoss.CRASHED), Condemned()],
+    S.ENDED: [Admitted(), EpochEnded("done")],
+    S.GONE: [Rejected()],
+}
+"""How a session comes into each state."""
+LEGAL = {
+    S.CONNECTING: "Admitted:JOINED Refused:WAITING Rejected:GONE Replaced:ENDED Received:CONNECTING "
+    "Disconnected:CONNECTING TimedOut:ENDED ProcessExited:GONE",
+    S.WAITING: "Rejected:GONE Replaced:ENDED PlaceFreed:ENDED Received:WAITING ProcessExited:GONE",
+    S.JOINED: "Received:JOINED EpochEnded:ENDED Failed:UNHEALTHY Disconnected:CUT_OFF ProcessExited:GONE",
+    S.CUT_OFF: "Superseded:ENDED Received:CUT_OFF EpochEnded:ENDED Failed:UNHEALTHY TimedOut:ENDED ProcessExited:GONE",
+    S.UNHEALTHY: "Superseded:ENDED Received:UNHEALTHY Disconnected:ENDED Condemned:CONDEMNED Spared:UNHEALTHY "
+    "ProcessExited:GONE",
+    S.CONDEMNED: "Superseded:GONE Received:CONDEMNED Disconnected:GONE ProcessExited:GONE",
+    S.ENDED: "Received:ENDED ProcessExited:GONE",
+    S.GONE: "Received:GONE ProcessExited:GONE",
+}
+"""The table once more, written by hand: an event that is not named is illegal in that state."""
+
+
+def new_session() -> WorkerSession:
+    """Said Hello at 90; a step is predicted to take a tenth of a second for each token."""
+    return WorkerSession(3, HELLO, 90.0, TIMEOUTS, lambda num_tokens: 0.1 * num_tokens)
+
+
+def session_in(state: WorkerState) -> WorkerSession:
+    session = new_session()
+    for event in PATHS[state]:
+        session.handle(event, 90.0)
+    assert session.state is state
+    return session
+
+
+@pytest.fixture
+def session() -> WorkerSession:
+    """Joined at 90."""
+    return session_in(S.JOINED)
+
+
+def plan(step: int, num_tokens: int = 4) -> StepPlan:
+    return StepPlan(3, step, chunks=(Row(0, 0, num_tokens, True),))
+
+
+def result(step: int) -> StepResult:
+    return StepResult(3, step, (5,), step_seconds=0.25)
+
+
+def lost(reason: str, loss: WorkerLoss, *, must_kill: bool = False, was_stopping: bool = False) -> Lost:
+    return Lost(HELLO, reason, loss, must_kill, was_stopping)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"), list(product(S, EVENTS)), ids=lambda value: getattr(value, "__name__", None)
+)
+def test_transition(state: WorkerState, kind: type[Event]) -> None:
+    legal = dict(entry.split(":") for entry in LEGAL[state].split())
+    session = session_in(state)
+    if kind.__name__ in legal:
+        session.handle(EVENTS[kind], 100.0)
+        assert session.state is S[legal[kind.__name__]]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{kind.__name__} in state {state.name}"):
+            session.handle(EVENTS[kind], 100.0)
+        assert session.state is state
+
+
+def test_unknown_epoch_is_over_from_the_start() -> None:
+    session = WorkerSession(3, None, 90.0, TIMEOUTS, lambda num_tokens: 0.0)
+    assert session.receive(HEARTBEAT, 91.0) == [Send(Rejoin(3))]
+    assert session.state is S.ENDED
+
+
+# --- outputs --------------------------------------------------------------------------------------------------------
+
+
+def test_join_outputs() -> None:
+    assert new_session().handle(Admitted(), 91.0) == [Joined(HELLO)]
+    refusal = Send(Goodbye(3, "another worker is joined to this scheduler"))
+    assert new_session().handle(Refused(), 91.0) == [refusal, JoinRefused(HELLO)]
+    again = new_session()
+    again.was_refused = True
+    assert again.handle(Refused(), 91.0) == [refusal]
+    assert session_in(S.WAITING).handle(PlaceFreed(), 91.0) == [Send(Rejoin(3))]
+
+
+@pytest.mark.parametrize("state", [S.JOINED, S.CUT_OFF])
+def test_last_message_is_the_reason(state: WorkerState) -> None:
+    memory = StepError(3, 1, StepErrorKind.OUT_OF_MEMORY)
+    assert session_in(state).receive(memory, 91.0) == [
+        memory,
+        lost("a step failed: out_of_memory", WorkerLoss.CLEAN),
+        Send(Rejoin(3)),
+    ]
+    bug = StepError(3, 1, StepErrorKind.EXCEPTION)
+    assert session_in(state).receive(bug, 91.0) == [
+        bug,
+        lost("a step failed: exception", WorkerLoss.CRASHED, must_kill=True),
+    ]
+    frame = StepError(3, 1, StepErrorKind.PROTOCOL)
+    assert session_in(state).receive(frame, 91.0) == [
+        frame,
+        lost("a step failed: protocol", WorkerLoss.CLEAN, must_kill=True),
+    ]
+    assert session_in(state).receive(Goodbye(3, "done"), 91.0) == [
+        lost("it left: done", WorkerLoss.CLEAN),
+        Send(Rejoin(3)),
+    ]
+
+
+def test_results_count_while_serving() -> None:
+    for state in S:
+        passed_on = session_in(state).receive(result(1), 91.0) == [result(1)]
+        assert passed_on == (state in (S.JOINED, S.CUT_OFF)), state
+
+
+def test_stale_message_is_answered_by_state() -> None:
+    answers = {state: session_in(state).receive(HEARTBEAT, 91.0) for state in S}
+    goodbye = Send(Goodbye(3, "this process is being killed, or taken for dead; it cannot join again"))
+    assert answers == {
+        S.CONNECTING: [],
+        S.WAITING: [Send(Rejoin(3))],
+        S.JOINED: [],
+        S.CUT_OFF: [],
+        S.UNHEALTHY: [Send(Rejoin(3))],
+        S.CONDEMNED: [goodbye],
+        S.ENDED: [Send(Rejoin(3))],
+        S.GONE: [goodbye],
+    }
+
+
+def test_stopping_worker_is_lost_as_one(session: WorkerSession) -> None:
+    assert session.receive(Stopping(3), 91.0) == [Stopping(3)]
+    assert session.is_stopping
+    exited = session.handle(ProcessExited(-9), 92.0)
+    assert exited[0] == lost("its process ended", WorkerLoss.KILLED, was_stopping=True)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "loss"),
+    [
+        (None, WorkerLoss.KILLED),
+        (0, WorkerLoss.KILLED),
+        (-signal.SIGKILL, WorkerLoss.KILLED),
+        (-signal.SIGTERM, WorkerLoss.KILLED),
+        (-signal.SIGSEGV, WorkerLoss.CRASHED),
+        (70, WorkerLoss.CRASHED),
+    ],
+)
+def test_exit_code_separates_kill_from_crash(exit_code: int | None, loss: WorkerLoss) -> None:
+    assert loss_by_exit(exit_code) is loss
+
+
+# --- timeouts -------------------------------------------------------------------------------------------------------
+
+
+def test_silence(session: WorkerSession) -> None:
+    session.receive(HEARTBEAT, 100.0)
+    assert session.check(104.9) == []
+    assert session.next_check() == 105.0
+    assert session.check(105.0) == [lost("it was silent for 5.0 s", WorkerLoss.KILLED, must_kill=True)]
+    assert session.next_check() == math.inf
+
+
+def test_step_timeout(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM), now=100.0)
+    session.receive(HEARTBEAT, 109.0)
+    assert session.check(109.9) == []
+    assert session.next_check() == 110.0
+    late = lost(f"step {WARM} is not done after 10.0 s", WorkerLoss.CRASHED, must_kill=True)
+    assert session.check(110.0) == [late]
+
+
+def test_first_steps_may_compile(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM - 1), now=100.0)
+    session.receive(HEARTBEAT, 159.0)
+    assert session.next_check() == 160.0
+
+
+def test_long_step_gets_twenty_times_its_prediction(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM, num_tokens=8), now=100.0)
+    session.receive(HEARTBEAT, 115.0)
+    assert session.next_check() == 100.0 + 20 * 0.8
+
+
+def test_step_starts_when_the_one_before_is_done(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM), now=100.0)
+    session.plan_sent(plan(WARM + 1), now=100.5)
+    time, is_slow = session.result_applied(result(WARM), now=109.0)
+    assert (time.step, time.num_rows, time.num_tokens) == (WARM, 1, 4)
+    assert (time.step_seconds, time.total_seconds) == (0.25, 9.0)
+    assert is_slow, "nine seconds, and 0.4 were predicted"
+    session.receive(HEARTBEAT, 118.0)
+    assert session.check(118.0) == []
+    assert session.next_check() == 119.0
+    assert not session.is_idle
+    time, is_slow = session.result_applied(result(WARM + 1), now=110.0)
+    assert time.total_seconds == 9.5
+    assert not is_slow, "it had the device for one second"
+    assert session.is_idle
+
+
+def test_cut_off_waits_for_last_messages(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM), now=94.0)
+    assert session.handle(Disconnected(), 100.0) == []
+    assert session.check(100.05) == []
+    assert session.next_check() == 100.1
+    assert session.check(100.1) == [lost(CLOSED, WorkerLoss.KILLED), Send(Rejoin(3))]
+
+
+def test_exit_code_explains_a_closed_connection(session: WorkerSession) -> None:
+    session.handle(Disconnected(), 100.0)
+    assert session.handle(ProcessExited(70), 100.05)[0] == lost("its process ended", WorkerLoss.CRASHED)
+
+
+def test_connect_timeout() -> None:
+    session = new_session()
+    assert session.next_check() == 95.0
+    assert session.check(94.9) == []
+    assert session.state is S.CONNECTING
+    assert session.check(95.0) == []
+    assert session.state is S.ENDED
+
+
+def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
+    session.plan_sent(plan(WARM), now=100.0)
+    session.extend_deadlines(now=3700.0)
+    assert session.check(3700.0) == []
+    session.receive(HEARTBEAT, 3708.0)
+    assert session.next_check() == 3710.0
+
+
+# --- progress -------------------------------------------------------------------------------------------------------
+
+
+def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:
+    session.plan_sent(plan(1), now=91.0)
+    assert not session.take_progress(now=91.5)
+    session.result_applied(result(1), now=92.0)
+    assert session.take_progress(now=92.0)
+    assert not session.take_progress(now=92.0)
+
+
+def test_step_without_token_is_no_progress(session: WorkerSession) -> None:
+    for step in range(1, 100):
+        session.plan_sent(plan(step), now=90.0 + step)
+        session.result_applied(StepResult(3, step, ()), now=90.5 + step)
+        assert not session.take_progress(now=90.6 + step)
+
+
+def test_ten_idle_seconds_are_progress_and_a_hanging_step_is_not(session: WorkerSession) -> None:
+    assert not session.take_progress(now=99.9)
+    session.plan_sent(plan(1), now=99.9)
+    assert not session.take_progress(now=1000.0)
+    session.result_applied(StepResult(3, 1, ()), now=1000.0)
+    assert not session.take_progress(now=1009.9)
+    assert session.take_progress(now=1010.0)
