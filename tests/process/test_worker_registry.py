@@ -129,7 +129,7 @@ class Player:
                 self.now += 5.0
                 return workers.check(self.now)
             case ["exit", instance]:
-                return workers.on_process_exit(int(instance), -9, self.now)
+                return workers.on_process_exit(int(instance), WorkerLoss.KILLED, self.now)
         name, what = line.split()
         epoch, instance = map(int, name.split("."))
         match what:

@@ -31,12 +31,12 @@ from lineclear.scheduler.engine.worker_events import (
     Superseded,
     TimedOut,
 )
+from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_session import (
     CLOSED,
     IllegalTransition,
     WorkerSession,
     WorkerState,
-    loss_by_exit,
 )
 from lineclear.wire.messages import (
     Goodbye,
@@ -63,7 +63,7 @@ EVENTS: dict[type[Event], Event] = {
     for event in (
         *(Admitted(), Refused(), Rejected(), Replaced(), PlaceFreed(), Superseded(), Received(HEARTBEAT)),
         *(EpochEnded("done"), Failed("late", WorkerLoss.CRASHED), Disconnected(), TimedOut(), Condemned(), Spared()),
-        ProcessExited(70),
+        ProcessExited(WorkerLoss.CRASHED),
     )
 }
 PATHS: dict[WorkerState, list[Event]] = {
@@ -208,7 +208,7 @@ def test_stale_message_is_answered_by_state() -> None:
 def test_stopping_worker_is_lost_as_one(session: WorkerSession) -> None:
     assert session.receive(Stopping(3), 91.0) == [Stopping(3)]
     assert session.is_stopping
-    exited = session.handle(ProcessExited(-9), 92.0)
+    exited = session.handle(ProcessExited(WorkerLoss.KILLED), 92.0)
     assert exited[0] == lost("its process ended", WorkerLoss.KILLED, was_stopping=True)
 
 
@@ -286,7 +286,7 @@ def test_cut_off_waits_for_last_messages(session: WorkerSession) -> None:
 
 def test_exit_code_explains_a_closed_connection(session: WorkerSession) -> None:
     session.handle(Disconnected(), 100.0)
-    assert session.handle(ProcessExited(70), 100.05)[0] == lost("its process ended", WorkerLoss.CRASHED)
+    assert session.handle(ProcessExited(WorkerLoss.CRASHED), 100.05)[0] == lost("its process ended", WorkerLoss.CRASHED)
 
 
 def test_connect_timeout() -> None:
