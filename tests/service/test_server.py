@@ -126,7 +126,7 @@ async def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None
         for watch in watchers[1:]:
             assert (await watch.read()).status == SERVING
         s.server.health.close()
-        s.server.set_ready(True)  # a worker that joins now brings nothing back
+        s.server.set_worker(s.engine.worker_status)  # a worker that joins now brings nothing back
         for watch in watchers[1:]:
             assert (await watch.read()).status == NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
