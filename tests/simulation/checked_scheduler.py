@@ -1,14 +1,11 @@
-"""A scheduler and whoever watches it: every call goes to the core, then to the oracle, and into the transcript.
-
-Decides nothing of what happens; that is `world`'s.
-"""
+"""A core with its oracle: each call goes to the core, then to the oracle, and into the transcript."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from typing import Any
 
-from simulation.invariant_error import Breach, hold
+from simulation.invariant_error import InvariantViolated, require
 from simulation.oracle import Oracle
 from simulation.scenario import Scenario, poison
 from support.events import flat
@@ -24,30 +21,30 @@ from lineclear.wire.codec import decode, encode
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
 
-class Watched:
-    """With `watch`, everything is checked after every call; without, messages may go through the codec instead.
+class CheckedScheduler:
+    """With `checked`, the oracle and the invariants check every call. Without, messages may cross the wire codec.
 
-    `live` has the prompt and the answer so far of all who live, `told` those of some who have ended.
+    `live` has prompt and output so far of live requests, `recent` those of a few that ended.
     """
 
-    def __init__(self, scenario: Scenario, *, watch: bool) -> None:
+    def __init__(self, scenario: Scenario, *, checked: bool) -> None:
         self.scenario = scenario
         self.core = Scheduler(scenario.limits)
-        self.oracle = Oracle(scenario) if watch else None
+        self.oracle = Oracle(scenario) if checked else None
         self.transcript: list[tuple[Any, ...]] = []
-        self.happened: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.live: dict[str, tuple[int, ...]] = {}
         self.started: set[str] = set()
-        self.told: deque[tuple[int, ...]] = deque(maxlen=4)
+        self.recent: deque[tuple[int, ...]] = deque(maxlen=4)
         self.last_result: StepResult | None = None
-        self.is_peaceful = not {"crash", "replace", "oom"} & scenario.weights.keys()  # but for poison
-        self._codec = scenario.codec and not watch
-        self._poisonous: dict[str, str] = {}  # what live requests do to their worker
+        self.only_poison = not {"crash", "replace", "step_error"} & scenario.weights.keys()  # the only cause of crashes
+        self._codec = scenario.codec and not checked
+        self._poisonous: dict[str, str] = {}  # effect of live requests on their worker
 
-    # --- what goes in -----------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue it, or be refused."""
+        """Submit a request, which may be rejected."""
         self.transcript.append((now, "submit", request.request_id, request.prompt, request.max_tokens, request.output))
         outcome: list[Event] | LineclearError
         try:
@@ -56,145 +53,145 @@ class Watched:
             self.live[request.request_id] = request.prompt + request.output
             effect = poison(request.sampling.seed, self.scenario.poison_per_mille)
             self._poisonous[request.request_id] = effect
-            self.happened["poison"] += effect != ""
+            self.counts["poison"] += effect != ""
         except LineclearError as error:
             outcome = error
-            self.happened[type(error).__name__] += 1
-            self.transcript.append((now, "refused", type(error)))
+            self.counts[type(error).__name__] += 1
+            self.transcript.append((now, "rejected", type(error)))
         if self.oracle:
-            self.oracle.submitted(request, now, outcome)
-            self._settled()
+            self.oracle.on_submit(request, now, outcome)
+            self._check()
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> None:
-        """End it without an answer."""
+        """Cancel a request."""
         events = self.core.cancel(request_id, error, now)
-        self._saw("cancel", events, now)
+        self._record("cancel", events, now)
         if self.oracle:
-            self.oracle.cancelled(request_id, Cancelled if error is None else type(error), now, events)
-            self._settled()
+            self.oracle.on_cancel(request_id, Cancelled if error is None else type(error), now, events)
+            self._check()
 
     def finish(self, request_id: str, num_tokens: int, now: float) -> None:
-        """End it with so much of its answer."""
+        """Finish a request after `num_tokens` tokens."""
         events = self.core.finish(request_id, num_tokens, now)
-        self._saw("finish", events, now)
+        self._record("finish", events, now)
         if self.oracle:
-            self.oracle.stopped(request_id, num_tokens, now, events)
-            self._settled()
+            self.oracle.on_finish(request_id, num_tokens, now, events)
+            self._check()
 
     def expire(self, now: float) -> None:
-        """Let deadlines pass."""
+        """Expire requests."""
         events = self.core.expire(now)
-        self._saw("expire", events, now)
+        self._record("expire", events, now)
         if self.oracle:
-            self.oracle.expired(now, events)
+            self.oracle.on_expire(now, events)
             if events:
-                self._settled()
+                self._check()
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, if there is one."""
+        """Plan a step."""
         plan = self.core.plan(now)
         events = self.core.drain_events()
         if plan is not None:
             self.transcript.append((now, "plan", plan))
-            plan = self.sent(plan)
-        self._saw("plan", events, now)
+            plan = self.transfer(plan)
+        self._record("plan", events, now)
         if self.oracle:
-            self.oracle.planned(plan, now, events)
-            self._settled()
+            self.oracle.on_plan(plan, now, events)
+            self._check()
         return plan
 
     def apply(self, result: StepResult, now: float) -> None:
-        """Take in what a step gave."""
+        """Apply a result."""
         self.transcript.append((now, "result", result))
         events = self.core.apply(result, now)
         self.last_result = result
-        self._saw("apply", events, now)
+        self._record("apply", events, now)
         if self.oracle:
-            self.oracle.applied(result, now, events)
-            self._settled()
+            self.oracle.on_apply(result, now, events)
+            self._check()
 
-    def refuse(self, result: StepResult, now: float) -> None:
-        """Take in a result that cannot be, which must change nothing."""
+    def apply_invalid(self, result: StepResult, now: float) -> None:
+        """Apply an invalid result, which must change nothing."""
         before = self.core.snapshot()
         try:
             self.core.apply(result, now)
         except BadResult:
-            self.happened["BadResult"] += 1
+            self.counts["BadResult"] += 1
         else:
-            raise Breach("I9", "a result that cannot be is refused")
-        hold(self.core.snapshot() == before, "I9", "nothing of a refused result is applied")
+            raise InvariantViolated("I9", "an invalid result is refused")
+        require(self.core.snapshot() == before, "I9", "a refused result changes nothing")
         if self.oracle:
-            self._settled()
+            self._check()
 
-    def fail_step(self, error: StepError, now: float) -> None:
-        """A step failed."""
+    def on_step_error(self, error: StepError, now: float) -> None:
+        """Report a step error."""
         events = self.core.on_step_error(error, now)
-        self._saw("fail_step", events, now)
+        self._record("on_step_error", events, now)
         if self.oracle:
-            self.oracle.failed_step(error, now, events)
-            self._settled()
+            self.oracle.on_step_error(error, now, events)
+            self._check()
 
     def join(self, hello: Hello, now: float) -> None:
-        """A worker is there, and another one is not any more."""
-        self._reset(hello, now, WorkerLoss.CLEAN)
+        """Join a worker in place of another or of none."""
+        self._change_worker(hello, now, WorkerLoss.CLEAN)
 
     def lose(self, loss: WorkerLoss, now: float) -> None:
-        """The worker is gone."""
-        self._reset(None, now, loss)
+        """Lose the worker."""
+        self._change_worker(None, now, loss)
 
-    def _reset(self, hello: Hello | None, now: float, loss: WorkerLoss) -> None:
+    def _change_worker(self, hello: Hello | None, now: float, loss: WorkerLoss) -> None:
         events = self.core.on_worker_change(hello, now, loss)
-        self._saw("reset", events, now)
+        self._record("on_worker_change", events, now)
         if self.oracle:
-            self.oracle.reset(hello, now, events, loss)
-            self._settled()
+            self.oracle.on_worker_change(hello, now, events, loss)
+            self._check()
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         self.core.clear_prefix_cache()
         if self.oracle:
-            self.oracle.forgot()
-            self._settled()
+            self.oracle.on_clear_prefix_cache()
+            self._check()
 
     def drain(self, now: float) -> None:
-        """Let nobody in any more."""
+        """Drain the core."""
         self.core.drain(now)
         self.transcript.append((now, "drain"))
         if self.oracle:
-            self.oracle.drained()
-            self._settled()
+            self.oracle.on_drain()
+            self._check()
 
-    def sent(self, message: Any) -> Any:
-        """What arrives of it at the other process."""
+    def transfer(self, message: Any) -> Any:
+        """Return the message as the other process decodes it."""
         return decode(encode(message)) if self._codec else message
 
-    # --- what comes out ---------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------------------------
 
-    def _saw(self, call: str, events: list[Event], now: float) -> None:
+    def _record(self, call: str, events: list[Event], now: float) -> None:
         for event in flat(events):
             if isinstance(event, TokensReady):
                 self.live[event.request_id] += event.tokens
             elif isinstance(event, (Finished, Failed)):
-                self.told.append(self.live.pop(event.request_id))
-                self._judge(event, self._poisonous.pop(event.request_id))
+                self.recent.append(self.live.pop(event.request_id))
+                self._check_blame(event, self._poisonous.pop(event.request_id))
                 self.started.discard(event.request_id)
             elif isinstance(event, Started):
                 self.started.add(event.request_id)
-            shown: Any = event
+            entry: Any = event
             if isinstance(event, Failed):
-                shown = (Failed, event.request_id, type(event.error), str(event.error), event.record)
-            self.happened[type(event).__name__] += 1
-            self.transcript.append((now, call, shown))
+                entry = (Failed, event.request_id, type(event.error), str(event.error), event.record)
+            self.counts[type(event).__name__] += 1
+            self.transcript.append((now, call, entry))
 
-    def _judge(self, event: Finished | Failed, effect: str) -> None:
-        """Poison fails, and nobody else is blamed for it."""
-        accused = isinstance(event, Failed) and isinstance(event.error, PoisonRequest | DeviceOutOfMemory)
-        if self.is_peaceful and accused:
-            hold(effect != "", "isolation", "nobody pays for another's crash")
+    def _check_blame(self, event: Finished | Failed, effect: str) -> None:
+        """Check that only poison requests fail for a crash."""
+        is_blamed = isinstance(event, Failed) and isinstance(event.error, PoisonRequest | DeviceOutOfMemory)
+        if self.only_poison and is_blamed:
+            require(effect != "", "isolation", "no request fails for the crash of another")
         if isinstance(event, Failed) and isinstance(event.error, PoisonRequest):
-            self.happened["PoisonRequest"] += 1
+            self.counts["PoisonRequest"] += 1
 
-    def _settled(self) -> None:
+    def _check(self) -> None:
         assert self.oracle is not None
         invariants.check(self.core)
-        self.oracle.settled(self.core.snapshot())
+        self.oracle.check_snapshot(self.core.snapshot())

@@ -1,4 +1,4 @@
-"""How many seeds: `pytest tests/simulation --seeds 50000`, or SIMULATION_SEEDS=50000 in the environment."""
+"""Number of seeds: `pytest tests/simulation --seeds 50000`, or SIMULATION_SEEDS=50000 in the environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CHUNKS = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Known when this folder is named on the command line; a run of everything takes the variable."""
+    """Add `--seeds`, which pytest knows when this folder is on the command line."""
     parser.addoption("--seeds", type=int, default=None, help="how many seeds the simulation runs")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`seeds`: the run's seeds in equal pieces, even ones for safety and odd ones for liveness."""
+    """Parametrise `seeds` with the run's seeds in equal ranges; even seeds test safety, odd ones liveness."""
     if "seeds" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--seeds", default=None)
         count = int(os.environ.get("SIMULATION_SEEDS", DEFAULT_SEEDS)) if asked is None else asked

@@ -1,9 +1,9 @@
-"""How the oracle says that something did not hold; I1 to I25 are the numbers of the project's list of invariants."""
+"""The error of a broken invariant; I1 to I25 number the invariants of docs/architecture.md and of the plan checks."""
 
 from __future__ import annotations
 
 
-class Breach(AssertionError):
+class InvariantViolated(AssertionError):
     """An invariant did not hold."""
 
     def __init__(self, invariant: str, message: str) -> None:
@@ -11,7 +11,7 @@ class Breach(AssertionError):
         self.invariant = invariant
 
 
-def hold(condition: bool, invariant: str, message: str) -> None:
-    """`invariant`, in words: `message`."""
+def require(condition: bool, invariant: str, message: str) -> None:
+    """Raises InvariantViolated unless `condition` holds; `message` is the invariant in words."""
     if not condition:
-        raise Breach(invariant, message)
+        raise InvariantViolated(invariant, message)

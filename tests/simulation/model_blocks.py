@@ -1,140 +1,138 @@
-"""Who holds which block, and what is in it, as the oracle sees it: tables, the prefix cache, and what must be zeroed.
-
-Decides nothing about who should hold one.
-"""
+"""Model of the block pool: the users of each block, the prefix cache, and the blocks that must be zeroed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from simulation.invariant_error import hold
-from simulation.model_request import Track
+from simulation.invariant_error import require
+from simulation.model_sequence import ModelSequence
 
 Key = tuple[bytes, tuple[int, ...]]
+"""Cache salt and all tokens up to the end of the block."""
 
 
-class Holdings:
-    """Of one worker's blocks; none without a worker."""
+class ModelBlocks:
+    """The blocks of one worker; empty without a worker."""
 
     def __init__(self, prefix_cache: bool) -> None:
         self._prefix_cache = prefix_cache
-        self.open(0, 1)
+        self.reset(0, 1)
 
-    def open(self, num_blocks: int, size: int) -> None:
-        """Begin with blocks of `size` positions that nobody holds."""
+    def reset(self, num_blocks: int, size: int) -> None:
+        """Start with free blocks of `size` positions."""
         self.size = size
-        self._holders: list[set[Track]] = [set() for _ in range(num_blocks)]
-        self._index: dict[Key, int] = {}  # the prefix cache: what is in which block
+        self._users: list[set[ModelSequence]] = [set() for _ in range(num_blocks)]
+        self._index: dict[Key, int] = {}  # the prefix cache
         self._key_of: dict[int, Key] = {}
-        self._unused: dict[int, None] = {}  # blocks of the index that nobody holds, longest unused first
-        self._dirty: set[int] = set()
-        # Free block -> who had rows in flight when he left it, and the step of the last.
-        self._doubts: dict[int, tuple[Track, int]] = {}
+        self._unused: dict[int, None] = {}  # blocks in the index without user, least recently used first
+        self._tainted: set[int] = set()
+        # Free block -> the sequence that left it with rows in flight, and the step of the last row.
+        self._pending: dict[int, tuple[ModelSequence, int]] = {}
 
-    def forget(self) -> None:
-        """The prefix cache is emptied."""
+    def clear_cache(self) -> None:
+        """Empty the prefix cache."""
         self._index.clear()
         self._key_of.clear()
         self._unused.clear()
 
     @property
     def num_used(self) -> int:
-        """Blocks in somebody's table."""
-        return sum(map(bool, self._holders))
+        """Number of blocks with a user."""
+        return sum(map(bool, self._users))
 
     @property
     def num_free(self) -> int:
-        """The others."""
-        return len(self._holders) - self.num_used
+        """Number of blocks without a user."""
+        return len(self._users) - self.num_used
 
     @property
     def num_cached(self) -> int:
-        """Those of them that keep a prefix."""
-        return sum(not self._holders[block] for block in self._key_of)
+        """Number of free blocks that keep a prefix."""
+        return sum(not self._users[block] for block in self._key_of)
 
-    def cached_prefix(self, track: Track) -> list[int]:
-        """The longest there is, which never has the last token."""
+    def cached_prefix(self, sequence: ModelSequence) -> list[int]:
+        """Return the longest cached prefix, never with the last token."""
         found: list[int] = []
-        tokens = track.tokens
+        tokens = sequence.tokens
         if self._prefix_cache:
             for end in range(self.size, len(tokens), self.size):
-                block = self._index.get((track.request.cache_salt, tokens[:end]))
+                block = self._index.get((sequence.request.cache_salt, tokens[:end]))
                 if block is None:
                     break
                 found.append(block)
         return found
 
-    def share(self, blocks: Sequence[int], track: Track) -> None:
-        """`track` begins with these."""
-        track.table = list(blocks)
+    def share(self, blocks: Sequence[int], sequence: ModelSequence) -> None:
+        """Start the block table of `sequence` with its cached prefix."""
+        sequence.blocks = list(blocks)
         for block in blocks:
-            self._holders[block].add(track)
+            self._users[block].add(sequence)
             self._unused.pop(block, None)
 
-    def take(self, block: int, track: Track, zeroed: set[int], *, after_a_leave: bool) -> None:
-        """`track` is given `block`. `zeroed` loses it if it is among them.
+    def take(self, block: int, sequence: ModelSequence, zeroed: set[int], *, after_preemption: bool) -> None:
+        """Give a free block to `sequence`, and remove it from `zeroed`.
 
-        `after_a_leave`: blocks came back while the plan was made, and nobody can say when.
+        After a preemption in the same plan, the order of release and take is not known.
         """
-        hold(0 <= block < len(self._holders) and not self._holders[block], "I1", "a block nobody holds")
+        require(0 <= block < len(self._users) and not self._users[block], "I1", "a taken block is free")
         if block in self._key_of:
-            empty = sum(not holders and b not in self._key_of for b, holders in enumerate(self._holders))
-            hold(empty == 0 or after_a_leave, "I4", "a cached block is given away only when no empty one is left")
-            hold(next(iter(self._unused)) == block, "I4", "the cached block that was unused longest is given away")
+            empty = sum(not users and b not in self._key_of for b, users in enumerate(self._users))
+            require(empty == 0 or after_preemption, "I4", "a cached block is evicted only without empty blocks")
+            require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
             del self._unused[block], self._index[self._key_of.pop(block)]
-        if block in self._dirty or block in self._doubts:
-            hold(block in zeroed, "I18", "a dirty block is zeroed before it is used again")
-            self._dirty.discard(block)
-            self._doubts.pop(block, None)
+        if block in self._tainted or block in self._pending:
+            require(block in zeroed, "I18", "a tainted block is zeroed before it is used again")
+            self._tainted.discard(block)
+            self._pending.pop(block, None)
             zeroed.discard(block)
-        self._holders[block].add(track)
-        track.table.append(block)
+        self._users[block].add(sequence)
+        sequence.blocks.append(block)
 
-    def writes(self, track: Track, start: int, end: int) -> None:
-        """`track` computes positions [start, end)."""
-        for block in track.table[start // self.size : -(-end // self.size)]:
-            hold(self._holders[block] == {track}, "I3", "nobody writes to a shared block")
-            hold(block not in self._key_of, "I3", "nobody writes to a published block")
+    def check_write(self, sequence: ModelSequence, start: int, end: int) -> None:
+        """Check that `sequence` may compute positions [start, end)."""
+        for block in sequence.blocks[start // self.size : -(-end // self.size)]:
+            require(self._users[block] == {sequence}, "I3", "a shared block is never written")
+            require(block not in self._key_of, "I3", "a published block is never written")
 
-    def publish(self, track: Track, end: int) -> None:
-        """All before `end` is computed and applied."""
+    def publish(self, sequence: ModelSequence, end: int) -> None:
+        """Publish the full blocks below `end`, up to which all positions are computed."""
         if self._prefix_cache:
-            tokens = track.tokens
-            for index in range(track.applied // self.size, end // self.size):
-                key = (track.request.cache_salt, tokens[: (index + 1) * self.size])
-                if key not in self._index and track.table[index] not in self._key_of:
-                    self._index[key] = track.table[index]
-                    self._key_of[track.table[index]] = key
-        track.applied = end
+            tokens = sequence.tokens
+            for index in range(sequence.num_computed // self.size, end // self.size):
+                key = (sequence.request.cache_salt, tokens[: (index + 1) * self.size])
+                if key not in self._index and sequence.blocks[index] not in self._key_of:
+                    self._index[key] = sequence.blocks[index]
+                    self._key_of[sequence.blocks[index]] = key
+        sequence.num_computed = end
 
-    def loss(self, track: Track) -> int:
-        """Positions it would have to compute again that no cached block keeps."""
+    def num_lost_positions(self, sequence: ModelSequence) -> int:
+        """Return how many planned positions no cached block would keep after a preemption."""
         if not self._prefix_cache:
-            return track.planned
-        return track.planned - max(track.shared, track.applied // self.size * self.size)
+            return sequence.num_planned
+        return sequence.num_planned - max(sequence.num_shared, sequence.num_computed // self.size * self.size)
 
-    def soil(self, track: Track) -> None:
-        """What it computed was not finite."""
-        track.soiled = True
-        for block in track.table:
+    def taint(self, sequence: ModelSequence) -> None:
+        """Unpublish the blocks of a sequence with non-finite values, and zero them before reuse."""
+        sequence.tainted = True
+        for block in sequence.blocks:
             if block in self._key_of:
                 del self._index[self._key_of.pop(block)]
-            self._dirty.add(block)
+            self._tainted.add(block)
 
-    def settle(self, step: int, soiled: Collection[Track]) -> None:
-        """The rows of `step` are heard of, and those of `soiled` were not finite."""
-        for block, (track, last) in list(self._doubts.items()):
-            if track in soiled or last <= step:
-                del self._doubts[block]
-                self._dirty |= {block} if track in soiled else set()
+    def resolve_pending(self, step: int, tainted: Collection[ModelSequence]) -> None:
+        """Settle pending blocks up to `step`; rows of the `tainted` sequences were non-finite."""
+        for block, (sequence, last) in list(self._pending.items()):
+            if sequence in tainted or last <= step:
+                del self._pending[block]
+                self._tainted |= {block} if sequence in tainted else set()
 
-    def leave(self, track: Track) -> None:
-        """It gives all back, the last first."""
-        if track.planned > track.applied and not track.soiled:
-            in_flight = track.table[track.applied // self.size :]
-            self._doubts |= dict.fromkeys(in_flight, (track, track.last_row))
-        for block in reversed(track.table):
-            self._holders[block].discard(track)
-            if block in self._key_of and not self._holders[block]:
+    def release(self, sequence: ModelSequence) -> None:
+        """Release all blocks of a sequence, last block first."""
+        if sequence.num_planned > sequence.num_computed and not sequence.tainted:
+            in_flight = sequence.blocks[sequence.num_computed // self.size :]
+            self._pending |= dict.fromkeys(in_flight, (sequence, sequence.planned_step))
+        for block in reversed(sequence.blocks):
+            self._users[block].discard(sequence)
+            if block in self._key_of and not self._users[block]:
                 self._unused[block] = None
-        track.table = []
+        sequence.blocks = []

@@ -1,6 +1,6 @@
-"""Who there is, as the oracle sees it: who waits, who runs, what is in flight, and on which worker.
+"""Model of the scheduler's state: waiting and running requests, steps in flight, and the joined worker.
 
-Kept by what goes into the core and comes out of it. What must hold of that is for `oracle` and `plans` to say.
+It follows the calls and events of the core and never reads the core's state. `oracle` and `plan_checks` check it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from simulation.invariant_error import hold
-from simulation.model_blocks import Holdings
-from simulation.model_queue import Turns
-from simulation.model_request import Track
+from simulation.invariant_error import require
+from simulation.model_blocks import ModelBlocks
+from simulation.model_queue import ModelQueue
+from simulation.model_sequence import ModelSequence
 
 from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, PromptTooLong
 from lineclear.scheduler.core.limits import CoreLimits
@@ -20,81 +20,81 @@ from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.messages import Hello
 
 
-class Flight:
-    """A plan without its result."""
+class ModelStep:
+    """A plan that waits for its result."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.rows: list[tuple[Track, int, int]] = []  # track, its residence, end
-        self.samples: list[Track] = []
+        self.rows: list[tuple[ModelSequence, int, int]] = []  # sequence, its admission_count, end position
+        self.samples: list[ModelSequence] = []
 
 
-class Crowd:
-    """All that live, by what they are at, and the worker they live on."""
+class ModelState:
+    """Live requests by state, and the worker that they run on."""
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
-        self.live: dict[str, Track] = {}
-        self.by_number: dict[int, Track] = {}
-        self.fresh: dict[Track, None] = {}  # never ran
-        self.resuming: dict[Track, None] = {}
-        self.running: dict[int, Track] = {}  # by slot
-        self.flights: deque[Flight] = deque()
+        self.live: dict[str, ModelSequence] = {}
+        self.by_seed: dict[int, ModelSequence] = {}
+        self.fresh: dict[ModelSequence, None] = {}  # have not started
+        self.resuming: dict[ModelSequence, None] = {}
+        self.running: dict[int, ModelSequence] = {}  # by slot
+        self.inflight: deque[ModelStep] = deque()
         self.hello: Hello | None = None
         self.step = 0
         self.num_slots = 0
-        self.holdings = Holdings(limits.prefix_cache)
-        self.turns = Turns(limits)
-        self.tally = Counters()
+        self.blocks = ModelBlocks(limits.prefix_cache)
+        self.queue = ModelQueue(limits)
+        self.counters = Counters()
         self.draining = False
 
-    def enters(self, track: Track) -> None:
-        """It is let into the queue."""
-        self.live[track.request.request_id] = self.by_number[track.number] = track
-        self.fresh[track] = None
-        self.turns.waits(track)
+    def add(self, sequence: ModelSequence) -> None:
+        """Queue an admitted request."""
+        self.live[sequence.request.request_id] = self.by_seed[sequence.request.sampling.seed] = sequence
+        self.fresh[sequence] = None
+        self.queue.push(sequence)
 
-    def end(self, track: Track) -> None:
-        """It is over: nothing of it is left."""
-        hold(track.alive, "I10", "a request ends once")
-        track.alive = False
-        del self.live[track.request.request_id], self.by_number[track.number]
-        if track.running:
-            self.leave(track, track.applied)
-        self.fresh.pop(track, None)
-        self.resuming.pop(track, None)
-        self.turns.ended(track, self.fresh, nobody_left=not self.live)
+    def remove(self, sequence: ModelSequence) -> None:
+        """End a request."""
+        require(sequence.is_live, "I10", "a request ends once")
+        sequence.is_live = False
+        del self.live[sequence.request.request_id], self.by_seed[sequence.request.sampling.seed]
+        if sequence.is_running:
+            self.stop_running(sequence, sequence.num_computed)
+        self.fresh.pop(sequence, None)
+        self.resuming.pop(sequence, None)
+        self.queue.on_finish(sequence, self.fresh, is_idle=not self.live)
 
-    def leave(self, track: Track, high: int) -> None:
-        """It runs no more; positions up to `high` have been planned."""
-        self.holdings.leave(track)
-        del self.running[track.slot]
-        track.high = max(track.high, high)
-        track.running, track.slot = False, -1
-        track.planned = track.applied = track.shared = 0
+    def stop_running(self, sequence: ModelSequence, computed: int) -> None:
+        """Release slot and blocks of a sequence; positions below `computed` count as computed before."""
+        self.blocks.release(sequence)
+        del self.running[sequence.slot]
+        sequence.max_computed_before = max(sequence.max_computed_before, computed)
+        sequence.is_running, sequence.slot = False, -1
+        sequence.num_planned = sequence.num_computed = sequence.num_shared = 0
 
-    def works_for(self, hello: Hello | None) -> None:
-        """Another worker, or none: who ran waits, and nothing is in flight."""
-        for track in sorted(self.running.values(), key=lambda t: t.rank):
-            track.recoveries += 1
-            self.leave(track, track.applied)
-            self.resuming[track] = None
-        for track in self.live.values():
-            track.in_flight = 0
-            track.high = min(track.high, len(track.tokens))
-        self.flights.clear()
+    def on_worker_change(self, hello: Hello | None) -> None:
+        """Join another worker, or none: running requests wait again, and no step is in flight."""
+        for sequence in sorted(self.running.values(), key=lambda s: s.queue_key):
+            sequence.recoveries += 1
+            self.stop_running(sequence, sequence.num_computed)
+            self.resuming[sequence] = None
+        for sequence in self.live.values():
+            sequence.in_flight = 0
+            sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
+        self.inflight.clear()
         self.hello = hello
         self.step = self.num_slots = 0
-        self.holdings.open(0, 1)
+        self.blocks.reset(0, 1)
         if hello is not None:
             self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
-            self.holdings.open(hello.num_blocks, hello.block_size)
+            self.blocks.reset(hello.num_blocks, hello.block_size)
 
-    def misfit(self, request: Request, began_on: str = "") -> type[LineclearError] | None:
-        """Why the worker that is there can never serve `request`, which began on that model if it did."""
+    def rejection(self, request: Request, started_on: str = "") -> type[LineclearError] | None:
+        """Return the error if the joined worker can never run `request`; `started_on` is its first model, if any."""
         if self.hello is None:
             return None
-        if (request.model_fingerprint or began_on) not in ("", self.hello.model_fingerprint):
+        if (request.model_fingerprint or started_on) not in ("", self.hello.model_fingerprint):
             return ModelChanged
         total = len(request.prompt) + request.max_tokens
         if total > self.hello.max_model_len:
@@ -102,15 +102,16 @@ class Crowd:
         # The last token is sampled but never computed.
         return KvCapacityExceeded if total - 1 > self.hello.num_blocks * self.hello.block_size else None
 
-    def strike(self, flights: Iterable[Flight]) -> Track | None:
-        """Strike who had a row in `flights`; the one who was alone in them."""
-        everybody = list({track: None for flight in flights for track, _, _ in flight.rows})
-        for track in everybody:
-            if track.alive:
-                track.strikes += 1
-                track.mark = min(max(track.mark, (track.planned or track.known - 1) + 2), track.limit - 1)
-        return everybody[0] if len(everybody) == 1 and everybody[0].alive else None
+    def record_crash(self, steps: Iterable[ModelStep]) -> ModelSequence | None:
+        """Count a crash for every sequence with a row in `steps`; return the sequence if it ran alone."""
+        sequences = list({sequence: None for step in steps for sequence, _, _ in step.rows})
+        for s in sequences:
+            if s.is_live:
+                s.crash_count += 1
+                reached = s.num_planned or s.num_known - 1
+                s.clear_position = min(max(s.clear_position, reached + 2), s.max_len - 1)
+        return sequences[0] if len(sequences) == 1 and sequences[0].is_live else None
 
-    def suspect(self) -> Track | None:
-        """Who has to run with nobody beside it."""
-        return min((t for t in self.live.values() if t.strikes >= 2), key=lambda t: t.rank, default=None)
+    def next_isolated(self) -> ModelSequence | None:
+        """Return the oldest sequence that must run alone."""
+        return min((s for s in self.live.values() if s.crash_count >= 2), key=lambda s: s.queue_key, default=None)

@@ -1,4 +1,4 @@
-"""The toy worker of a simulated run: computes what it is told to, and soils what a device would soil."""
+"""The toy worker of a simulated run: computes plans, and leaves non-finite values where a device would."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from support.toy import ToyFlight, ToyRunner
 
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
-POISON = -2
-"""What cells of a sequence hold whose logits were not finite. Reading one changes the answer of whoever reads it."""
+POISON_CELL = -2
+"""Content of cells after non-finite logits. Reading such a cell changes the answer."""
 
 
-class SoiledRunner(ToyRunner):
-    """Leaves poison where a sequence whose logits were not finite wrote, and behind, as a device leaves NaN."""
+class TaintingRunner(ToyRunner):
+    """Writes POISON_CELL into all cells of a row with non-finite logits and behind it, as a device leaves NaN."""
 
     def launch(self, plan: StepPlan) -> ToyFlight:
-        """Run the plan; then soil."""
+        """Run the plan, then taint."""
         flight = super().launch(plan)
         sampling = [row for row in plan.rows if row.sample]
         for index in flight.result().bad_rows:
             row, size = sampling[index], self.block_size
             blocks = self.slots[row.slot].blocks
             for position in range(row.start, len(blocks) * size):
-                self.cells[blocks[position // size]][position % size] = POISON
+                self.cells[blocks[position // size]][position % size] = POISON_CELL
         return flight
 
 
 class Worker:
-    """A toy worker behind two pipes: plans sent to it, results on their way back."""
+    """A toy worker with queues of plans and results in flight."""
 
     def __init__(self, epoch: int, capacity: Capacity, vocab_size: int, bad_per_mille: int, model: str) -> None:
-        self.runner = SoiledRunner(
+        self.runner = TaintingRunner(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             num_slots=capacity.num_slots,
@@ -44,5 +44,5 @@ class Worker:
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan] = deque()
-        self.results: deque[StepResult | StepError | None] = deque()  # None: its death
-        self.broken = False  # a step failed: it computes nothing more
+        self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
+        self.broken = False  # a step failed: no further step is computed

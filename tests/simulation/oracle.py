@@ -1,8 +1,7 @@
-"""What must be true of a scheduler, kept as a model of its own from what goes in and what comes out.
+"""The oracle: an independent model of the scheduler that checks the answer of every call.
 
-Nothing here reads the core's state, except `snapshot`, which is part of what comes out. Plans are judged by `plans`,
-whose turn it is by `turns`, who holds which block by `holdings`; this file says what each call must answer: who is let
-in, what a result brings, how each request ends, and that the figures are those of what happened.
+It follows the calls and their answers, and reads nothing of the core but `snapshot`. `plan_checks` checks plans; this
+file checks admission, results, the ends of requests, and the counters.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from simulation.invariant_error import Breach, hold
-from simulation.model_request import Track
-from simulation.model_state import Crowd
-from simulation.plan_checks import Plans
+from simulation.invariant_error import InvariantViolated, require
+from simulation.model_sequence import ModelSequence
+from simulation.model_state import ModelState
+from simulation.plan_checks import PlanChecks
 from simulation.scenario import Scenario, is_bad
 from support.events import flat
 from support.toy import expected, fingerprint
@@ -49,245 +48,248 @@ _COUNTERS = [field.name for field in fields(Counters)]
 
 
 class Oracle:
-    """Follows every call and says what each must answer."""
+    """Checks every call of a simulated core and updates the model."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.limits = scenario, scenario.limits
-        self.crowd = Crowd(scenario.limits)
-        self.plans = Plans(self.crowd)
+        self.state = ModelState(scenario.limits)
+        self.plan_checks = PlanChecks(self.state)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def submitted(self, request: Request, now: float, outcome: list[Event] | LineclearError) -> None:
-        """`submit` gave `outcome`."""
-        error = self._refusal(request)
+    def on_submit(self, request: Request, now: float, outcome: list[Event] | LineclearError) -> None:
+        """Check the outcome of `submit`."""
+        error = self._expected_error(request)
         if error is not None:
-            self.crowd.tally.requests_rejected += 1
-            self.plans.joining.turned_away |= error is QueueFull
-            hold(type(outcome) is error, "I12", "refused at the door, and for the right reason")
+            self.state.counters.requests_rejected += 1
+            self.plan_checks.batching.refusing |= error is QueueFull
+            require(type(outcome) is error, "I12", "rejected with the right error")
             return
-        hold(outcome == [Admitted(request.request_id)], "I12", "admitted when nothing speaks against it")
-        rank = self.crowd.turns.arrives(request, now)
-        track = Track(request, request.sampling.seed, rank, now)
-        track.pinned = self.limits.max_preemptions == 0
-        self._foresee(track)
-        self.crowd.enters(track)
-        self.crowd.tally.requests_admitted += 1
+        require(outcome == [Admitted(request.request_id)], "I12", "admitted if no limit is reached")
+        sequence = ModelSequence(request, self.state.queue.key(request, now), now)
+        sequence.pinned = self.limits.max_preemptions == 0
+        self._set_answer(sequence)
+        self.state.add(sequence)
+        self.state.counters.requests_admitted += 1
 
-    def cancelled(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
-        """`cancel` gave `events`."""
-        track = self.crowd.live.get(request_id)
-        if track is None:
-            return hold(events == [], "I10", "nothing happens to an unknown request")
-        self.crowd.end(track)
-        self.crowd.tally.requests_cancelled += 1
-        return self._same(events, [(Failed, request_id, error, track.record(now))])
+    def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
+        """Check the events of `cancel`."""
+        sequence = self.state.live.get(request_id)
+        if sequence is None:
+            return require(events == [], "I10", "nothing happens to an unknown request")
+        self.state.remove(sequence)
+        self.state.counters.requests_cancelled += 1
+        return self._same(events, [(Failed, request_id, error, sequence.stats(now))])
 
-    def stopped(self, request_id: str, num_tokens: int, now: float, events: list[Event]) -> None:
-        """`finish` gave `events`."""
-        track = self.crowd.live.get(request_id)
-        if track is None:
-            return hold(events == [], "I10", "nothing happens to an unknown request")
-        self.crowd.end(track)
-        self.crowd.tally.requests_finished += 1
-        record = track.record(now, num_tokens)
-        return self._same(events, [Finished(request_id, FinishReason.STOP_STRING, None, record)])
+    def on_finish(self, request_id: str, num_tokens: int, now: float, events: list[Event]) -> None:
+        """Check the events of `finish`."""
+        sequence = self.state.live.get(request_id)
+        if sequence is None:
+            return require(events == [], "I10", "nothing happens to an unknown request")
+        self.state.remove(sequence)
+        self.state.counters.requests_finished += 1
+        stats = sequence.stats(now, num_tokens)
+        return self._same(events, [Finished(request_id, FinishReason.STOP_STRING, None, stats)])
 
-    def expired(self, now: float, events: list[Event]) -> None:
-        """`expire` gave `events`."""
-        due = [t for t in self.crowd.live.values() if t.request.deadline is not None and t.request.deadline <= now]
+    def on_expire(self, now: float, events: list[Event]) -> None:
+        """Check the events of `expire`."""
+        due = [s for s in self.state.live.values() if s.request.deadline is not None and s.request.deadline <= now]
         wanted = []
-        for track in sorted(due, key=lambda t: (t.request.deadline, t.rank[1])):
-            self.crowd.end(track)
-            self.crowd.tally.requests_expired += 1
-            wanted.append((Failed, track.request.request_id, DeadlineExceeded, track.record(now)))
+        for sequence in sorted(due, key=lambda s: (s.request.deadline, s.queue_key[1])):
+            self.state.remove(sequence)
+            self.state.counters.requests_expired += 1
+            wanted.append((Failed, sequence.request.request_id, DeadlineExceeded, sequence.stats(now)))
         self._same(events, wanted)
 
-    def reset(self, hello: Hello | None, now: float, events: list[Event], loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
-        """`reset` gave `events`."""
-        wanted: list[object] = [] if self.crowd.hello is None else [WorkerLost(self.crowd.hello.epoch)]
-        lone = self.crowd.strike(self.crowd.flights) if loss is not WorkerLoss.CLEAN else None
-        if lone is not None and lone.strikes > 1:
-            lone.lone[loss] += 1
-            crashes, kills = lone.lone[WorkerLoss.CRASHED], lone.lone[WorkerLoss.KILLED]
+    def on_worker_change(self, hello: Hello | None, now: float, events: list[Event], loss: WorkerLoss) -> None:
+        """Check the events of `on_worker_change`."""
+        wanted: list[object] = [] if self.state.hello is None else [WorkerLost(self.state.hello.epoch)]
+        isolated = self.state.record_crash(self.state.inflight) if loss is not WorkerLoss.CLEAN else None
+        if isolated is not None and isolated.crash_count > 1:
+            isolated.isolated_losses[loss] += 1
+            crashes, kills = isolated.isolated_losses[WorkerLoss.CRASHED], isolated.isolated_losses[WorkerLoss.KILLED]
             if crashes / self.limits.max_isolated_crashes + kills / self.limits.max_isolated_kills >= 1.0:
-                self.crowd.end(lone)
-                self.crowd.tally.requests_failed += 1
-                wanted.append((Failed, lone.request.request_id, PoisonRequest, lone.record(now)))
-        self.crowd.works_for(hello)
+                self.state.remove(isolated)
+                self.state.counters.requests_failed += 1
+                wanted.append((Failed, isolated.request.request_id, PoisonRequest, isolated.stats(now)))
+        self.state.on_worker_change(hello)
         if hello is not None:
             wanted.append(WorkerJoined(hello.epoch))
-            for track in list(self.crowd.live.values()):
-                error = self.crowd.misfit(track.request, track.began_on)
+            for sequence in list(self.state.live.values()):
+                error = self.state.rejection(sequence.request, sequence.started_on)
                 if error is None:
-                    self._foresee(track)
+                    self._set_answer(sequence)
                 else:
-                    self.crowd.end(track)
-                    self.crowd.tally.requests_failed += 1
-                    wanted.append((Failed, track.request.request_id, error, track.record(now)))
+                    self.state.remove(sequence)
+                    self.state.counters.requests_failed += 1
+                    wanted.append((Failed, sequence.request.request_id, error, sequence.stats(now)))
         self._same(events, wanted)
 
-    def failed_step(self, error: StepError, now: float, events: list[Event]) -> None:
-        """`fail_step` gave `events`."""
+    def on_step_error(self, error: StepError, now: float, events: list[Event]) -> None:
+        """Check the events of `on_step_error`."""
         wanted: list[object] = []
-        if self.crowd.flights and error.kind is StepErrorKind.OUT_OF_MEMORY:
-            rows = self.crowd.flights[0].rows
+        if self.state.inflight and error.kind is StepErrorKind.OUT_OF_MEMORY:
+            rows = self.state.inflight[0].rows
             if len(rows) > 1:
-                self.plans.budget.halve()
-                self.crowd.strike([self.crowd.flights[0]])
-            elif rows[0][0].alive:
-                track = rows[0][0]
-                self.crowd.end(track)
-                self.plans.budget.restore()
-                self.crowd.tally.requests_failed += 1
-                wanted.append((Failed, track.request.request_id, DeviceOutOfMemory, track.record(now)))
+                self.plan_checks.budget.halve()
+                self.state.record_crash([self.state.inflight[0]])
+            elif rows[0][0].is_live:
+                sequence = rows[0][0]
+                self.state.remove(sequence)
+                self.plan_checks.budget.restore()
+                self.state.counters.requests_failed += 1
+                wanted.append((Failed, sequence.request.request_id, DeviceOutOfMemory, sequence.stats(now)))
         self._same(events, wanted)
 
-    def drained(self) -> None:
-        """`drain` was called."""
-        self.crowd.draining = True
+    def on_drain(self) -> None:
+        """Note a call of `drain`."""
+        self.state.draining = True
 
-    def forgot(self) -> None:
-        """`forget_prefixes` was called."""
-        self.crowd.holdings.forget()
+    def on_clear_prefix_cache(self) -> None:
+        """Note a call of `clear_prefix_cache`."""
+        self.state.blocks.clear_cache()
 
-    def planned(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
-        """`plan` gave `plan`, and `take_events` then `events`."""
-        self.plans.planned(plan, now, events)
+    def on_plan(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
+        """Check a plan, or None, and its events."""
+        self.plan_checks.on_plan(plan, now, events)
 
     # --- a result ---------------------------------------------------------------------------------------------------
 
-    def applied(self, result: StepResult, now: float, events: list[Event]) -> None:
-        """`apply` took in `result` and gave `events`."""
-        flight = self.crowd.flights.popleft()
-        hold(result.step == flight.step, "I9", "results in the order of plans")
+    def on_apply(self, result: StepResult, now: float, events: list[Event]) -> None:
+        """Check the events of `apply`."""
+        step = self.state.inflight.popleft()
+        require(result.step == step.step, "I9", "results in the order of plans")
         wanted: list[object] = []
-        for index, (track, token) in enumerate(zip(flight.samples, result.tokens, strict=True)):
-            track.in_flight -= 1
-            if not track.alive:
-                self.crowd.tally.wasted_samples += 1
+        for index, (sequence, token) in enumerate(zip(step.samples, result.tokens, strict=True)):
+            sequence.in_flight -= 1
+            if not sequence.is_live:
+                self.state.counters.wasted_samples += 1
                 continue
             bad = index in result.bad_rows
-            request_id = track.request.request_id
+            request_id = sequence.request.request_id
             if not bad:
-                context = (*track.request.prompt, *track.answer[: track.received])
-                hold(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
+                context = (*sequence.request.prompt, *sequence.answer[: sequence.num_outputs])
+                require(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
             if bad or not 0 <= token < self.scenario.vocab_size:
-                self.crowd.holdings.soil(track)
-                self.crowd.end(track)
-                self.crowd.tally.requests_failed += 1
-                wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, track.record(now)))
+                self.state.blocks.taint(sequence)
+                self.state.remove(sequence)
+                self.state.counters.requests_failed += 1
+                wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, sequence.stats(now)))
                 continue
-            right = track.received < len(track.answer) and token == track.answer[track.received]
-            hold(right, "I20", "the answer is the one the request gets alone")
+            index_in_answer = sequence.num_outputs
+            right = index_in_answer < len(sequence.answer) and token == sequence.answer[index_in_answer]
+            require(right, "I20", "the answer is that of the request alone")
             logprobs = result.logprobs[index] if result.logprobs else None
-            wanted.append(TokensReady(request_id, track.received, (token,), () if logprobs is None else (logprobs,)))
-            hold((logprobs is not None) == (track.request.sampling.logprobs >= 0), "I24", "logprobs for who asked")
-            track.received += 1
-            track.first_token_at = now if track.first_token_at is None else track.first_token_at
-            track.last_token_at, track.last_step = now, flight.step
-            self.crowd.tally.output_tokens += 1
-        soiled = {t for i, t in enumerate(flight.samples) if i in result.bad_rows}
+            wanted.append(TokensReady(request_id, index_in_answer, (token,), () if logprobs is None else (logprobs,)))
+            is_requested = sequence.request.sampling.logprobs >= 0
+            require((logprobs is not None) == is_requested, "I24", "logprobs exactly if requested")
+            sequence.num_outputs += 1
+            sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
+            sequence.last_token_at, sequence.last_step = now, step.step
+            self.state.counters.output_tokens += 1
+        tainted = {s for i, s in enumerate(step.samples) if i in result.bad_rows}
         tokens = enumerate(result.tokens)
-        soiled |= {flight.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
-        self.crowd.holdings.settle(flight.step, soiled)
-        for track, residence, end in flight.rows:
-            if track.running and track.residence == residence:
-                self.crowd.holdings.publish(track, end)
-        # Who ends first gives its blocks back first: the order is free, but what follows from it is not.
+        tainted |= {step.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
+        self.state.blocks.resolve_pending(step.step, tainted)
+        for sequence, admission, end in step.rows:
+            if sequence.is_running and sequence.admission_count == admission:
+                self.state.blocks.publish(sequence, end)
+        # Requests may end in any order, but blocks must be released in that order.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
-        by_end = sorted(flight.samples, key=lambda track: order.get(track.request.request_id, len(order)))
-        wanted += [event for track in by_end if (event := self._ended(track, now)) is not None]
-        for track in self.crowd.live.values():
-            if track.strikes and track.applied >= track.mark:
-                track.strikes = track.mark = 0
-                track.lone.clear()
-        self._same(_in_kinds(events), _in_kinds(wanted))
+        by_end = sorted(step.samples, key=lambda sequence: order.get(sequence.request.request_id, len(order)))
+        wanted += [event for sequence in by_end if (event := self._finish(sequence, now)) is not None]
+        for sequence in self.state.live.values():
+            if sequence.crash_count and sequence.num_computed >= sequence.clear_position:
+                sequence.crash_count = sequence.clear_position = 0
+                sequence.isolated_losses.clear()
+        self._same(_sorted_by_kind(events), _sorted_by_kind(wanted))
         kinds = [_kind(event) for event in flat(events)]
-        hold(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
+        require(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
 
-    def _ended(self, track: Track, now: float) -> Finished | None:
-        if not track.alive or track.received < len(track.answer):
+    def _finish(self, sequence: ModelSequence, now: float) -> Finished | None:
+        if not sequence.is_live or sequence.num_outputs < len(sequence.answer):
             return None
-        request, last = track.request, track.answer[-1]
-        self.crowd.end(track)
-        self.crowd.tally.requests_finished += 1
-        if last in request.sampling.stop_ids and track.received > request.sampling.min_tokens:
+        request, last = sequence.request, sequence.answer[-1]
+        self.state.remove(sequence)
+        self.state.counters.requests_finished += 1
+        if last in request.sampling.stop_ids and sequence.num_outputs > request.sampling.min_tokens:
             reason = FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN
-            return Finished(request.request_id, reason, last, track.record(now))
-        hold(track.received == request.max_tokens, "I20", "the toy's answers end by a stop token or by length")
-        return Finished(request.request_id, FinishReason.LENGTH, None, track.record(now))
+            return Finished(request.request_id, reason, last, sequence.stats(now))
+        require(sequence.num_outputs == request.max_tokens, "I20", "an answer ends by a stop token or by length")
+        return Finished(request.request_id, FinishReason.LENGTH, None, sequence.stats(now))
 
     # --- after every call -------------------------------------------------------------------------------------------
 
-    def settled(self, snapshot: CoreSnapshot) -> None:
-        """What holds between two calls."""
+    def check_snapshot(self, snapshot: CoreSnapshot) -> None:
+        """Check counters and gauges between two calls."""
         for name in _COUNTERS:
-            told, counted = getattr(snapshot.counters, name), getattr(self.crowd.tally, name)
-            hold(told == counted, "I21", f"{name} is {told}, {counted} counted")
-        hold(snapshot.requests_running == len(self.crowd.running), "I11", "who runs")
-        hold(snapshot.requests_waiting == len(self.crowd.fresh) + len(self.crowd.resuming), "I11", "who waits")
-        waiting = sum(len(t.request.prompt) + t.received for t in (*self.crowd.fresh, *self.crowd.resuming))
-        hold(snapshot.tokens_waiting == waiting, "I12", "the tokens that wait")
-        used, cached = self.crowd.holdings.num_used, self.crowd.holdings.num_cached
-        hold(snapshot.blocks_used == used, "I1", "blocks are held by who has them in his table, and by nobody else")
-        hold(snapshot.blocks_cached == cached, "I4", "free blocks that keep a prefix")
-        hold(snapshot.steps_in_flight == len(self.crowd.flights), "I9", "plans without result")
-        hold(snapshot.draining == self.crowd.draining, "I21", "draining is told")
+            reported, counted = getattr(snapshot.counters, name), getattr(self.state.counters, name)
+            require(reported == counted, "I21", f"{name} is {reported}, {counted} counted")
+        require(snapshot.requests_running == len(self.state.running), "I11", "running requests")
+        require(
+            snapshot.requests_waiting == len(self.state.fresh) + len(self.state.resuming), "I11", "waiting requests"
+        )
+        waiting = sum(len(s.request.prompt) + s.num_outputs for s in (*self.state.fresh, *self.state.resuming))
+        require(snapshot.tokens_waiting == waiting, "I12", "tokens of waiting requests")
+        used, cached = self.state.blocks.num_used, self.state.blocks.num_cached
+        require(snapshot.blocks_used == used, "I1", "used blocks are those in block tables")
+        require(snapshot.blocks_cached == cached, "I4", "free blocks that keep a prefix")
+        require(snapshot.steps_in_flight == len(self.state.inflight), "I9", "plans without result")
+        require(snapshot.draining == self.state.draining, "I21", "draining is reported")
 
-    def next_moment(self, moment: float | None, now: float, planned_to_the_end: bool) -> None:
-        """`next_deadline` gave `moment`, at `now`."""
-        deadlines = [t.request.deadline for t in self.crowd.live.values() if t.request.deadline is not None]
+    def check_next_deadline(self, moment: float | None, now: float, planned_all: bool) -> None:
+        """Check the answer of `next_deadline`; `planned_all`: `plan` returned None before."""
+        deadlines = [s.request.deadline for s in self.state.live.values() if s.request.deadline is not None]
         if deadlines:
-            hold(moment is not None and moment <= min(deadlines), "I13", "no deadline is slept through")
-        if planned_to_the_end:
-            hold(moment is None or moment > now, "I13", "nobody is woken for what is past")
-            idle = self.crowd.hello is not None and not self.crowd.flights and self.crowd.fresh
+            require(moment is not None and moment <= min(deadlines), "I13", "the next deadline is not missed")
+        if planned_all:
+            require(moment is None or moment > now, "I13", "no wakeup in the past")
+            idle = self.state.hello is not None and not self.state.inflight and self.state.fresh
             if idle and self.limits.batching_strategy != "fixed_size":
-                due = min(t.arrival for t in self.crowd.fresh) + self.limits.policy.batch_timeout_seconds
-                hold(moment is not None and moment <= due, "I13", "no batch timeout is slept through")
+                due = min(s.arrival for s in self.state.fresh) + self.limits.policy.batch_timeout_seconds
+                require(moment is not None and moment <= due, "I13", "the batch timeout is not missed")
         if moment is not None and not deadlines:
-            hold(bool(self.crowd.fresh), "I23", "no timer without somebody to wait for")
+            require(bool(self.state.fresh), "I23", "no wakeup without a waiting request")
 
-    def most_steps(self) -> int:
-        """An upper bound of the steps in which all who live now must end, when nothing disturbs."""
-        stays = 5 + max(1, self.limits.max_preemptions)  # three more as a suspect
-        return sum(t.limit * stays for t in self.crowd.live.values()) + self.limits.pipeline_depth
+    def max_steps(self) -> int:
+        """Return an upper bound of the steps until all live requests end without faults."""
+        admissions = 5 + max(1, self.limits.max_preemptions)  # three of them as a suspect
+        return sum(s.max_len * admissions for s in self.state.live.values()) + self.limits.pipeline_depth
 
-    def _foresee(self, track: Track) -> None:
-        """The answer that it must get: all of it from the model that it names, or began on, or will begin on."""
-        request, hello = track.request, self.crowd.hello
-        model = request.model_fingerprint or track.began_on or ("" if hello is None else hello.model_fingerprint)
+    def _set_answer(self, sequence: ModelSequence) -> None:
+        """Set the expected answer: from the model that the request names, started on, or will start on."""
+        request, hello = sequence.request, self.state.hello
+        model = request.model_fingerprint or sequence.started_on or ("" if hello is None else hello.model_fingerprint)
         sizes = request.max_tokens, self.scenario.vocab_size
-        track.answer = expected(request.prompt, request.sampling, *sizes, model.removeprefix(fingerprint("")))
+        sequence.answer = expected(request.prompt, request.sampling, *sizes, model.removeprefix(fingerprint("")))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _refusal(self, request: Request) -> type[LineclearError] | None:
-        waiting = sum(len(t.tokens) for t in self.crowd.fresh)
-        if self.crowd.draining:
+    def _expected_error(self, request: Request) -> type[LineclearError] | None:
+        waiting = sum(len(s.tokens) for s in self.state.fresh)
+        if self.state.draining:
             return ServerDraining
-        if request.request_id in self.crowd.live:
+        if request.request_id in self.state.live:
             return DuplicateRequest
-        if len(self.crowd.fresh) >= self.limits.max_queue_size:
+        if len(self.state.fresh) >= self.limits.max_queue_size:
             return QueueFull
-        if self.crowd.fresh and waiting + len(request.prompt) + len(request.output) > self.limits.max_queue_tokens:
+        if self.state.fresh and waiting + len(request.prompt) + len(request.output) > self.limits.max_queue_tokens:
             return QueueFull
-        return self.crowd.misfit(request)
+        return self.state.rejection(request)
 
     def _same(self, events: Iterable[Event], wanted: Sequence[object]) -> None:
         got = [(Failed, e.request_id, type(e.error), e.record) if isinstance(e, Failed) else e for e in events]
         if got != list(wanted):
             is_end = any(isinstance(event, Finished | tuple) for event in (*got, *wanted))
             invariant = "I10" if is_end else "I7"
-            raise Breach(invariant, f"events {got} instead of {list(wanted)}")
+            raise InvariantViolated(invariant, f"events {got} instead of {list(wanted)}")
 
 
 def _kind(event: Any) -> int:
-    """Its place among the events of one result: tokens, failures, ends."""
+    """Return the place of an event among those of one result: tokens, failures, ends."""
     return 0 if isinstance(event, TokensReady) else 2 if isinstance(event, Finished) else 1
 
 
-def _in_kinds(events: Iterable[Any]) -> list[Any]:
-    """The events of one result, whose order says nothing from one request to another."""
+def _sorted_by_kind(events: Iterable[Any]) -> list[Any]:
+    """Return the events of one result in a fixed order; requests are independent of each other."""
     return sorted(flat(events), key=lambda e: (_kind(e), e[1] if type(e) is tuple else e.request_id))

@@ -1,267 +1,291 @@
-"""What a plan may be, as the oracle sees it: who has a row in it, how far that goes, and which blocks it takes.
+"""Checks of a plan: which sequences have a row, how many positions it computes, and which blocks it takes.
 
-Judges one plan after the other and brings the crowd to where it leads. When the fresh may join is for `joining`, whose
-turn it is for `turns`, who may have which block for `holdings`.
+Each plan is checked and then applied to the model.
 """
 
 from __future__ import annotations
 
-from simulation.invariant_error import hold
-from simulation.model_batching import Joining
-from simulation.model_request import Track
-from simulation.model_state import Crowd, Flight
+from simulation.invariant_error import require
+from simulation.model_batching import ModelBatching
+from simulation.model_sequence import ModelSequence
+from simulation.model_state import ModelState, ModelStep
 
 from lineclear.scheduler.core.events import Event, Preempted, Started
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.wire.messages import Hello, Row, SlotInit, StepPlan
 
-_SMALL_STEPS = 200
+_RECOVERY_STEPS = 200
 
 
 class Budget:
-    """The tokens of a step; halved by a step that ran out of memory, and given back a while later."""
+    """The token budget of a step: halved by an out-of-memory step, doubled again after 200 steps without one."""
 
     def __init__(self, limits: CoreLimits) -> None:
         self._limits = limits
         self._halvings = self._small_steps = 0
 
     def tokens(self, hello: Hello) -> int:
-        """The most a step may have now."""
+        """Return the budget of the next step."""
         return max(1, min(self._limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
 
     def halve(self) -> None:
-        """A step of several ran out of memory."""
+        """Halve the budget after an out-of-memory step of several requests."""
         self._halvings += 1
-        self._small_steps = _SMALL_STEPS
+        self._small_steps = _RECOVERY_STEPS
 
     def restore(self) -> None:
-        """It was one request's doing."""
+        """Restore the budget after an out-of-memory step of one request."""
         self._halvings = self._small_steps = 0
 
-    def a_step_went(self) -> None:
-        """Without running out of memory."""
+    def count_step(self) -> None:
+        """Count a planned step."""
         if self._small_steps:
             self._small_steps -= 1
             if self._small_steps == 0 and self._halvings:
                 self._halvings -= 1
-                self._small_steps = _SMALL_STEPS if self._halvings else 0
+                self._small_steps = _RECOVERY_STEPS if self._halvings else 0
 
 
-class Plans:
-    """Judges what `plan` gives."""
+class PlanChecks:
+    """Checks each plan against the model and applies it."""
 
-    def __init__(self, crowd: Crowd) -> None:
-        self.crowd = crowd
-        self.budget = Budget(crowd.limits)
-        self.joining = Joining(crowd)
-        self.grown: set[Track] = set()  # who took a block in the plan
-        self.yielded: set[Track] = set()  # who gave his blocks back while the plan was made: nobody can say when
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+        self.budget = Budget(state.limits)
+        self.batching = ModelBatching(state)
+        self.grown: set[ModelSequence] = set()  # sequences that take a block in the plan
+        self.preempted: set[ModelSequence] = set()  # by the plan; when exactly is not known
 
-    def planned(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
-        """`plan` gave `plan`, and `take_events` then `events`."""
+    def on_plan(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
+        """Check a plan, or None, and the events that `drain_events` returned after it."""
         if plan is None:
-            hold(events == [], "I13", "nobody starts or yields in a step that is none")
-            self._nothing(now)
+            require(events == [], "I13", "without a plan no request starts or is preempted")
+            self._check_no_plan(now)
             return
-        hello, in_flight = self.crowd.hello, len(self.crowd.flights)
-        hold(hello is not None and in_flight < self.crowd.limits.pipeline_depth, "I9", "a plan too many")
+        hello, in_flight = self.state.hello, len(self.state.inflight)
+        require(hello is not None and in_flight < self.state.limits.pipeline_depth, "I9", "within the pipeline depth")
         assert hello is not None
-        hold((plan.epoch, plan.step) == (hello.epoch, self.crowd.step + 1), "I9", "steps of an epoch in order")
-        self.crowd.step += 1
+        require((plan.epoch, plan.step) == (hello.epoch, self.state.step + 1), "I9", "steps of an epoch in order")
+        self.state.step += 1
         budget = self.budget.tokens(hello)
-        ready = sorted((t for t in self.crowd.running.values() if t.todo == 1), key=lambda t: t.rank)
-        partial = sorted((t for t in self.crowd.running.values() if t.todo > 1), key=lambda t: t.rank)
+        ready = sorted((s for s in self.state.running.values() if s.num_unplanned == 1), key=lambda s: s.queue_key)
+        partial = sorted((s for s in self.state.running.values() if s.num_unplanned > 1), key=lambda s: s.queue_key)
         slots = {row.slot for row in plan.rows}
-        hold(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
-        suspect = self.crowd.suspect()
-        started = self._heard(events, plan, ready, suspect)
-        self.yielded = {self.crowd.live[e.request_id] for e in events if isinstance(e, Preempted)}
-        fresh_may = suspect is None and self.joining.is_open(now)
-        flight = Flight(plan.step)
+        require(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
+        isolated = self.state.next_isolated()
+        started = self._apply_events(events, plan, ready, isolated)
+        self.preempted = {self.state.live[e.request_id] for e in events if isinstance(e, Preempted)}
+        is_open = isolated is None and self.batching.is_open(now)
+        step = ModelStep(plan.step)
         inits = {init.slot: init for init in plan.inits}
-        hold(len(inits) == len(plan.inits), "I6", "each slot begun once")
+        require(len(inits) == len(plan.inits), "I6", "each slot initialised once")
         zeroed = set(plan.zero_blocks)
-        hold(len(zeroed) == len(plan.zero_blocks), "I18", "each block zeroed once")
+        require(len(zeroed) == len(plan.zero_blocks), "I18", "each block zeroed once")
         self.grown.clear()
-        total = decoded = 0
-        # In the order in which they were planned, in which blocks were handed out.
-        prompts_first = self.crowd.limits.scheduling_policy == "prefill_first"
+        total = num_decodes = 0
+        # In the order of planning, which is the order in which blocks were handed out.
+        prompts_first = self.state.limits.scheduling_policy == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
-            joins, crowd = row.slot in inits, len(self.crowd.running)
+            joins, num_running = row.slot in inits, len(self.state.running)
             if joins:
-                self._began(inits.pop(row.slot), plan.step, started, fresh_may, now, suspect)
-            # So who is gone costs the steps that were in flight when it went, and no more.
-            hold(row.slot in self.crowd.running, "I16", "every row belongs to a live request")
-            track = self.crowd.running[row.slot]
-            deadline = track.request.deadline
-            hold(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
-            self._row(track, row, flight, zeroed)
-            if joins and suspect is None:
-                free = self.crowd.holdings.num_free
-                hold(free >= -(-crowd // 4), "I5", "who joins leaves a quarter of a block for each that runs")
+                self._apply_init(inits.pop(row.slot), plan.step, started, is_open, now, isolated)
+            # So a request that ended costs only the steps in flight at its end.
+            require(row.slot in self.state.running, "I16", "every row belongs to a live request")
+            sequence = self.state.running[row.slot]
+            deadline = sequence.request.deadline
+            require(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
+            self._apply_row(sequence, row, step, zeroed)
+            if joins and isolated is None:
+                free = self.state.blocks.num_free
+                require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")
             total += row.num_tokens
-            decoded += track in ready
+            num_decodes += sequence in ready
         place = {row.slot: index for index, row in enumerate(plan.rows)}
-        flight.rows.sort(key=lambda entry: place[entry[0].slot])
-        flight.samples.sort(key=lambda track: place[track.slot])
-        hold(not inits and not started, "I6", "whoever starts has a row")
-        hold(not zeroed, "I18", "only dirty blocks that are handed out are zeroed")
-        hold(total <= budget, "I6", "no more tokens than the budget")
-        hold(len(self.crowd.running) <= self.crowd.num_slots, "I6", "no more sequences than slots")
-        if suspect is None:
-            self._by_age(slots, ready, partial, budget, decoded)
+        step.rows.sort(key=lambda entry: place[entry[0].slot])
+        step.samples.sort(key=lambda sequence: place[sequence.slot])
+        require(not inits and not started, "I6", "a request that starts has a row")
+        require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
+        require(total <= budget, "I6", "no more tokens than the budget")
+        require(len(self.state.running) <= self.state.num_slots, "I6", "no more sequences than slots")
+        if isolated is None:
+            self._check_age_order(slots, ready, partial, budget, num_decodes)
         else:
-            rows = [row for other in (*self.crowd.flights, flight) for row in other.rows]
-            hold(all(track is suspect for track, _, _ in rows), "isolation", "a suspect runs with nobody beside it")
-        self.crowd.flights.append(flight)
-        self.crowd.tally.steps += 1
-        self.crowd.tally.rows += len(plan.rows)
-        self.budget.a_step_went()
+            rows = [row for other in (*self.state.inflight, step) for row in other.rows]
+            require(all(row[0] is isolated for row in rows), "isolation", "a suspect runs alone")
+        self.state.inflight.append(step)
+        self.state.counters.steps += 1
+        self.state.counters.rows += len(plan.rows)
+        self.budget.count_step()
 
-    def _heard(
-        self, events: list[Event], plan: StepPlan, ready: list[Track], suspect: Track | None
+    def _apply_events(
+        self, events: list[Event], plan: StepPlan, ready: list[ModelSequence], isolated: ModelSequence | None
     ) -> dict[str, Started]:
         started: dict[str, Started] = {}
         rows = {row.slot for row in plan.rows}
         for event in events:
             if isinstance(event, Started):
-                hold(event.request_id not in started, "I11", "started twice")
+                require(event.request_id not in started, "I11", "started twice")
                 started[event.request_id] = event
             else:
-                hold(isinstance(event, Preempted), "I11", "planning only starts and preempts")
+                require(isinstance(event, Preempted), "I11", "planning only starts and preempts")
                 assert isinstance(event, Preempted)
-                if suspect is None:
-                    self._may_yield(self.crowd.live[event.request_id], rows, ready)
+                victim = self.state.live[event.request_id]
+                if isolated is None:
+                    self._check_preemption(victim, rows, ready)
                 else:
-                    youngest = max((t for t in self.crowd.running.values() if t is not suspect), key=lambda t: t.rank)
-                    hold(
-                        self.crowd.live[event.request_id] is youngest, "isolation", "a suspect takes from the youngest"
-                    )
-                self._preempted(self.crowd.live[event.request_id])
+                    others = [s for s in self.state.running.values() if s is not isolated]
+                    youngest = max(others, key=lambda s: s.queue_key)
+                    require(victim is youngest, "isolation", "a suspect preempts the youngest")
+                self._preempt(victim)
         return started
 
-    def _may_yield(self, victim: Track, rows: set[int], ready: list[Track]) -> None:
-        hold(victim.running, "I15", "only a running sequence is preempted")
-        hold(victim.slot not in rows, "I15", "nobody is preempted in a step that has a row of his")
-        hold(not victim.pinned, "I15", "a pinned sequence is never preempted")
+    def _check_preemption(self, victim: ModelSequence, rows: set[int], ready: list[ModelSequence]) -> None:
+        require(victim.is_running, "I15", "only a running sequence is preempted")
+        require(victim.slot not in rows, "I15", "a sequence with a row in the step is not preempted")
+        require(not victim.pinned, "I15", "a pinned sequence is never preempted")
         short = [
-            t
-            for t in ready
-            if t.running
-            and t.rank < victim.rank
-            and t.planned == len(t.table) * self.crowd.holdings.size
-            and not t.pinned
+            s
+            for s in ready
+            if s.is_running
+            and s.queue_key < victim.queue_key
+            and s.num_planned == len(s.blocks) * self.state.blocks.size
+            and not s.pinned
         ]
-        hold(bool(short), "I15", "a victim is younger than somebody who is short of a block")
+        require(bool(short), "I15", "a victim is younger than a sequence that is short of a block")
         chosen = []
-        for beneficiary in short:
-            younger = [t for t in self.crowd.running.values() if t.rank > beneficiary.rank and not t.pinned]
-            younger = [t for t in younger if t.slot not in rows]
-            if self.crowd.limits.preemption_policy == "newest":
-                chosen.append(max(younger, key=lambda t: t.rank))
+        for older in short:
+            younger = [s for s in self.state.running.values() if s.queue_key > older.queue_key and not s.pinned]
+            younger = [s for s in younger if s.slot not in rows]
+            if self.state.limits.preemption_policy == "newest":
+                chosen.append(max(younger, key=lambda s: s.queue_key))
             else:
-                chosen.append(min(younger, key=lambda t: (self.crowd.holdings.loss(t), -t.rank[0], -t.rank[1])))
-        hold(victim in chosen, "I15", "the victim is the one the policy names")
+                lost = self.state.blocks.num_lost_positions
+                chosen.append(min(younger, key=lambda s: (lost(s), -s.queue_key[0], -s.queue_key[1])))
+        require(victim in chosen, "I15", "the victim is the one that the policy chooses")
 
-    def _preempted(self, victim: Track) -> None:
-        self.crowd.leave(victim, victim.planned)
+    def _preempt(self, victim: ModelSequence) -> None:
+        self.state.stop_running(victim, victim.num_planned)
         victim.preemptions += 1
-        victim.pinned = victim.preemptions >= self.crowd.limits.max_preemptions
-        self.crowd.resuming[victim] = None
-        self.crowd.tally.preemptions += 1
+        victim.pinned = victim.preemptions >= self.state.limits.max_preemptions
+        self.state.resuming[victim] = None
+        self.state.counters.preemptions += 1
 
-    def _began(
+    def _apply_init(
         self,
         init: SlotInit,
         step: int,
         started: dict[str, Started],
-        fresh_may: bool,
+        is_open: bool,
         now: float,
-        suspect: Track | None,
+        isolated: ModelSequence | None,
     ) -> None:
-        hold(init.sampling.seed in self.crowd.by_number, "I16", "only live requests begin")
-        track = self.crowd.by_number[init.sampling.seed]
-        hold(0 <= init.slot < self.crowd.num_slots and init.slot not in self.crowd.running, "I6", "a slot that is free")
-        hold(track in self.crowd.fresh or track in self.crowd.resuming, "I11", "only who waits begins")
-        hold(track.in_flight == 0, "I9", "nobody begins while his samples are in flight")
-        hold(init.tokens == track.tokens, "I7", "the worker is told just what is confirmed")
-        hold(init.prompt_len == len(track.request.prompt), "I7", "the prompt's length")
-        hold(init.sampling == track.request.sampling, "I7", "the sampling parameters asked for")
-        hits = self.crowd.holdings.cached_prefix(track)
-        hold(list(init.blocks) == hits, "I4", "the longest cached prefix of its own salt is shared, and nothing else")
-        if suspect is None:
-            peers = [*self.crowd.resuming, *self.crowd.fresh] if track in self.crowd.fresh else self.crowd.resuming
-            self.crowd.turns.overtakes(track, peers, self.yielded)
-        if track in self.crowd.fresh:
-            hold(fresh_may, "strategy", "nobody joins before the strategy lets him")
-            self.joining.joined()
-            self.crowd.turns.began(track, self.crowd.fresh, alone=suspect is not None)
-            del self.crowd.fresh[track]
+        require(init.sampling.seed in self.state.by_seed, "I16", "only live requests are admitted")
+        sequence = self.state.by_seed[init.sampling.seed]
+        is_free = 0 <= init.slot < self.state.num_slots and init.slot not in self.state.running
+        require(is_free, "I6", "a slot that is free")
+        require(
+            sequence in self.state.fresh or sequence in self.state.resuming,
+            "I11",
+            "only waiting sequences are admitted",
+        )
+        require(sequence.in_flight == 0, "I9", "no sequence is admitted with samples in flight")
+        require(init.tokens == sequence.tokens, "I7", "the worker gets exactly the confirmed tokens")
+        require(init.prompt_len == len(sequence.request.prompt), "I7", "the prompt's length")
+        require(init.sampling == sequence.request.sampling, "I7", "the sampling parameters of the request")
+        hits = self.state.blocks.cached_prefix(sequence)
+        require(list(init.blocks) == hits, "I4", "exactly the longest cached prefix of the salt is shared")
+        if isolated is None:
+            is_fresh = sequence in self.state.fresh
+            waiting = [*self.state.resuming, *self.state.fresh] if is_fresh else self.state.resuming
+            self.state.queue.on_overtake(sequence, waiting, self.preempted)
+        if sequence in self.state.fresh:
+            require(is_open, "strategy", "no request joins before the strategy allows it")
+            self.batching.on_join()
+            self.state.queue.on_start(sequence, self.state.fresh, isolated=isolated is not None)
+            del self.state.fresh[sequence]
         else:
-            del self.crowd.resuming[track]
-        track.running, track.slot = True, init.slot
-        track.residence += 1
-        self.crowd.running[init.slot] = track
-        self.crowd.holdings.share(init.blocks, track)
-        track.planned = track.applied = track.shared = len(hits) * self.crowd.holdings.size
-        track.known = len(init.tokens)
-        self.crowd.tally.looked_up_tokens += len(init.tokens)
-        self.crowd.tally.cached_tokens += track.planned
-        if track.started_at is None:
-            track.started_at, track.cached = now, track.planned
-            self.crowd.tally.prompt_tokens += init.prompt_len
-            assert self.crowd.hello is not None
-            track.began_on = self.crowd.hello.model_fingerprint
-            event = Started(track.request.request_id, init.slot, step, track.planned, track.began_on)
-            hold(started.pop(track.request.request_id, None) == event, "I11", "the first start is told")
+            del self.state.resuming[sequence]
+        sequence.is_running, sequence.slot = True, init.slot
+        sequence.admission_count += 1
+        self.state.running[init.slot] = sequence
+        self.state.blocks.share(init.blocks, sequence)
+        sequence.num_planned = sequence.num_computed = sequence.num_shared = len(hits) * self.state.blocks.size
+        sequence.num_known = len(init.tokens)
+        self.state.counters.looked_up_tokens += len(init.tokens)
+        self.state.counters.cached_tokens += sequence.num_planned
+        if sequence.started_at is None:
+            sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
+            self.state.counters.prompt_tokens += init.prompt_len
+            assert self.state.hello is not None
+            sequence.started_on = self.state.hello.model_fingerprint
+            event = Started(sequence.request.request_id, init.slot, step, sequence.num_planned, sequence.started_on)
+            require(started.pop(sequence.request.request_id, None) == event, "I11", "the first start has an event")
 
-    def _row(self, track: Track, row: Row, flight: Flight, zeroed: set[int]) -> None:
-        size, end = self.crowd.holdings.size, row.start + row.num_tokens
-        hold(row.start == track.planned and row.num_tokens > 0, "I6", "positions follow one another")
-        hold(end <= min(track.known, track.limit - 1), "I6", "no position past what is known or asked for")
-        hold(row.sample == (end == track.known), "I6", "a token is sampled when all that is known is computed")
-        begins = track.planned == track.shared and track.planned + len(row.new_blocks) * size >= track.known
+    def _apply_row(self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int]) -> None:
+        size, end = self.state.blocks.size, row.start + row.num_tokens
+        require(row.start == sequence.num_planned and row.num_tokens > 0, "I6", "positions follow one another")
+        require(
+            end <= min(sequence.num_known, sequence.max_len - 1),
+            "I6",
+            "only known positions below max_len",
+        )
+        require(row.sample == (end == sequence.num_known), "I6", "samples at the last known token")
+        new_end = sequence.num_planned + len(row.new_blocks) * size
+        is_first = sequence.num_planned == sequence.num_shared and new_end >= sequence.num_known
         for block in row.new_blocks:
-            self.crowd.holdings.take(block, track, zeroed, after_a_leave=bool(self.yielded))
-        self.grown |= {track} if row.new_blocks else set()
-        if row.new_blocks and not begins:
-            hold(len(row.new_blocks) == 1 and row.start == (len(track.table) - 1) * size, "I5", "one block when needed")
-        most = track.limit - 1 if track.pinned else max(end, track.known)
-        hold(-(-end // size) <= len(track.table) <= -(-most // size), "I5", "as many blocks as needed")
-        self.crowd.holdings.writes(track, row.start, end)
-        if row.start < track.high:
-            again = min(end, track.high) - row.start
-            track.recomputed += again
-            self.crowd.tally.recomputed_tokens += again
-        track.planned, track.last_row = end, flight.step
-        flight.rows.append((track, track.residence, end))
+            self.state.blocks.take(block, sequence, zeroed, after_preemption=bool(self.preempted))
+        self.grown |= {sequence} if row.new_blocks else set()
+        if row.new_blocks and not is_first:
+            is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
+            require(is_next, "I5", "one block when needed")
+        longest = sequence.max_len - 1 if sequence.pinned else max(end, sequence.num_known)
+        require(-(-end // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed")
+        self.state.blocks.check_write(sequence, row.start, end)
+        if row.start < sequence.max_computed_before:
+            again = min(end, sequence.max_computed_before) - row.start
+            sequence.recomputed_tokens += again
+            self.state.counters.recomputed_tokens += again
+        sequence.num_planned, sequence.planned_step = end, step.step
+        step.rows.append((sequence, sequence.admission_count, end))
         if row.sample:
-            hold(track.received + track.in_flight < track.request.max_tokens, "I6", "no sample past max_tokens")
-            flight.samples.append(track)
-            track.in_flight += 1
-            track.known += 1
+            num_sampled = sequence.num_outputs + sequence.in_flight
+            require(num_sampled < sequence.request.max_tokens, "I6", "no sample past max_tokens")
+            step.samples.append(sequence)
+            sequence.in_flight += 1
+            sequence.num_known += 1
 
-    def _by_age(self, slots: set[int], ready: list[Track], partial: list[Track], budget: int, decoded: int) -> None:
-        """Decodes go first, oldest first, and the oldest prompt goes on, unless the order says prompts first."""
-        if self.crowd.limits.scheduling_policy != "prefill_first":
-            for track in ready:
-                if track.running and track.slot not in slots:
-                    if track.planned < len(track.table) * self.crowd.holdings.size:
-                        hold(decoded == budget, "I6", "a decode waits only for decodes")
-                    younger = [t for t in ready if t.rank > track.rank and t.slot in slots]
-                    if track.planned == len(track.table) * self.crowd.holdings.size:
-                        younger = [t for t in younger if t in self.grown]
-                    hold(not younger, "I14", "a decode that waits has no younger one go before it, or take a block")
-            room = decoded < budget
+    def _check_age_order(
+        self,
+        slots: set[int],
+        ready: list[ModelSequence],
+        partial: list[ModelSequence],
+        budget: int,
+        num_decodes: int,
+    ) -> None:
+        """Check that decodes go first, oldest first, then the oldest prompt; with `prefill_first` only the latter."""
+        if self.state.limits.scheduling_policy != "prefill_first":
+            for sequence in ready:
+                if sequence.is_running and sequence.slot not in slots:
+                    if sequence.num_planned < len(sequence.blocks) * self.state.blocks.size:
+                        require(num_decodes == budget, "I6", "a decode waits only for decodes")
+                    younger = [s for s in ready if s.queue_key > sequence.queue_key and s.slot in slots]
+                    if sequence.num_planned == len(sequence.blocks) * self.state.blocks.size:
+                        younger = [s for s in younger if s in self.grown]
+                    require(not younger, "I14", "no younger decode overtakes a waiting one or takes a block")
+            has_tokens_left = num_decodes < budget
         else:
-            room = True
-        still = [t for t in partial if t.running]
-        hold(not still or not room or still[0].slot in slots, "I14", "the oldest prompt goes on")
+            has_tokens_left = True
+        prompts = [s for s in partial if s.is_running]
+        require(not prompts or not has_tokens_left or prompts[0].slot in slots, "I14", "the oldest prompt continues")
 
-    def _nothing(self, now: float) -> None:
-        if self.crowd.hello is None or len(self.crowd.flights) >= self.crowd.limits.pipeline_depth:
+    def _check_no_plan(self, now: float) -> None:
+        if self.state.hello is None or len(self.state.inflight) >= self.state.limits.pipeline_depth:
             return
-        if not self.crowd.flights:
-            hold(self.crowd.suspect() is None, "I13", "a suspect runs, and then the others")
-            hold(not self.crowd.running and not self.crowd.resuming, "I13", "who runs goes on, or an older one does")
-            hold(not self.joining.is_open(now), "I13", "an idle worker takes whom the strategy lets join")
+        if not self.state.inflight:
+            require(self.state.next_isolated() is None, "I13", "a suspect runs if the worker is idle")
+            require(
+                not self.state.running and not self.state.resuming,
+                "I13",
+                "an idle worker has no running requests",
+            )
+            require(not self.batching.is_open(now), "I13", "an idle worker admits the requests that may join")

@@ -1,6 +1,6 @@
-"""What a seed stands for: limits, workers, a crowd of requests and a share of faults. Draws only; nothing happens here.
+"""Draws the scenario of a seed: limits, workers, requests and faults.
 
-Swarm testing: each seed switches most faults and policies off and turns the rest up, so that few things happen often.
+Swarm testing (Groce et al., 2012): each seed disables most faults and policies and makes the others frequent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 
 MODELS = ("", "b")
-_FAULTS = ("cancel", "stop", "crash", "replace", "oom", "oov", "malformed", "stale", "forget", "drain")
+_FAULTS = (
+    *("cancel", "finish", "crash", "replace", "step_error", "bad_token"),
+    *("malformed", "stale", "clear_cache", "drain"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one worker can hold."""
+    """The capacity of a worker."""
 
     num_blocks: int
     block_size: int
@@ -33,61 +36,61 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything about a run that is fixed before its first call."""
+    """Everything about a run that is drawn before its first call."""
 
     seed: int
     liveness: bool
-    """Faults stop at the end of `ticks`, and then all must finish. Otherwise faults go on to the end."""
+    """Faults stop after `ticks` actions, and then all requests must end. Otherwise faults continue to the end."""
     ticks: int
     limits: CoreLimits
     capacity: Capacity
     vocab_size: int
     weights: dict[str, float]
-    """How often each kind of thing happens."""
+    """Relative frequency of each action."""
     longest_prompt: int
     shortest_answer: int
-    """Of max_tokens; 1 draws from all lengths."""
+    """Least max_tokens; 1 draws from all lengths."""
     change: float
     """Share of new workers with another capacity than the first."""
     pace: int
-    """How many plans the worker computes, and results come back, between two things that happen."""
-    hang_up: float
-    """Share of plans right after which a caller hangs up, if somebody had to yield in the plan."""
+    """Plans computed and results delivered between two actions."""
+    cancel_after_preemption: float
+    """Share of plans with a preemption after which a request is cancelled."""
     late: float
-    """Share of turns in which the engine does not plan, or not all it could."""
+    """Share of engine iterations that do not plan, or plan only once."""
     bad_per_mille: int
     """Share of contexts whose logits are not finite."""
     poison_per_mille: int
-    """Share of requests that bring down whatever computes them, sooner or later in their answer."""
+    """Share of requests that crash the worker at some position of their answer."""
     step_seconds: tuple[float, float, float]
-    """Of a step, of a token more, and of a cached position more that a token attends to."""
+    """Per step, per token, and per cached position that a token attends to."""
     codec: bool
-    """Messages cross the wire codec in the second run."""
+    """Messages cross the wire codec in the unchecked run."""
     templates: tuple[tuple[int, ...], ...]
     salts: tuple[bytes, ...]
     deadlines: float
-    """Share of requests with one."""
+    """Share of requests with a deadline."""
     num_ids: int
     resumed: float = 0.0
-    """Share of requests that bring the beginning of their answer."""
+    """Share of requests with the beginning of their answer."""
     behind: float = 0.0
-    """Share of prompts that are the first template and a few tokens more."""
+    """Share of prompts that are the first template and a few more tokens."""
     num_tenants: int = 1
     updates: float = 0.0
-    """Share of new workers that may be of another model than the one before."""
+    """Share of new workers that may have another model than the last."""
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed: even ones run under faults to the end, odd ones in peace."""
+    """Return the scenario of a seed; even seeds run under faults to the end, odd seeds do not."""
     rng = random.Random(seed)
     scenario = _mixed(rng, seed)
-    theme = rng.choice((_as_it_comes, _as_it_comes, _crowded, _impatient, _fragile, _poisoned))
+    theme = rng.choice((_unchanged, _unchanged, _preempting, _cancelling, _fragile, _poisoned))
     scenario = theme(rng, scenario)
-    # Last, so that a seed keeps its meaning when another twist comes.
+    # Drawn last, so that a new variant leaves the rest of a seed's scenario as it was.
     fair = 0.5 if scenario.limits.scheduling_policy == "fair" else 0.05
-    for twist, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15)):
+    for variant, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15)):
         if rng.random() < share:
-            scenario = twist(rng, scenario)
+            scenario = variant(rng, scenario)
     return scenario
 
 
@@ -111,7 +114,7 @@ def _mixed(rng: random.Random, seed: int) -> Scenario:
         shortest_answer=1,
         change=0.3,
         pace=rng.choice((0, 1, 2)),
-        hang_up=0.0,
+        cancel_after_preemption=0.0,
         late=rng.choice((0.0, 0.0, 0.3)),
         bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
         poison_per_mille=rng.choice((0, 0, 0, 0, 50)),
@@ -126,21 +129,21 @@ def _mixed(rng: random.Random, seed: int) -> Scenario:
     )
 
 
-def _as_it_comes(rng: random.Random, scenario: Scenario) -> Scenario:
+def _unchanged(rng: random.Random, scenario: Scenario) -> Scenario:
     return scenario
 
 
-def _crowded(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Short prompts with long answers in few blocks: blocks are fought for."""
+def _preempting(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Short prompts with long answers in few blocks: many preemptions."""
     return _short_of_blocks(rng, scenario, budget=64, longest_prompt=8, pace=2)
 
 
-def _impatient(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Prompts in chunks, results late, and callers that hang up: who yielded soon has room again."""
+def _cancelling(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Chunked prompts, late results and cancelled requests: preempted requests soon have blocks again."""
     order = rng.choice(("prefill_first", scenario.limits.scheduling_policy))
     scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
     limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=3)
-    return replace(scenario, limits=limits, hang_up=0.5, late=0.0)
+    return replace(scenario, limits=limits, cancel_after_preemption=0.5, late=0.0)
 
 
 def _short_of_blocks(
@@ -165,12 +168,12 @@ def _short_of_blocks(
 
 
 def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Workers come and go, no two alike, and most prompts begin the same."""
+    """Workers are replaced often, each with another capacity, and most prompts share a prefix."""
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(40))
     return replace(
         scenario,
         limits=replace(scenario.limits, prefix_cache=True),
-        weights=scenario.weights | {"crash": 0.5, "replace": 0.3, "oom": 0.3, "stale": 0.2},
+        weights=scenario.weights | {"crash": 0.5, "replace": 0.3, "step_error": 0.3, "stale": 0.2},
         change=1.0,
         templates=(template,),
         salts=scenario.salts[:1],
@@ -178,7 +181,7 @@ def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Nothing goes wrong but through a few of the requests."""
+    """Only poison requests cause faults."""
     return replace(
         scenario,
         weights={name: weight for name, weight in scenario.weights.items() if name not in _FAULTS or name == "cancel"},
@@ -191,25 +194,25 @@ def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Another server went down, and its callers come here for the rest of their answers."""
+    """Requests resume answers that another server began."""
     return replace(scenario, resumed=rng.choice((0.2, 0.8)))
 
 
 def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Several tenants, not equally busy, wait for few slots."""
+    """Several tenants with unequal load wait for few slots."""
     limits = replace(scenario.limits, scheduling_policy="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
 
 
 def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
-    """A rolling update: some workers come back as another model."""
+    """A rolling update: some workers join with another model."""
     weights = scenario.weights | {"crash": 0.3, "replace": 0.3}
     return replace(scenario, updates=rng.choice((0.5, 1.0)), weights=weights)
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
-    """A token costs the more the deeper it stands, and many prompts begin alike: who joins begins where it is dear."""
+    """Deep positions cost more and many prompts share a prefix, so prompts start where tokens are expensive."""
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(100))
     target, stretch = rng.choice((0.1, 0.3)), rng.choice((2.0, 4.0, 50.0))
     policy = replace(scenario.limits.policy, target_inter_token_latency_seconds=target, max_prefill_slowdown=stretch)
@@ -237,19 +240,19 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
-    """Whether the logits after `context` are not finite, in a world with that share of such contexts."""
+    """Return whether the logits after `context` are non-finite, for that share of contexts."""
     return per_mille > 0 and (sum(context) * 2654435761 + len(context) * 40503) % 1000 < per_mille
 
 
-def poison(number: int, per_mille: int) -> str:
-    """What the request with that number does to its worker: "crash", "memory" for a step that runs out of it, or ""."""
-    if number * 2654435761 % 1000 >= per_mille:
+def poison(seed: int, per_mille: int) -> str:
+    """Return the effect of the request with that seed on its worker: "crash", "memory" (out of memory) or ""."""
+    if seed * 2654435761 % 1000 >= per_mille:
         return ""
-    return "memory" if number % 3 == 0 else "crash"
+    return "memory" if seed % 3 == 0 else "crash"
 
 
 def draw_capacity(rng: random.Random) -> Capacity:
-    """A worker from tiny to roomy."""
+    """Return a worker capacity from tiny to large."""
     block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
     positions = rng.choice((rng.randint(4, 40), rng.randint(20, 80), rng.randint(40, 120), rng.randint(100, 600)))
     return Capacity(
@@ -288,17 +291,23 @@ def _draw_limits(rng: random.Random) -> CoreLimits:
 
 
 def draw_request(
-    rng: random.Random, scenario: Scenario, number: int, now: float, told: Sequence[tuple[int, ...]]
+    rng: random.Random, scenario: Scenario, number: int, now: float, recent: Sequence[tuple[int, ...]]
 ) -> Request:
-    """One of the crowd. `number` becomes its seed, by which the oracle knows it; `told` are prompts with their answers,
-    some of which go on as the next turn of a conversation."""
+    """Return a request with `number` as its seed. Some prompts continue one of the `recent` conversations."""
     capacity, vocab_size = scenario.capacity, scenario.vocab_size
-    room = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
-    lengths = (1, rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 24), rng.randint(1, max(1, room // 2)), room)
+    max_len = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
+    lengths = (
+        1,
+        rng.randint(1, 6),
+        rng.randint(1, 6),
+        rng.randint(1, 24),
+        rng.randint(1, max(1, max_len // 2)),
+        max_len,
+    )
     length = min(rng.choice(lengths), scenario.longest_prompt)
     prompt: list[int] = []
-    if told and rng.random() < 0.2:
-        prompt += told[rng.randrange(len(told))]
+    if recent and rng.random() < 0.2:
+        prompt += recent[rng.randrange(len(recent))]
     elif scenario.templates and rng.random() < 0.6:
         template = rng.choice(scenario.templates)
         prompt += template[: rng.randint(1, len(template))]
@@ -311,7 +320,7 @@ def draw_request(
     if scenario.shortest_answer > 1:
         max_tokens = rng.randint(scenario.shortest_answer, 40)
     if rng.random() < 0.9:
-        max_tokens = max(1, min(max_tokens, room - length))
+        max_tokens = max(1, min(max_tokens, max_len - length))
     eos = frozenset({0}) if rng.random() < 0.4 else frozenset()
     stop = frozenset({rng.randrange(vocab_size)}) - eos if rng.random() < 0.2 else frozenset()
     deadline = None
@@ -334,7 +343,7 @@ def draw_request(
         cache_salt=rng.choice(scenario.salts),
     )
     if scenario.num_tenants > 1:
-        # The first asks for about half of all.
+        # The first tenant sends about half of all requests.
         tenant = max(0, rng.randrange(2 * scenario.num_tenants) - scenario.num_tenants)
         request = replace(request, tenant=f"t{tenant}")
     model = rng.choice(MODELS) if scenario.updates else MODELS[0]

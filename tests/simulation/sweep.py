@@ -1,4 +1,4 @@
-"""Runs of many seeds, for the tests."""
+"""Run many seeds, for the tests."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from simulation.scenario import draw
-from simulation.world import World, run_seed
+from simulation.simulated_run import SimulatedRun, run_seed
 
 
 def regressions() -> list[int]:
-    """Seeds that once showed something rare."""
+    """Return the seeds of regressions.txt."""
     text = Path(__file__).with_name("regressions.txt").read_text()
     return [int(line.split()[0]) for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def sweep(seeds: Iterable[int]) -> Counter[str]:
-    """Run every seed and count what happened in them. Raises AssertionError that says how to see the first breach."""
-    happened: Counter[str] = Counter()
+    """Run every seed and count its events. Raises AssertionError that says how to replay the first failure."""
+    counts: Counter[str] = Counter()
     for seed in seeds:
         try:
-            happened += run_seed(seed).happened
+            counts += run_seed(seed).counts
         except Exception as error:
-            message = (
-                f"seed {seed}: {type(error).__name__}: {error}\nto see it: python tests/simulation/replay.py {seed}"
-            )
+            message = f"seed {seed}: {type(error).__name__}: {error}\nreplay: python tests/simulation/replay.py {seed}"
             raise AssertionError(message) from error
-    return happened
+    return counts
 
 
 def digest(seeds: Iterable[int]) -> int:
-    """One number for all plans and events of some seeds."""
+    """Return a checksum of all plans and events of some seeds."""
     number = 0
     for seed in seeds:
-        number = zlib.crc32(repr(World(draw(seed), watch=False).run().transcript).encode(), number)
+        number = zlib.crc32(repr(SimulatedRun(draw(seed), checked=False).run().transcript).encode(), number)
     return number

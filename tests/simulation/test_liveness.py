@@ -1,4 +1,4 @@
-"""When faults stop, all that was admitted ends, within a bound of steps. Odd seeds; even ones: test_safety."""
+"""After faults stop, every admitted request ends within a bound of steps. Odd seeds; even ones: test_safety."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_all_requests_end_without_faults(seeds: range) -> None:
 
 
 def test_plans_do_not_depend_on_hash_seed() -> None:
-    # Python salts the hashes of strings and bytes in each process: a plan that hangs on the order of a set differs.
-    answers = set()
+    # Python salts hashes per process, so a plan that depends on the order of a set would differ.
+    digests = set()
     for salt in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": salt}
         command = [sys.executable, "-c", _DIGEST]
         done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        answers.add(done.stdout)
-    assert len(answers) == 1
+        digests.add(done.stdout)
+    assert len(digests) == 1

@@ -7,11 +7,11 @@ import traceback
 from pathlib import Path
 
 import pytest
-from simulation.invariant_error import Breach
+from simulation.invariant_error import InvariantViolated
 from simulation.mutations import Bug, drop, mutate, off_by_one, planted, without
 from simulation.planted_bugs import BUGS
+from simulation.simulated_run import SimulatedRun, run_seed
 from simulation.sweep import regressions
-from simulation.world import World, run_seed
 
 from lineclear.scheduler.core.sequence import Sequence
 
@@ -32,7 +32,7 @@ def hunt(bug: Bug) -> tuple[str, int] | None:
 
 
 def _description(error: Exception) -> str:
-    if isinstance(error, Breach):
+    if isinstance(error, InvariantViolated):
         return str(error)[:100]
     frames = traceback.extract_tb(error.__traceback__)
     place = next((f for f in reversed(frames) if not f.filename.startswith("<")), frames[-1])
@@ -49,11 +49,11 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
 def test_plan_with_expired_request_is_caught() -> None:
     """A bug of the driver: it plans before it expires requests."""
     found = set()
-    with planted(Bug("deadlines do not pass", World._turn, drop("self._let_deadlines_pass()"))):
+    with planted(Bug("deadlines do not pass", SimulatedRun._run_engine, drop("self._expire()"))):
         for seed in range(60):
             try:
                 run_seed(seed, twice=False)
-            except Breach as breach:
+            except InvariantViolated as breach:
                 found.add(str(breach))
     assert "I16: no plan has a request whose deadline has passed" in found
 

@@ -1,4 +1,4 @@
-"""Every simulated history can be run again from its flight recording, wherever the recording begins."""
+"""The flight recording of every simulated history replays, from any start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 import simulation.checked_scheduler
 from simulation.scenario import draw
-from simulation.world import World
+from simulation.simulated_run import SimulatedRun
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
@@ -16,17 +16,17 @@ from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording
 
 
 def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The last lines of a history, or all of them."""
-    calls = random.Random(seed).choice((5, 40, 300, 10_000))
+    """Return the recording of a history: its last calls, or all of them."""
+    max_records = random.Random(seed).choice((5, 40, 300, 10_000))
 
     def make(limits: CoreLimits) -> RecordingScheduler:
-        return RecordingScheduler(limits, calls)
+        return RecordingScheduler(limits, max_records)
 
     monkeypatch.setattr(simulation.checked_scheduler, "Scheduler", make)
-    world = World(draw(seed), watch=False)
-    world.run()
-    assert isinstance(world.scheduler.core, RecordingScheduler)
-    return [json.dumps(entry) for entry in world.scheduler.core.recording()]
+    run = SimulatedRun(draw(seed), checked=False)
+    run.run()
+    assert isinstance(run.scheduler.core, RecordingScheduler)
+    return [json.dumps(entry) for entry in run.scheduler.core.recording()]
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))

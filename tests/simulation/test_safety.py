@@ -1,4 +1,4 @@
-"""Under faults that never stop, nothing wrong is ever said or planned. Even seeds; odd ones: test_liveness."""
+"""Under faults that never stop, every invariant holds. Even seeds; odd ones: test_liveness."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def test_invariants_hold_under_faults(seeds: range) -> None:
 
 
 def test_histories_have_every_kind_of_event() -> None:
-    # A simulation in which little happens proves little.
-    happened = sweep(range(0, 200, 2))
+    # A simulation without some kind of event would not test it.
+    counts = sweep(range(0, 200, 2))
     for kind in ("Started", "TokensReady", "Finished", "Failed", "Preempted", "WorkerLost", "BadResult", "QueueFull"):
-        assert happened[kind] > 0, kind
-    assert happened["Finished"] > 200
-    assert happened["PoisonRequest"] > 10
-    assert happened["oom"] + happened["oov"] + happened["crash"] + happened["replace"] > 30
+        assert counts[kind] > 0, kind
+    assert counts["Finished"] > 200
+    assert counts["PoisonRequest"] > 10
+    assert counts["step_error"] + counts["bad_token"] + counts["crash"] + counts["replace"] > 30
 
 
 def test_regressions() -> None:

@@ -49,7 +49,7 @@ class PlannerState:
     """Of the joined worker, or of the last one."""
 
     def batching_state(self, now: float) -> BatchingState:
-        """Return what the batching strategy decides by."""
+        """Return the input of the batching strategy."""
         oldest = self.fresh.oldest()
         return BatchingState(
             now=now,

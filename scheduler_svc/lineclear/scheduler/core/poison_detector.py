@@ -15,7 +15,7 @@ from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.sequence import Sequence, State
 
 _ISOLATE_AFTER_CRASHES = 2
-_CLEAR_POSITIONS = 2  # to compute past those in flight at the loss: the last of them is a decode row of its own step
+_CLEAR_POSITIONS = 2  # positions to compute after those in flight at the loss, so that the last is a decode row
 
 
 class WorkerLoss(Enum):

@@ -31,7 +31,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class BatchingState:
-    """What a batching strategy decides by."""
+    """The input of a batching strategy."""
 
     now: float
     num_waiting: int
@@ -119,7 +119,7 @@ class Continuous:
 
 
 class FixedSize:
-    """Static batching: as many requests as there are slots start together, and none joins until all have ended.
+    """Static batching: as many requests as there are slots start together, and no other joins until all have ended.
 
     A smaller batch starts when the queue rejects requests, because it cannot fill further, or after a timeout if one is
     set.

@@ -1,1 +1,1 @@
-"""What the core decided, kept and run again: checkpoints, the flight recorder, replay."""
+"""Flight recorder: recordings of the core's calls and decisions, and their replay."""

@@ -1,7 +1,7 @@
-"""The flight recorder: a core that keeps its last calls and decisions, bounded and without content.
+"""A core that records its last calls and decisions, bounded and without content.
 
-Every call that can change a decision becomes a record. What the core learns from content is recorded as a fact: that a
-token ended an answer, or the key of a new prefix block. Records follow a checkpoint of the whole state, so `replay` can
+Every call that can change a decision becomes a record. Facts from content are recorded without it: that a token ended
+an answer, and the key of a new prefix block. Records follow a checkpoint of the whole state, so `replay` can
 start in the middle of a life. A full segment is followed by a new checkpoint, and only one older segment is kept.
 """
 
@@ -194,7 +194,7 @@ def to_json_types(value: Any) -> Any:
 
 
 def plan_summary(plan: StepPlan | None) -> list[Any] | None:
-    """Return what a plan decides: its decodes as a hash, of new slots only the lengths."""
+    """Return the decisions of a plan: a hash of its decodes, and the lengths of new slots."""
     if plan is None:
         return None
     inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks] for init in plan.inits]
@@ -202,7 +202,7 @@ def plan_summary(plan: StepPlan | None) -> list[Any] | None:
 
 
 def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> list[Any]:
-    """Return what events say, without content."""
+    """Return events without content."""
     found: list[Any] = []
     for event in events:
         if isinstance(event, StepTokens):

@@ -1,4 +1,4 @@
-"""Writes flight recordings to a few private files, in a thread of its own."""
+"""Writes flight recordings to a few private files, in its own thread."""
 
 from __future__ import annotations
 

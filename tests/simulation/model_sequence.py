@@ -1,0 +1,71 @@
+"""Model of a live request: positions, tokens and statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lineclear.scheduler.core.events import RequestStats
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.sequence import Request
+
+
+class ModelSequence:
+    """A live request. Fields are named as those of the core's Sequence where they mean the same."""
+
+    def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
+        self.request, self.queue_key, self.arrival = request, queue_key, now
+        self.answer: list[int] = []  # what the request gets when it runs alone
+        self.started_on = ""  # fingerprint of the model
+        self.num_outputs = len(request.output)
+        self.max_len = len(request.prompt) + request.max_tokens
+        self.is_live = True
+        self.is_running = False
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.num_planned = self.num_computed = self.num_known = 0
+        self.num_shared = 0  # leading positions from the prefix cache
+        self.in_flight = 0
+        self.admission_count = 0
+        self.max_computed_before = 0
+        self.planned_step = 0
+        self.tainted = False
+        self.preemptions = self.recoveries = self.overtaken_count = 0
+        self.pinned = False
+        self.crash_count = self.clear_position = 0
+        self.isolated_losses: Counter[WorkerLoss] = Counter()
+        self.cached_tokens = self.recomputed_tokens = self.last_step = 0
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    @property
+    def number(self) -> int:
+        """Order of arrival."""
+        return self.queue_key[1]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and confirmed output."""
+        return (*self.request.prompt, *self.answer[: self.num_outputs])
+
+    @property
+    def num_unplanned(self) -> int:
+        """Number of positions that can be planned now."""
+        return min(self.num_known, self.max_len - 1) - self.num_planned
+
+    def stats(self, now: float, completion_tokens: int | None = None) -> RequestStats:
+        """Return the statistics that the core must report at the end."""
+        return RequestStats(
+            arrival=self.arrival,
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=self.num_outputs if completion_tokens is None else completion_tokens,
+            cached_tokens=self.cached_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            preemptions=self.preemptions,
+            recoveries=self.recoveries,
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            ended_at=now,
+            last_step=self.last_step,
+        )
