@@ -1,7 +1,7 @@
 """Results as tables and curves: medians over the runs that nobody disturbed, ratios to the first contender.
 
     python -m bench.report bench/results/FILE.jsonl [--svg curve.svg]
-    python -m bench.report --docs           # the results of docs/performance.md, from all of bench/results
+    python -m bench.report --docs           # update the list of results in docs/performance.md
 
 Reads what `compare` and `micro` wrote; runs nothing.
 """
@@ -152,13 +152,17 @@ def curve(results: Sequence[Result]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def with_pages(text: str, pages: Sequence[Path]) -> str:
-    """`text` with everything between its two markers replaced by `pages`, each a section one level lower."""
-    head, begin, rest = text.partition(BEGIN)
+def with_index(text: str, pages: Sequence[Path]) -> str:
+    """Replace the text between the two markers with a table of links to `pages`, by date."""
+    head, start, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
-    assert end, "the markers of the results are gone"
-    sections = [page.read_text().strip().replace("# ", "### ", 1) for page in pages]
-    return head + begin + "\n" + "".join(f"\n{section}\n" for section in sections) + "\n" * bool(sections) + end + tail
+    assert end, f"the text needs the markers {BEGIN} and {END}"
+    rows = ["| date | results |", "|---|---|"]
+    for page in pages:
+        title = page.read_text().splitlines()[0].removeprefix("# ")
+        date = page.name[:10] if page.name[0].isdigit() else ""
+        rows.append(f"| {date} | [{title}](../bench/results/{page.name}) |")
+    return head + start + "\n\n" + "\n".join(rows) + "\n\n" + end + tail
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true")
     o = parser.parse_args(arguments)
     if o.docs:
-        DOCS.write_text(with_pages(DOCS.read_text(), sorted(RESULTS.glob("*.md"))))
+        DOCS.write_text(with_index(DOCS.read_text(), sorted(RESULTS.glob("*.md"))))
         return 0
     if o.file is None:
         parser.error("a file of results, or --docs")

@@ -87,17 +87,18 @@ def test_the_page_says_what_ran_where() -> None:
     assert "cores" in page
 
 
-def test_the_results_in_the_docs_are_those_of_the_results_folder() -> None:
+def test_docs_list_all_result_pages() -> None:
     text = report.DOCS.read_text()
-    assert report.with_pages(text, sorted(report.RESULTS.glob("*.md"))) == text, "run python -m bench.report --docs"
+    assert report.with_index(text, sorted(report.RESULTS.glob("*.md"))) == text, "run python -m bench.report --docs"
 
 
-def test_pages_replace_what_was_between_the_markers(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# A\n\n| x |\n")
+def test_index_replaces_the_text_between_the_markers(tmp_path: Path) -> None:
+    (tmp_path / "2026-11-22-a.md").write_text("# A\n\n| x |\n")
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    once = report.with_pages(text, [tmp_path / "a.md"])
-    assert once == f"before\n{report.BEGIN}\n\n### A\n\n| x |\n\n{report.END}\nafter\n"
-    assert report.with_pages(once, [tmp_path / "a.md"]) == once
+    once = report.with_index(text, [tmp_path / "2026-11-22-a.md"])
+    table = "| date | results |\n|---|---|\n| 2026-11-22 | [A](../bench/results/2026-11-22-a.md) |"
+    assert once == f"before\n{report.BEGIN}\n\n{table}\n\n{report.END}\nafter\n"
+    assert report.with_index(once, [tmp_path / "2026-11-22-a.md"]) == once
 
 
 def test_every_contender_names_its_driver_and_the_task(tmp_path: Path) -> None:
