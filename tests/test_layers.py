@@ -43,10 +43,10 @@ VIOLATIONS = {
         "from lineclear.worker import app",
     ),
     "Client and CLI use the public schema only": (
-        "client/lineclear/client/client",
+        "client/lineclear/client/channel",
         "from lineclear.wire.messages import Row",
     ),
-    "The client needs no command line library": ("client/lineclear/client/client", "import typer"),
+    "The client needs no command line library": ("client/lineclear/client/channel", "import typer"),
     "The core has no clock, randomness, I/O, thread or library": ("protos/lineclear/errors", "import time"),
     "Requests, engine, recorder and text have no gRPC": (f"{SCHEDULER}/requests/output_stream", "import grpc.aio"),
     "Services import nothing of the engine but its statistics": (

@@ -13,7 +13,7 @@ import pytest
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client
-from lineclear.errors import LineclearError, UnknownRequest
+from lineclear.errors import LineclearError, QueueFull, UnknownRequest
 from lineclear.grpc_status import TRAILER, to_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
@@ -48,7 +48,7 @@ def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator
 class ScriptedServer(pb_grpc.InferenceServiceServicer):
     """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls.
 
-    `session` plays every Session; without one the server does not have the method.
+    `session` plays every Session; without one the server has no room for a Session.
     """
 
     def __init__(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -118,7 +118,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self, orders: Iterator[pb.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.SessionResponse]:
         if self.session is None:
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+            self.fail(context, QueueFull("no session is free", retry_after_seconds=1.0))
         yield from self.session(orders, context)
 
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:

@@ -36,7 +36,7 @@ def same_stream(client: Client) -> Callable[[], Any]:
 
 
 def same_batch(client: Client) -> Callable[[], Any]:
-    outcomes = client.generate_each(["one"] * 3, concurrency=2, window=2)
+    outcomes = client.iter_batch(["one"] * 3, concurrency=2, window=2)
     next(outcomes)
     return lambda: list(outcomes)
 

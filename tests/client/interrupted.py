@@ -36,7 +36,7 @@ def read_through_the_session(client: Client) -> None:
 
 
 def read_each(client: Client) -> None:
-    for _ in client.generate_each(["endless", "endless"], concurrency=2):
+    for _ in client.iter_batch(["endless", "endless"], concurrency=2):
         pass
 
 

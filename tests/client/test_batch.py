@@ -20,7 +20,7 @@ from lineclear.v1 import inference_pb2 as pb
 def test_many_answers_keep_the_order_of_the_prompts(server: Any, client: Any) -> None:
     prompts = [f"{n} x" for n in range(40)]
     seen: list[tuple[int, int | None]] = []
-    results = client.generate_many(prompts, concurrency=7, progress=lambda done, total: seen.append((done, total)))
+    results = client.generate_batch(prompts, concurrency=7, progress=lambda done, total: seen.append((done, total)))
     assert [result.text for result in results] == prompts
     assert seen[-1] == (40, 40)
     assert seen == sorted(seen)
@@ -35,7 +35,7 @@ def test_as_many_run_at_once_as_asked_for(server: Any, client: Any) -> None:
         yield server.finished(0)
 
     server.script = script
-    assert len(client.generate_many(iter("abcdefghij"), concurrency=5)) == 10
+    assert len(client.generate_batch(iter("abcdefghij"), concurrency=5)) == 10
     assert server.most_open == 5
 
 
@@ -46,7 +46,7 @@ def test_a_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> No
         yield server.finished(0)
 
     server.script = script
-    results = client.generate_many(["good", "bad", "\ud800", "good"], return_exceptions=True)
+    results = client.generate_batch(["good", "bad", "\ud800", "good"], return_exceptions=True)
     kinds = [type(result).__name__ for result in results]
     assert kinds == ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
 
@@ -64,22 +64,22 @@ def test_the_first_failure_ends_the_batch_and_cancels_the_rest(server: Any, clie
 
     server.script = script
     with pytest.raises(errors.PromptTooLong):
-        client.generate_many(["endless", "bad", *["never asked"] * 50], concurrency=2)
+        client.generate_batch(["endless", "bad", *["never asked"] * 50], concurrency=2)
     assert len(server.requests) <= 3
 
 
 def test_a_wrong_argument_is_raised_not_returned(client: Any) -> None:
     with pytest.raises(TypeError, match="no such parameter"):
-        client.generate_many(["x"], return_exceptions=True, temprature=1)
+        client.generate_batch(["x"], return_exceptions=True, temprature=1)
 
 
 def test_nothing_to_do_is_done(client: Any) -> None:
-    assert client.generate_many([]) == []
-    assert client.generate_many(iter(())) == []
+    assert client.generate_batch([]) == []
+    assert client.generate_batch(iter(())) == []
 
 
 def test_every_prompt_may_bring_its_own_parameters(server: Any, client: Any) -> None:
-    client.generate_many([Request(prompt="a", priority=1), "b"], max_tokens=3)
+    client.generate_batch([Request(prompt="a", priority=1), "b"], max_tokens=3)
     by_text = {request.text: request for request in server.requests}
     assert (by_text["a"].priority, by_text["a"].sampling.max_tokens, by_text["b"].sampling.max_tokens) == (1, 3, 3)
 
@@ -93,7 +93,7 @@ def test_leaving_a_loop_over_many_cancels_the_rest(server: Any) -> None:
 
     server.script = script
     with Client(server.target) as client:
-        outcomes = client.generate_each(map(str, range(10**9)), concurrency=4, window=6)
+        outcomes = client.iter_batch(map(str, range(10**9)), concurrency=4, window=6)
         assert next(outcomes).finish_reason == "length"  # type: ignore[union-attr]
         outcomes.close()
     assert len(server.requests) <= 7
@@ -118,7 +118,7 @@ def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any,
     prompts, texts = Slow(), []
     if kind == "sync":
         with Client(server.target) as client:
-            for outcome in client.generate_each(prompts):
+            for outcome in client.iter_batch(prompts):
                 texts.append(outcome.text)  # type: ignore[union-attr]
                 assert prompts.go_on.is_set() == (len(texts) == 2)
                 prompts.go_on.set()
@@ -126,7 +126,7 @@ def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any,
 
         async def scenario() -> None:
             async with AsyncClient(server.target) as client:
-                async for outcome in client.generate_each(prompts):
+                async for outcome in client.iter_batch(prompts):
                     texts.append(outcome.text)  # type: ignore[union-attr]
                     assert prompts.go_on.is_set() == (len(texts) == 2)
                     prompts.go_on.set()
@@ -140,7 +140,7 @@ def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
     for is_cancelled in (True, False):
         prompts = Slow()
         with Client(server.target) as client:
-            outcomes = client.generate_each(prompts, concurrency=4)
+            outcomes = client.iter_batch(prompts, concurrency=4)
             next(outcomes)
             assert prompts.is_asked.wait(PATIENCE_SECONDS)
             if is_cancelled:
@@ -158,7 +158,7 @@ async def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
     prompts = Slow()
 
     async with AsyncClient(server.target) as client:
-        async with contextlib.aclosing(client.generate_each(prompts, concurrency=4)) as outcomes:
+        async with contextlib.aclosing(client.iter_batch(prompts, concurrency=4)) as outcomes:
             await anext(outcomes)
             with pytest.raises(TimeoutError):  # the event loop is free
                 await asyncio.wait_for(anext(outcomes), 0.05)
@@ -176,4 +176,4 @@ def test_what_the_prompts_raise_is_raised(client: Any, error: BaseException) -> 
         raise error
 
     with pytest.raises(type(error)):
-        client.generate_many(prompts(), return_exceptions=True)
+        client.generate_batch(prompts(), return_exceptions=True)

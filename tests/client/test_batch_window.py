@@ -20,7 +20,7 @@ def take(batch: OrderedWindow[Any]) -> tuple[int, Any] | None:
 
 
 def due(batch: OrderedWindow[Any]) -> list[str]:
-    turn = batch.turn()
+    turn = batch.read_outcomes()
     return [] if turn is None else [str(error) for error in turn.due]
 
 
@@ -67,7 +67,7 @@ def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end()
         batch = OrderedWindow("abc", 3, return_exceptions)
         take(batch)
         batch.put(0, error)
-        turn = batch.turn()
+        turn = batch.read_outcomes()
         assert turn is not None
         assert (turn.failure, turn.is_last, take(batch) is None) == (error if ends else None, ends, ends)
 
@@ -79,23 +79,23 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
     first = outcome(1)
     batch.put(1, first)
     batch.put(0, outcome(0))
-    turn = batch.turn()
+    turn = batch.read_outcomes()
     assert turn is not None
     assert turn.failure is first
 
 
 def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
     batch = OrderedWindow("a", 1)
-    assert batch.turn() == ([], None, False)  # nothing is complete: to be shown once
-    assert batch.turn() is None
+    assert batch.read_outcomes() == ([], None, False)  # nothing is complete: to be shown once
+    assert batch.read_outcomes() is None
     take(batch)
-    assert batch.turn() is None
+    assert batch.read_outcomes() is None
     done = outcome(0)
     batch.put(0, done)
-    assert batch.turn() == ([done], None, False)  # that there is no more, nobody has found out
-    assert batch.turn() is None
+    assert batch.read_outcomes() == ([done], None, False)  # that there is no more, nobody has found out
+    assert batch.read_outcomes() is None
     take(batch)
-    assert batch.turn() == ([], None, True)
+    assert batch.read_outcomes() == ([], None, True)
 
 
 def test_nobody_works_for_nothing_but_one() -> None:

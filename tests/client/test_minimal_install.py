@@ -44,7 +44,7 @@ def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
         from lineclear.errors import Unreachable
         fake = FakeTransport("hello world")
         print(Client(transport=fake).generate("x", Sampling(top_k=1)).text)
-        print(len(Client(transport=fake).generate_many(["a", "b"], progress=True)))
+        print(len(Client(transport=fake).generate_batch(["a", "b"], progress=True)))
         print(asyncio.run(AsyncClient(transport=fake).generate("x")).text)
         try:
             Client("unix:/nonexistent/socket", max_attempts=1).generate("x")

@@ -54,7 +54,7 @@ def test_without_a_total_it_counts() -> None:
 
 def test_no_terminal_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with Client(transport=FakeTransport("ok")) as client:
-        client.generate_many(["a", "b"], progress=True)
+        client.generate_batch(["a", "b"], progress=True)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
@@ -67,7 +67,7 @@ def test_a_terminal_gets_richs_bar_or_the_plain_one(monkeypatch: pytest.MonkeyPa
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     with Client(transport=FakeTransport("ok then")) as client:
-        client.generate_many(["a", "b", "c"], progress=True)
+        client.generate_batch(["a", "b", "c"], progress=True)
     assert "3/3" in terminal.getvalue()
     assert ("━" in terminal.getvalue()) is with_rich
 
@@ -77,5 +77,5 @@ def test_a_bar_is_closed_when_the_batch_breaks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with Client(transport=FakeTransport({"a": "ok"})) as client, pytest.raises(Exception, match="no reply"):
-        client.generate_many(["a", "b"], progress=True)
+        client.generate_batch(["a", "b"], progress=True)
     assert terminal.getvalue().endswith("\n")

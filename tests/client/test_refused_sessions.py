@@ -1,4 +1,4 @@
-"""A server that refuses a Session before it has answered anything on it still answers the requests, each as a call."""
+"""A server without room for a Session answers its requests all the same, each as a direct call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import answer, toy_service
 
 from lineclear.client import AsyncClient, Client
-from lineclear.errors import LineclearError, QueueFull, UnknownStatus, Unsupported
+from lineclear.client.session_messages import SessionRefused
+from lineclear.errors import Cancelled, QueueFull
 from lineclear.v1 import inference_pb2 as pb
 
 PROMPTS = [[5, 6, 7 + n] for n in range(8)]
@@ -32,38 +33,28 @@ def target(tmp_path: Path) -> Iterator[str]:
         yield target
 
 
-def test_clients_that_share_a_connection_all_get_their_answers(target: str) -> None:
+def test_clients_on_one_connection_all_get_answers(target: str) -> None:
     with Client(target) as first, Client(target) as second:
-        first.generate_many(PROMPTS, **ASKED)  # its Session stays open
-        with second.stream([1, 2], **LONG):  # so that every other request goes through a Session
-            assert [list(found.token_ids) for found in second.generate_many(PROMPTS, **ASKED)] == RIGHT
+        first.generate_batch(PROMPTS, **ASKED)  # its Session stays open
+        with second.stream([1, 2], **LONG):  # so every other request asks for a Session
+            assert [list(found.token_ids) for found in second.generate_batch(PROMPTS, **ASKED)] == RIGHT
 
 
-async def test_so_do_those_of_an_event_loop(target: str) -> None:
+async def test_async_clients_on_one_connection_all_get_answers(target: str) -> None:
     async with AsyncClient(target) as first, AsyncClient(target) as second:
-        await first.generate_many(PROMPTS, **ASKED)
+        await first.generate_batch(PROMPTS, **ASKED)
         async with second.stream([1, 2], **LONG):
-            assert [list(found.token_ids) for found in await second.generate_many(PROMPTS, **ASKED)] == RIGHT
+            assert [list(found.token_ids) for found in await second.generate_batch(PROMPTS, **ASKED)] == RIGHT
 
 
-REFUSALS = [
-    QueueFull("too many sessions", retry_after_seconds=1.0),
-    Unsupported("no such method"),
-    UnknownStatus("a proxy allows Generate alone"),
-]
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.reason)
-def test_no_attempt_is_used_up_by_the_refusal(server: Any, client: Any, refusal: LineclearError) -> None:
+def test_a_refused_session_uses_up_no_attempt(server: Any, client: Any) -> None:
     """`client` makes one attempt of each call."""
     gate = threading.Barrier(len(PROMPTS))
     opened = []
 
     def session(orders: Any, context: grpc.ServicerContext) -> Iterator[pb.SessionResponse]:
         opened.append(None)
-        if isinstance(refusal, UnknownStatus):
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(refusal))
-        server.fail(context, refusal)
+        server.fail(context, QueueFull("too many sessions", retry_after_seconds=1.0))
         yield
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -71,27 +62,83 @@ def test_no_attempt_is_used_up_by_the_refusal(server: Any, client: Any, refusal:
         yield server.finished(0)
 
     server.session, server.script = session, script
-    found = client.generate_many(["x"] * len(PROMPTS))
+    found = client.generate_batch(["x"] * len(PROMPTS))
     assert [one.finish_reason for one in found] == ["length"] * len(PROMPTS)
     assert len(opened) == 1
 
 
-def test_a_session_that_answered_and_then_failed_is_not_a_refusal(server: Any) -> None:
-    """The request may have run: only the policy of retries asks for it again."""
-    heard = threading.Event()
+def test_a_session_that_failed_after_a_response_is_not_refused(server: Any) -> None:
+    """The request may have run: only the retry policy sends it again."""
+    was_read = threading.Event()
 
     def session(orders: Any, context: grpc.ServicerContext) -> Iterator[pb.SessionResponse]:
+        context.send_initial_metadata(())
         handle = next(orders).submits[0].handle
         yield pb.SessionResponse(events=[pb.SessionEvent(handle=handle, response=server.started())])
-        heard.set()
+        was_read.set()
         server.fail(context, QueueFull("no more"))
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.started()
-        assert heard.wait(PATIENCE_SECONDS)
+        assert was_read.wait(PATIENCE_SECONDS)
         yield server.finished(0)
 
     server.session, server.script = session, script
     with Client(server.target) as client:
-        first, second = client.generate_many(["x", "x"], return_exceptions=True)
+        first, second = client.generate_batch(["x", "x"], return_exceptions=True)
     assert {type(first).__name__, type(second).__name__} == {"Generation", "QueueFull"}
+
+
+class RefusedThenDirect:
+    """A transport whose first call ends with SessionRefused. The second starts while `cancel` is called."""
+
+    target = "unix:fake"
+    cancel = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def stream(self, *_: Any, **__: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            self.cancel()
+        call = FakeCall()
+        call.is_refused = self.num_calls == 1
+        return call
+
+    stream_async = stream
+
+
+class FakeCall:
+    """A call that ends once it is cancelled."""
+
+    is_refused = False
+    is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def __next__(self) -> Any:
+        if self.is_refused:
+            raise SessionRefused
+        assert self.is_cancelled, "it would never end"
+        raise Cancelled("the call was cancelled")
+
+    async def __anext__(self) -> Any:
+        return next(self)
+
+
+def test_a_cancellation_between_the_two_calls_is_kept() -> None:
+    transport: Any = RefusedThenDirect()
+    with Client(transport=transport).stream("x") as stream:
+        transport.cancel = stream.cancel
+        with pytest.raises(Cancelled):
+            next(stream)
+
+
+async def test_an_async_cancellation_between_the_two_calls_is_kept() -> None:
+    transport: Any = RefusedThenDirect()
+    async with AsyncClient(transport=transport).stream("x") as stream:
+        transport.cancel = stream.cancel
+        with pytest.raises(Cancelled):
+            await anext(stream)

@@ -10,7 +10,7 @@ import pytest
 
 from lineclear.client.call_settings import ClientConfig
 from lineclear.client.retry import MAX_TIMEOUT_SECONDS, ResumeState, RetryPolicy, RetryState, may_retry
-from lineclear.client.submitted import submission
+from lineclear.client.submitted import submit_request
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -152,10 +152,10 @@ def test_who_waits_for_a_server_still_has_all_attempts_for_want_of_room() -> Non
 
 def test_a_name_in_use_is_our_own_once_a_connection_was_lost() -> None:
     policy, taken = RetryPolicy(), DuplicateRequest("x")
-    for calls in (RetryState(policy, None), RetryState(policy, None, meets_itself=True)):
+    for calls in (RetryState(policy, None), RetryState(policy, None, meets_own_request=True)):
         with pytest.raises(DuplicateRequest):
             calls.pause_after(taken)
-    lost = RetryState(policy, None, meets_itself=True)
+    lost = RetryState(policy, None, meets_own_request=True)
     lost.pause_after(ConnectionLost("x"))
     for _ in range(10):
         lost.pause_after(taken)
@@ -212,7 +212,7 @@ def test_without_a_deadline_there_is_none() -> None:
 def test_a_timeout_longer_than_a_year_counts_as_one(timeout_seconds: float) -> None:
     assert attempts(timeout_seconds).begin() == MAX_TIMEOUT_SECONDS
     prompt = ClientConfig(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
-    assert submission(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
+    assert submit_request(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
 
 
 def test_a_timeout_that_is_not_a_number_is_refused() -> None:

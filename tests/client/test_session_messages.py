@@ -1,18 +1,19 @@
-"""Orders on their way to a session: how many leave together, and when each goes alone."""
+"""The commands of a Session, gathered into messages."""
 
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.api_limits import MAX_GATHERED_BYTES, REQUEST_BYTES_KEY
-from lineclear.client.outbox import Command, Outbox
-from lineclear.client.session import Session
-from lineclear.errors import Cancelled
+from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
+from lineclear.client._sync.session import Session
+from lineclear.client.session_messages import Command, Outbox, max_request_bytes
+from lineclear.errors import Cancelled, RequestTooLarge
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -20,9 +21,8 @@ def submit(handle: int, num_bytes: int = 1) -> Command:
     return pb.SubmitCommand(handle=handle, request=pb.GenerateRequest(text="x" * num_bytes))
 
 
-def outbox(*commands: Command, max_request_bytes: int | None = None) -> Outbox:
+def outbox(*commands: Command) -> Outbox:
     found = Outbox()
-    found.share_messages(max_request_bytes)
     for command in commands:
         found.put(command)
     return found
@@ -33,69 +33,97 @@ def messages(found: Outbox) -> Iterator[pb.SessionRequest]:
         yield message
 
 
-def test_commands_are_sent_one_by_one_before_the_headers() -> None:
-    found = Outbox()
-    for command in (submit(1), submit(2), pb.CancelCommand(handle=1)):
-        found.put(command)
-    assert [(len(message.submits), len(message.cancels)) for message in messages(found)] == [(1, 0), (1, 0), (0, 1)]
-
-
-def test_what_has_gathered_leaves_together_and_ends_come_after_beginnings() -> None:
+def test_gathered_commands_share_a_message() -> None:
     (message,) = messages(outbox(submit(1), pb.CancelCommand(handle=1), submit(2)))
-    assert [order.handle for order in message.submits] == [1, 2]
-    assert [order.handle for order in message.cancels] == [1]
+    assert [command.handle for command in message.submits] == [1, 2]
+    assert [command.handle for command in message.cancels] == [1]
 
 
 def test_a_message_has_at_most_32_commands() -> None:
     sent = list(messages(outbox(*map(submit, range(70)))))
-    assert [len(message.submits) for message in sent] == [32, 32, 6]
+    assert [len(message.submits) for message in sent] == [MAX_SESSION_COMMANDS, MAX_SESSION_COMMANDS, 6]
     assert [command.handle for message in sent for command in message.submits] == list(range(70))
 
 
-def test_a_large_command_is_sent_alone() -> None:
+def test_a_large_command_has_its_own_message() -> None:
     half = MAX_GATHERED_BYTES // 2
     sent = list(messages(outbox(submit(1), submit(2, 10 * half), submit(3, half - 100), submit(4, half - 100))))
     assert [[command.handle for command in message.submits] for message in sent] == [[1], [2], [3, 4]]
 
 
-def test_messages_stay_below_half_of_the_servers_limit() -> None:
-    sent = list(messages(outbox(*(submit(n, 1000) for n in range(8)), max_request_bytes=4500)))
-    assert [len(message.submits) for message in sent] == [2, 2, 2, 2]
+def test_messages_stay_below_the_limit_of_the_server() -> None:
+    found = outbox(*(submit(handle, 100) for handle in range(4)))
+    found.limit_bytes(500)
+    assert [len(message.submits) for message in messages(found)] == [2, 2]
 
 
-@pytest.mark.parametrize(("headers", "lengths"), [((), [5]), (((REQUEST_BYTES_KEY, "4096"),), [5])])
-def test_a_session_shares_messages_after_the_headers(headers: Any, lengths: list[int]) -> None:
-    """The one for threads; its gRPC call is played here."""
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (None, None),
+        ((), None),
+        (((REQUEST_BYTES_KEY, "800"),), 800),
+        ((("x", "9"), (REQUEST_BYTES_KEY, "many")), None),
+        (((REQUEST_BYTES_KEY, b"8"),), None),
+    ],
+)
+def test_max_request_bytes_from_headers(headers: Any, expected: int | None) -> None:
+    assert max_request_bytes(headers) == expected
 
-    class Played:
-        """A call whose server has greeted, and whose stream ends when it is cancelled."""
 
-        def __init__(self) -> None:
-            self.asked = queue.SimpleQueue[None]()
-            self.ended = queue.SimpleQueue[None]()
+class FakeGrpcCall:
+    """The call of a Session: the server has sent `headers`, and the stream ends when it is cancelled."""
 
-        def initial_metadata(self) -> Any:
-            return headers
+    def __init__(self, headers: Any) -> None:
+        self.has_sent_headers = threading.Event()
+        self._headers = headers
+        self._ended = queue.SimpleQueue[None]()
 
-        def cancel(self) -> None:
-            self.ended.put(None)
+    def initial_metadata(self) -> Any:
+        assert self.has_sent_headers.wait(PATIENCE_SECONDS)
+        return self._headers
 
-        def __iter__(self) -> Iterator[Any]:
-            self.asked.put(None)
-            self.ended.get(timeout=PATIENCE_SECONDS)
-            yield from ()
+    def cancel(self) -> None:
+        self._ended.put(None)
 
-    def open_call(messages: Iterator[pb.SessionRequest]) -> Played:
-        orders.append(messages)
-        return played
+    def __iter__(self) -> Iterator[Any]:
+        self._ended.get(timeout=PATIENCE_SECONDS)
+        yield from ()
 
-    orders: list[Iterator[pb.SessionRequest]] = []
-    played = Played()
-    session = Session("nowhere", open_call, lambda error: Cancelled(str(error)))
-    played.asked.get(timeout=PATIENCE_SECONDS)  # from here on it knows what the server said
+
+@pytest.fixture
+def call() -> FakeGrpcCall:
+    return FakeGrpcCall(((REQUEST_BYTES_KEY, "1000"),))
+
+
+def open_session(call: FakeGrpcCall) -> tuple[Session, Iterator[pb.SessionRequest]]:
+    """Return a session and the messages that gRPC would send."""
+
+    def open_call(messages: Iterator[pb.SessionRequest]) -> FakeGrpcCall:
+        opened.append(messages)
+        return call
+
+    opened: list[Iterator[pb.SessionRequest]] = []
+    return Session("nowhere", open_call, lambda error: Cancelled(str(error))), opened[0]
+
+
+def test_a_session_gathers_until_the_headers_arrive(call: FakeGrpcCall) -> None:
+    session, sent = open_session(call)
     for _ in range(5):
-        session.begin(pb.GenerateRequest(text="x"), None, lambda left: None)
-    sent = [next(orders[0]) for _ in lengths]
-    assert [len(message.submits) for message in sent] == lengths
+        session.start(pb.GenerateRequest(text="x"), None, lambda: None)
+    call.has_sent_headers.set()
+    assert len(next(sent).submits) == 5
     session.close()
-    assert list(orders[0]) == []
+    assert list(sent) == []
+
+
+def test_a_session_rejects_a_request_above_the_limit(call: FakeGrpcCall) -> None:
+    """gRPC would end the stream with all its requests."""
+    session, sent = open_session(call)
+    call.has_sent_headers.set()
+    session.start(pb.GenerateRequest(text="x"), None, lambda: None)
+    assert next(sent).submits
+    with pytest.raises(RequestTooLarge, match="has 20"):
+        session.start(pb.GenerateRequest(text="x" * 2000), None, lambda: None)
+    assert session.start(pb.GenerateRequest(text="x" * 600), None, lambda: "direct") == "direct"
+    session.close()

@@ -1,4 +1,4 @@
-"""Through what a call goes: alone where it is the only one, else through a session for all who say the same."""
+"""SessionMultiplexer: when a request shares the Session and when it is a direct call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lineclear.client.session_multiplexer import SessionMultiplexer
-from lineclear.errors import LineclearError, QueueFull, Unsupported
+from lineclear.errors import LineclearError, QueueFull
 from lineclear.v1 import inference_pb2 as pb
 
 REQUEST = pb.GenerateRequest(text="a")
@@ -17,96 +17,77 @@ REQUEST = pb.GenerateRequest(text="a")
 class FakeSession:
     is_over = False
     is_closing = False
-    is_missing = False
     refusal: LineclearError | None = None
 
-    def begin(self, request: pb.GenerateRequest, seconds: float | None, alone: Callable[[float | None], Any]) -> str:
-        assert request is REQUEST
-        return f"shared, {seconds} s"
+    def start(self, request: pb.GenerateRequest, seconds: float | None, make_direct_call: Callable[[], Any]) -> str:
+        assert (request, seconds) == (REQUEST, 3.0)
+        return "shared"
 
 
-class Sessions:
-    """Opens them, and keeps count."""
+class World:
+    """A multiplexer, its sessions and its clock."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.opened: list[FakeSession] = []
+        self.multiplexer = SessionMultiplexer[FakeSession](True, self._open, lambda: self.now)
 
-    def open(self, metadata: Any) -> FakeSession:
+    def _open(self, metadata: Any) -> FakeSession:
         self.opened.append(FakeSession())
         return self.opened[-1]
 
+    def start(self, metadata: Any = ()) -> str:
+        found = self.multiplexer.start(REQUEST, 3.0, metadata, lambda: "direct")
+        assert isinstance(found, str)
+        return found
+
 
 @pytest.fixture
-def sessions() -> Sessions:
-    return Sessions()
+def world() -> World:
+    return World()
 
 
-@pytest.fixture
-def crowd(sessions: Sessions) -> SessionMultiplexer[FakeSession]:
-    return SessionMultiplexer(True, sessions.open)
+def test_a_single_call_is_direct(world: World) -> None:
+    assert world.start() == "direct"
+    world.multiplexer.on_end()
+    assert world.start() == "direct"
+    assert world.multiplexer.session is None
 
 
-def begin(crowd: SessionMultiplexer[FakeSession], metadata: Any = ()) -> str:
-    found = crowd.start(REQUEST, 3.0, metadata, lambda seconds: f"alone, {seconds} s")
-    assert isinstance(found, str)
-    return found
+def test_concurrent_calls_share_one_session(world: World) -> None:
+    assert [world.start() for _ in range(3)] == ["direct", "shared", "shared"]
+    assert world.opened == [world.multiplexer.session]
 
 
-def test_who_is_alone_has_a_call_of_its_own(crowd: SessionMultiplexer[FakeSession]) -> None:
-    assert begin(crowd) == "alone, 3.0 s"
-    crowd.leave()
-    assert begin(crowd) == "alone, 3.0 s"
-    assert crowd.session is None
+def test_a_call_with_other_metadata_is_direct(world: World) -> None:
+    first, second = (("tenant", "a"),), (("tenant", "b"),)
+    assert [world.start(metadata) for metadata in (first, first, second)] == ["direct", "shared", "direct"]
 
 
-def test_who_is_not_shares_one_session(crowd: SessionMultiplexer[FakeSession], sessions: Sessions) -> None:
-    assert [begin(crowd) for _ in range(3)] == ["alone, 3.0 s", "shared, 3.0 s", "shared, 3.0 s"]
-    assert sessions.opened == [crowd.session]
+@pytest.mark.parametrize("state", ["is_over", "is_closing"])
+def test_an_ended_session_is_replaced(world: World, state: str) -> None:
+    world.start(), world.start()
+    setattr(world.opened[-1], state, True)
+    assert world.start() == "shared"
+    assert len(world.opened) == 2
 
 
-def test_who_says_something_else_has_a_call_of_its_own(crowd: SessionMultiplexer[FakeSession]) -> None:
-    ours, others = (("tenant", "a"),), (("tenant", "b"),)
-    assert [begin(crowd, says) for says in (ours, ours, others)] == ["alone, 3.0 s", "shared, 3.0 s", "alone, 3.0 s"]
-
-
-def test_one_that_is_over_is_followed_by_another_if_the_server_has_them(
-    crowd: SessionMultiplexer[FakeSession], sessions: Sessions
+@pytest.mark.parametrize(("retry_after_seconds", "seconds"), [(30.0, 30.0), (None, 10.0), (1.0, 10.0)])
+def test_a_refused_session_is_opened_again_later(
+    world: World, retry_after_seconds: float | None, seconds: float
 ) -> None:
-    begin(crowd), begin(crowd)
-    sessions.opened[-1].is_over = True
-    assert begin(crowd) == "shared, 3.0 s"
-    assert len(sessions.opened) == 2
-    sessions.opened[-1].is_over = sessions.opened[-1].is_missing = True
-    sessions.opened[-1].refusal = Unsupported("no such method")
-    assert begin(crowd) == "alone, 3.0 s"
-    assert len(sessions.opened) == 2
+    world.start(), world.start()
+    refused = world.opened[-1]
+    refused.is_over, refused.refusal = True, QueueFull("64 are open", retry_after_seconds=retry_after_seconds)
+    for world.now, expected in ((1.0, "direct"), (seconds, "direct"), (1.0 + seconds, "shared")):
+        assert world.start() == expected
+    assert len(world.opened) == 2
 
 
-def test_one_that_was_refused_is_asked_for_again_later(sessions: Sessions) -> None:
-    now = [0.0]
-    crowd = SessionMultiplexer(True, sessions.open, lambda: now[0])
-    begin(crowd), begin(crowd)
-    sessions.opened[-1].is_over, sessions.opened[-1].refusal = True, QueueFull("64 are open", retry_after_seconds=30.0)
-    for now[0], expected in ((1.0, "alone, 3.0 s"), (30.0, "alone, 3.0 s"), (31.0, "shared, 3.0 s")):
-        assert begin(crowd) == expected
-    assert len(sessions.opened) == 2
+def test_a_call_that_fails_to_start_is_not_counted(world: World) -> None:
+    def impossible() -> str:
+        raise ValueError("invalid metadata")
 
-
-def test_a_session_that_takes_no_more_requests_is_followed_by_another(
-    crowd: SessionMultiplexer[FakeSession], sessions: Sessions
-) -> None:
-    begin(crowd), begin(crowd)
-    sessions.opened[-1].is_closing = True
-    assert begin(crowd) == "shared, 3.0 s"
-    assert len(sessions.opened) == 2
-
-
-def test_a_call_that_cannot_be_made_is_not_one_of_the_crowd(crowd: SessionMultiplexer[FakeSession]) -> None:
-    """Else every call after it would go through a session, though there is no other."""
-
-    def impossible(seconds: float | None) -> str:
-        raise ValueError("metadata that cannot travel")
-
-    with pytest.raises(ValueError, match="cannot travel"):
-        crowd.start(REQUEST, None, (), impossible)
-    assert begin(crowd) == "alone, 3.0 s"
+    with pytest.raises(ValueError, match="invalid metadata"):
+        world.multiplexer.start(REQUEST, None, (), impossible)
+    assert world.start() == "direct"

@@ -189,7 +189,7 @@ def test_many_answers_end_where_they_are_and_their_reader_is_not_cut_off(server:
     endless(server)
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
-            client.generate_many(["one", *["endless"] * 3], concurrency=4, progress=press)
+            client.generate_batch(["one", *["endless"] * 3], concurrency=4, progress=press)
         assert steps == ["went on"]
         assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
 
@@ -247,7 +247,7 @@ def test_a_whole_answer_is_cancelled_by_another_thread_too() -> None:
 def test_others_are_cancelled_from_any_thread(server: Any) -> None:
     endless(server)
     with Client(server.target) as client:
-        outcomes = client.generate_each(["one", "endless"])
+        outcomes = client.iter_batch(["one", "endless"])
         next(outcomes)
         threading.Thread(target=outcomes.cancel).start()
         with pytest.raises(Cancelled):
@@ -267,11 +267,11 @@ def test_a_batch_is_interrupted_while_it_waits_for_a_prompt(server: Any, kind: s
 
     async def scenario() -> None:
         async with AsyncClient(server.target) as client:
-            await client.generate_many(prompts(), concurrency=4)
+            await client.generate_batch(prompts(), concurrency=4)
 
     try:
         with pytest.raises(KeyboardInterrupt), Client(server.target) as client:
-            asyncio.run(scenario()) if kind == "asyncio" else client.generate_many(prompts(), concurrency=4)
+            asyncio.run(scenario()) if kind == "asyncio" else client.generate_batch(prompts(), concurrency=4)
         assert not is_over.is_set()
     finally:
         is_over.set()

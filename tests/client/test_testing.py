@@ -139,7 +139,7 @@ def test_many_through_a_fake() -> None:
     fake = FakeTransport(lambda request: Answer(request.text, delay_seconds=0.001))
     prompts = [f"a{n}" for n in range(30)]
     with Client(transport=fake) as client:
-        assert [result.text for result in client.generate_many(prompts, concurrency=4)] == prompts
+        assert [result.text for result in client.generate_batch(prompts, concurrency=4)] == prompts
 
 
 def test_leaving_an_async_loop_over_many_has_ended_the_rest() -> None:
@@ -147,7 +147,7 @@ def test_leaving_an_async_loop_over_many_has_ended_the_rest() -> None:
 
     async def run() -> None:
         async with AsyncClient(transport=fake) as client:
-            each = client.generate_each(map(str, range(10**9)), concurrency=4, window=6)
+            each = client.iter_batch(map(str, range(10**9)), concurrency=4, window=6)
             async with contextlib.aclosing(each) as outcomes:
                 assert (await anext(outcomes)).text == "now"  # type: ignore[union-attr]
             assert asyncio.all_tasks() == {asyncio.current_task()}

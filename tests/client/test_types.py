@@ -12,24 +12,24 @@ PROGRAM = """
 from lineclear.client import AsyncClient, Client
 
 def threads(client: Client, unknown: bool) -> None:
-    reveal_type(client.generate_many(["a"]))
-    reveal_type(client.generate_many(["a"], return_exceptions=False))
-    reveal_type(client.generate_many(["a"], return_exceptions=True, temperature=0.0))
-    reveal_type(client.generate_many(["a"], return_exceptions=unknown))
-    reveal_type([outcome for outcome in client.generate_each(["a"])])
-    reveal_type([outcome for outcome in client.generate_each(["a"], return_exceptions=True)])
-    reveal_type([outcome for outcome in client.generate_each(["a"], return_exceptions=False)])
-    reveal_type([outcome for outcome in client.generate_each(["a"], return_exceptions=unknown)])
+    reveal_type(client.generate_batch(["a"]))
+    reveal_type(client.generate_batch(["a"], return_exceptions=False))
+    reveal_type(client.generate_batch(["a"], return_exceptions=True, temperature=0.0))
+    reveal_type(client.generate_batch(["a"], return_exceptions=unknown))
+    reveal_type([outcome for outcome in client.iter_batch(["a"])])
+    reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=True)])
+    reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=False)])
+    reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=unknown)])
 
 async def loop(client: AsyncClient, unknown: bool) -> None:
-    reveal_type(await client.generate_many(["a"]))
-    reveal_type(await client.generate_many(["a"], return_exceptions=False))
-    reveal_type(await client.generate_many(["a"], return_exceptions=True, temperature=0.0))
-    reveal_type(await client.generate_many(["a"], return_exceptions=unknown))
-    reveal_type([outcome async for outcome in client.generate_each(["a"])])
-    reveal_type([outcome async for outcome in client.generate_each(["a"], return_exceptions=True)])
-    reveal_type([outcome async for outcome in client.generate_each(["a"], return_exceptions=False)])
-    reveal_type([outcome async for outcome in client.generate_each(["a"], return_exceptions=unknown)])
+    reveal_type(await client.generate_batch(["a"]))
+    reveal_type(await client.generate_batch(["a"], return_exceptions=False))
+    reveal_type(await client.generate_batch(["a"], return_exceptions=True, temperature=0.0))
+    reveal_type(await client.generate_batch(["a"], return_exceptions=unknown))
+    reveal_type([outcome async for outcome in client.iter_batch(["a"])])
+    reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=True)])
+    reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=False)])
+    reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=unknown)])
 """
 ANSWERS = "list[Generation]"
 OUTCOMES = "list[Generation | LineclearError]"
@@ -45,8 +45,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     wrong.write_text(
         "from lineclear.client import Client\n\n"
         "def wrong(client: Client) -> None:\n"
-        "    client.generate_many(['a'], temprature=0.0)\n"
-        "    client.generate_many(['a'], return_exceptions=True)[0].text\n"
+        "    client.generate_batch(['a'], temprature=0.0)\n"
+        "    client.generate_batch(['a'], return_exceptions=True)[0].text\n"
     )
     flags = ["--strict", "--config-file", str(REPOSITORY / "pyproject.toml"), "--cache-dir", str(folder / "cache")]
     said, errors, _ = api.run([*flags, str(program), str(wrong)])

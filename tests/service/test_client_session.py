@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 from service.serving import SMILE, SMILE_IDS, Serving, serving, until
 
-from lineclear.api_limits import REQUEST_BYTES_KEY
-from lineclear.client import AsyncClient, Client, Generation, session
-from lineclear.client.outbox import most_request_bytes
+from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.session_messages import names_one_server
 from lineclear.errors import (
     Cancelled,
@@ -25,7 +23,6 @@ from lineclear.errors import (
     InvalidRequest,
     LineclearError,
     NonFiniteLogits,
-    RequestTooLarge,
     ShutdownInterrupted,
 )
 from lineclear.scheduler.core.events import FinishReason
@@ -292,11 +289,3 @@ async def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: 
         assert list((await neighbour).token_ids) == SMILE_IDS
         assert len(s.service._sessions) == 1
         await finish(s, first)
-
-
-def test_a_session_that_names_its_limit_is_not_sent_more() -> None:
-    greeting = [(REQUEST_BYTES_KEY, "1000")]
-    with pytest.raises(RequestTooLarge, match="has 20"):
-        session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x" * 2000)), most_request_bytes(greeting))
-    assert not session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x")), 1000)
-    assert session._goes_alone(pb.SubmitCommand(request=pb.GenerateRequest(text="x" * 100_000)), None)

@@ -15,9 +15,7 @@ from typing import Any, Protocol, TextIO, TypeVar
 
 import typer
 
-from lineclear.client import sigint
-from lineclear.client.answer_stream import Stream
-from lineclear.client.client import Client
+from lineclear.client import Client, Stream, sigint
 from lineclear.client.requests import Request
 from lineclear.errors import DataLoss, LineclearError
 
@@ -76,7 +74,7 @@ def several(client: Client, entries: Entries, out: Path | None, resume: bool, co
         have = results.check(itertools.islice(prompts, results.count))
         asked = _Asked(prompts, len(entries) - have)
         failed = 0
-        outcomes = client.generate_each(asked, concurrency=concurrency, progress=progress)
+        outcomes = client.iter_batch(asked, concurrency=concurrency, progress=progress)
         with sigint.cancel_on_sigint(outcomes.cancel), closing(outcomes):
             for index, outcome in enumerate(outcomes, have):
                 if isinstance(outcome, LineclearError):

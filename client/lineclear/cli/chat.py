@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lineclear.client import sigint
-from lineclear.client.client import Client
+from lineclear.client import Client, sigint
 from lineclear.client.requests import SAMPLING_FIELDS, ChatMessage, Sampling
 from lineclear.errors import LineclearError
 

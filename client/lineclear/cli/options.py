@@ -18,8 +18,8 @@ from typing import Annotated, Any, cast, get_type_hints
 import grpc
 import typer
 
+from lineclear.client import Client
 from lineclear.client.channel import DEFAULT_TARGET
-from lineclear.client.client import Client
 from lineclear.client.requests import Params, Request, Sampling, pairs
 from lineclear.errors import InvalidRequest
 
@@ -140,7 +140,7 @@ class Connection:
             )
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--target") from None
-        client._settings = dataclasses.replace(client._settings, on_wait=WaitNotice(client.target))
+        client._config = dataclasses.replace(client._config, on_wait=WaitNotice(client.target))
         return client
 
 

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lineclear.client.answer_stream import Stream
+from lineclear.client import Stream
 from lineclear.client.results import Generation, Model, Quantiles, Stats
 from lineclear.errors import LineclearError
 

@@ -11,11 +11,13 @@
 Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
 """
 
+from ._async.answer_stream import AsyncStream
+from ._async.batch_workers import AsyncBatchResults
+from ._async.client import AsyncClient, AsyncSubmitted
+from ._sync.answer_stream import Stream
+from ._sync.batch_workers import BatchResults
+from ._sync.client import Client, Submitted
 from .admin_client import AdminClient
-from .answer_stream import AsyncStream, Stream
-from .async_client import AsyncClient, AsyncSubmitted
-from .batch_workers import BatchResults
-from .client import Client, Submitted
 from .local_server import LocalServer, ServerStartError
 from .requests import ChatMessage, OnModelChange, Request, Sampling
 from .results import (
@@ -38,6 +40,7 @@ from .submitted import SubmittedStatus
 
 __all__ = [
     "AdminClient",
+    "AsyncBatchResults",
     "AsyncClient",
     "AsyncStream",
     "AsyncSubmitted",

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, cast
 from lineclear.v1 import admin_pb2 as pb
 
 from . import rpc_methods
-from .client import Client
+from ._sync.client import Client
 from .requests import UNSET
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -119,7 +119,7 @@ class OrderedWindow(Generic[Item]):
         """End the batch. The first failure is the one that counts."""
         self.failure = self.failure or error
 
-    def turn(self) -> WindowRead | None:
+    def read_outcomes(self) -> WindowRead | None:
         """What is new for the reader; None while nothing is."""
         if not self.done and self.completed == self._reported:
             return None

@@ -5,6 +5,7 @@ From what gRPC reports to the LineclearError that says what happened. No waiting
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from typing import Any, TypeVar
@@ -49,7 +50,7 @@ class ErrorTranslator:
         self.target = checked_target(target)
         self.closed = False
         """By this side."""
-        self.home = OwnerProcess()
+        self.owner = OwnerProcess()
         self.was_reachable = False
         """Somebody was there once: if nobody is now, a server has died or is starting again."""
 
@@ -82,6 +83,8 @@ class ErrorTranslator:
         """What ended a session, whatever was raised."""
         if isinstance(error, errors.LineclearError):
             return error
+        if isinstance(error, asyncio.CancelledError):
+            return errors.Cancelled("the call was cancelled")
         if isinstance(error, grpc.RpcError):  # AioRpcError is one too
             return self.failure(error, cancelled=False)
         return self._lost(f"no answer from {self.target}: the session broke ({type(error).__name__})")

@@ -1,7 +1,4 @@
-"""What both clients share: the settings of a client, and a call about to be made.
-
-Everything here is arithmetic on values; the waiting is in `sync`, `aio` and `stream`.
-"""
+"""The settings of a client and the options of a call. No I/O."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from .requests import Metadata, OnModelChange, Params, Prompt, Request, Sampling
 from .retry import OnWait, RetryPolicy, RetryState
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-# Of the calls that compute nothing.
 SHORT_TIMEOUT_SECONDS = 30.0
+"""Default deadline of the calls that generate nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """A request on its way: the message and what travels beside it."""
+    """The message of a call and its options."""
 
     message: pb.GenerateRequest | pb.AttachRequest
     timeout_seconds: float | None
@@ -32,28 +29,28 @@ class CallOptions:
 
     @property
     def may_restart(self) -> bool:
-        """Whether another model may answer from the beginning, once the answer of the first one cannot go on."""
+        """Whether the answer may start over with another model."""
         names_model = isinstance(self.message, pb.AttachRequest) or self.message.HasField("model_fingerprint")
         return self.on_model_change == "restart" and not names_model
 
     @property
     def may_go_elsewhere(self) -> bool:
-        """Any server of the right model can answer. A submitted request is at one server alone."""
+        """Whether any server of the model can answer. A submitted request is known to one server only."""
         return isinstance(self.message, pb.GenerateRequest)
 
     @property
-    def names_itself(self) -> bool:
-        """The caller gave the request a name."""
+    def has_own_id(self) -> bool:
+        """Whether the caller set `request_id`."""
         return isinstance(self.message, pb.GenerateRequest) and self.message.HasField("request_id")
 
     def attempts(self) -> RetryState:
-        """The attempts of the call, whose time starts to run now."""
-        return RetryState(self.retry, self.timeout_seconds, meets_itself=True, on_wait=self.on_wait)
+        """Return the retry state of the call. Its deadline starts now."""
+        return RetryState(self.retry, self.timeout_seconds, meets_own_request=True, on_wait=self.on_wait)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """What every call of a client has in common unless it says otherwise."""
+    """The defaults of every call of a client."""
 
     timeout_seconds: float | None
     retry: RetryPolicy
@@ -61,12 +58,15 @@ class ClientConfig:
     sampling: Sampling | None
     on_model_change: OnModelChange = "error"
     on_wait: OnWait | None = None
-    """Hears, on any thread, of every pause before a call is made again. The command line sets it."""
+    """Called before every pause between attempts, on any thread. The command line sets it."""
 
     def outgoing(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
     ) -> CallOptions:
-        """Raises InvalidRequest for what no message can hold, TypeError for a keyword that is no parameter."""
+        """Return the options of a generating call.
+
+        Raises InvalidRequest if a value does not fit into the message, TypeError for an unknown parameter.
+        """
         request = Request.of(prompt, sampling, **params)
         own = request.timeout_seconds
         return CallOptions(
@@ -81,12 +81,12 @@ class ClientConfig:
     def attaching(
         self, request_id: str, from_index: int, metadata: Pairs, timeout_seconds: float | None
     ) -> CallOptions:
-        """What listens to a submitted request."""
+        """Return the options of a call that attaches to a submitted request."""
         message = pb.AttachRequest(request_id=request_id, from_index=from_index)
         return CallOptions(message, timeout_seconds, metadata, self.retry, self.on_wait)
 
     def short(self, timeout_seconds: float | Unset | None) -> RetryState:
-        """The attempts of a call that computes nothing."""
+        """Return the retry state of a call that generates nothing."""
         if isinstance(timeout_seconds, Unset):
             timeout_seconds = min(SHORT_TIMEOUT_SECONDS, self.timeout_seconds or SHORT_TIMEOUT_SECONDS)
         return RetryState(self.retry, timeout_seconds, on_wait=self.on_wait)
@@ -100,7 +100,7 @@ def client_config(
     sampling: Sampling | None,
     on_model_change: OnModelChange = "error",
 ) -> ClientConfig:
-    """Of a client's arguments; `max_attempts` alone is a RetryPolicy with the other numbers left as they are."""
+    """Return the checked arguments of a client. Raises ValueError if `max_attempts` and `retry` are both given."""
     if max_attempts is not None and retry is not None:
         raise ValueError("give max_attempts or retry, not both")
     if max_attempts is not None:

@@ -26,7 +26,7 @@ from typing import Self
 from lineclear.errors import LineclearError
 from lineclear.extras import install_command
 
-from .client import Client
+from ._sync.client import Client
 from .results import HealthStatus
 
 MODULE = "lineclear.scheduler.main"

@@ -161,7 +161,7 @@ class _Patience:
 class RetryState:
     """The attempts of one call and the time they have together.
 
-    `meets_itself`: once a connection was lost, a name that is in use is that of the earlier attempt, whose end the
+    `meets_own_request`: once a connection was lost, a name that is in use is that of the earlier attempt, whose end the
     server has not noticed yet. Not so where the server goes on without us (Submit). `on_wait` hears of every pause
     that is granted, on the thread that asks for it.
     """
@@ -173,13 +173,13 @@ class RetryState:
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
         *,
-        meets_itself: bool = False,
+        meets_own_request: bool = False,
         on_wait: OnWait | None = None,
     ) -> None:
         self._policy = policy
         self._clock = clock
         self._uniform = uniform
-        self._meets_itself = meets_itself
+        self._meets_own_request = meets_own_request
         self._on_wait = on_wait
         self._was_lost = False
         timeout_seconds = bounded(timeout_seconds)
@@ -201,7 +201,7 @@ class RetryState:
         self._failed += 1
         self._failing_since = min(self._failing_since, self._clock())
         self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
-        own_shadow = self._meets_itself and self._was_lost and isinstance(error, DuplicateRequest)
+        own_shadow = self._meets_own_request and self._was_lost and isinstance(error, DuplicateRequest)
         if self._policy.max_attempts == 1 or not (own_shadow or may_retry(error)):
             raise error
         left_seconds, left_attempts = self._left(error, is_absence(error) or own_shadow)
@@ -318,7 +318,7 @@ class ReplicaSearch:
         self._uniform = uniform
         self._asked = 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget the servers that were asked: one that goes on was found."""
         self._asked = 0
 

@@ -1,6 +1,6 @@
-"""The calls a client makes: path, encoder and decoder of each. The only place that knows their names.
+"""The RPCs of a client: path, encoder and decoder of each.
 
-Health is spoken by hand, two one-field messages, so that the client needs no package for it.
+The two messages of grpc.health.v1 have one field each and are encoded here, so that the client needs no package for it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ADMIN: Final = "lineclear.v1.AdminService"
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Req, Res]):
-    """One call. `decode` raises DecodeError for bytes that are no such message."""
+    """One RPC. `decode` raises DecodeError if the bytes are not such a message."""
 
     path: str
     encode: Callable[[Req], bytes]
     decode: Callable[[bytes], Res]
-    meanings: Mapping[str, Res] = field(default_factory=dict, hash=False)
-    """Codes of errors that are an answer like others, and which."""
+    error_responses: Mapping[str, Res] = field(default_factory=dict, hash=False)
+    """Responses that the server sends as an error, by gRPC code."""
 
 
 def encode_health_request(service: str) -> bytes:
-    """grpc.health.v1.HealthCheckRequest: field 1, the name of the service."""
+    """Encode a grpc.health.v1.HealthCheckRequest: field 1 is the service."""
     name = service.encode(errors="replace")
     if len(name) > 127:  # so that its length is one byte
         raise InvalidRequest.at("service", "must have at most 127 bytes")
@@ -44,7 +44,7 @@ def encode_health_request(service: str) -> bytes:
 
 
 def decode_health_response(data: bytes) -> HealthStatus:
-    """grpc.health.v1.HealthCheckResponse: field 1, an enum. A status that is not known yet is UNKNOWN."""
+    """Decode a grpc.health.v1.HealthCheckResponse: field 1 is the status. A status added later becomes UNKNOWN."""
     if not data:
         return HealthStatus.UNKNOWN
     if len(data) != 2 or data[0] != 0x08:

@@ -1,24 +1,76 @@
-"""What a session's messages mean for each of its requests, and when a client uses a session at all.
-
-Pure: from a SessionResponse to the messages that calls of their own would have had. The waiting is in `sessions`.
-"""
+"""Messages of a Session: commands gathered into requests, and responses taken apart by request. No I/O."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
+from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
 from lineclear.errors import LineclearError
 from lineclear.grpc_status import from_status
 from lineclear.v1 import inference_pb2 as pb
 
-# Of one request: a message of its answer, the error it ended with, or None after the last message.
-Item: TypeAlias = pb.GenerateResponse | LineclearError | None
+Command: TypeAlias = pb.SubmitCommand | pb.CancelCommand
+
+
+class SessionRefused(Exception):
+    """The server has no room for another Session. The requests sent on it did not start."""
+
+
+# Of one request: a response, the error that it ended with, or None after the last response.
+Item: TypeAlias = pb.GenerateResponse | LineclearError | SessionRefused | None
+
+
+class Outbox:
+    """The commands not sent yet, in order. Any thread may `put`, one may `take`.
+
+    A message costs both ends far more than a command, so commands that gather during a write share the next message.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes = MAX_GATHERED_BYTES
+        """Most bytes of the commands in one message."""
+        self._commands: deque[Command] = deque()
+
+    def limit_bytes(self, max_request_bytes: int | None) -> None:
+        """Keep messages well below the largest request that the server takes."""
+        if max_request_bytes is not None:
+            self.max_bytes = min(MAX_GATHERED_BYTES, max_request_bytes // 2)
+
+    def put(self, command: Command) -> None:
+        """Add a command to the next message with room for it."""
+        self._commands.append(command)
+
+    def take(self) -> pb.SessionRequest | None:
+        """Return the next message, None if there are no commands."""
+        if not self._commands:
+            return None
+        taken = [self._commands.popleft()]
+        num_bytes = taken[0].ByteSize()
+        while self._commands and len(taken) < MAX_SESSION_COMMANDS:
+            num_bytes += self._commands[0].ByteSize()
+            if num_bytes > self.max_bytes:
+                break
+            taken.append(self._commands.popleft())
+        # The server runs submits before cancels. A handle is submitted once, so that is the order of each request.
+        return pb.SessionRequest(
+            submits=[command for command in taken if isinstance(command, pb.SubmitCommand)],
+            cancels=[command for command in taken if isinstance(command, pb.CancelCommand)],
+        )
+
+
+def max_request_bytes(headers: Iterable[Any] | None) -> int | None:
+    """Return the largest request that the server takes, from the headers of the Session; None if not given."""
+    for key, value in headers or ():
+        if key == REQUEST_BYTES_KEY and str(value).isdecimal():
+            return int(value)
+    return None
 
 
 def items(message: pb.SessionResponse) -> Iterator[tuple[int, Item]]:
-    """(handle, item) in order."""
+    """Yield (handle, item) of a message, in order."""
     yield from _rows(message)
     for event in message.events:
         if event.HasField("error"):
@@ -30,7 +82,7 @@ def items(message: pb.SessionResponse) -> Iterator[tuple[int, Item]]:
 
 
 def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateResponse]]:
-    """The columns, those rows together that follow one another in one answer."""
+    """Yield the responses of the columns, one for each run of rows with the same handle."""
     handles, indexes, token_ids = list(message.handles), list(message.indexes), list(message.token_ids)
     texts = list(message.texts) or [""] * len(handles)
     row = 0
@@ -45,8 +97,8 @@ def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateRespons
         row = end
 
 
-def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SubmitCommand:
-    """Return the command that submits a request."""
+def submit_command(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SubmitCommand:
+    """Return the command that starts a request."""
     command = pb.SubmitCommand(handle=handle, request=request)
     if timeout_seconds is not None:
         command.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
@@ -54,9 +106,9 @@ def submission(handle: int, request: pb.GenerateRequest, timeout_seconds: float 
 
 
 def names_one_server(target: str) -> bool:
-    """Whether every connection to the target ends at the same server.
+    """Whether every connection to the target reaches the same server.
 
-    Behind a name there may be many, among whom calls are shared out; a session would give all to one of them.
+    A host name may stand for several servers. gRPC balances calls among them; a Session would stay at one.
     """
     if target.startswith("unix:"):
         return True

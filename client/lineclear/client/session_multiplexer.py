@@ -1,4 +1,4 @@
-"""How many calls of Generate a client has open, and through what the next one goes."""
+"""Choose between a direct call and the shared Session for each request of a client."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from lineclear.v1 import inference_pb2 as pb
 from .channel import Pairs
 from .retry import MAX_TIMEOUT_SECONDS, log
 
-_REFUSED_SECONDS = 10.0
-"""After a server refused a session, none is asked for again for this long at least."""
+_MIN_REFUSAL_SECONDS = 10.0
+"""Shortest time for which requests are direct calls after the server refused a Session."""
 
 S = TypeVar("S", bound=Any)
 
 
 class SessionMultiplexer(Generic[S]):
-    """The open calls of one transport and the session they share; from any thread.
+    """The open calls of one transport and the Session they share. Safe from any thread, and from an event loop.
 
-    `S` is a session: `is_over` and `is_closing` say that it takes no more requests, `refusal` that the server did not
-    begin it, `is_missing` that it never begins one, and `begin` begins a request. `wanted` says whether there is to be
-    one at all.
+    `S` has the attributes and the `start` of `_async.session.AsyncSession`. `shares` False makes every call direct.
     """
 
     def __init__(
-        self, wanted: bool, open_session: Callable[[Pairs], S], clock: Callable[[], float] = time.monotonic
+        self, shares: bool, open_session: Callable[[Pairs], S], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._is_welcome = wanted  # the server has sessions, as far as we know, and we want them
-        self._refused_until = -math.inf  # on `clock`: it had no room for one
+        self._shares = shares
+        self._refused_until = -math.inf  # on `clock`
         self._open_session = open_session
         self._clock = clock
-        self._lock = threading.Lock()  # also for an event loop, which never waits for it
+        self._lock = threading.Lock()
         self._session: S | None = None
-        self._open = 0
+        self._num_open = 0
         self._metadata: Pairs | None = None
 
     @property
     def session(self) -> S | None:
-        """The last one that was opened."""
+        """The Session opened last."""
         with self._lock:
             return self._session
 
@@ -50,63 +48,48 @@ class SessionMultiplexer(Generic[S]):
         request: pb.GenerateRequest,
         timeout_seconds: float | None,
         metadata: Pairs,
-        alone: Callable[[float | None], Any],
+        make_direct_call: Callable[[], Any],
     ) -> Any:
-        """One more call, until `leave`: through the session, or of its own, which `alone(seconds left)` makes."""
+        """Start a call, through the Session or by `make_direct_call`. It counts as open until `on_end`."""
         try:
             with self._lock:
-                session = self._enter(metadata)
-            return alone(timeout_seconds) if session is None else session.begin(request, timeout_seconds, alone)
+                session = self._choose(metadata)
+            if session is None:
+                return make_direct_call()
+            return session.start(request, timeout_seconds, make_direct_call)
         except BaseException:
-            self.leave()
+            self.on_end()
             raise
 
-    def leave(self) -> None:
-        """One less."""
+    def on_end(self) -> None:
+        """Decrement the number of open calls."""
         with self._lock:
-            self._open -= 1
+            self._num_open -= 1
 
-    def _enter(self, metadata: Pairs) -> S | None:
-        """What one more call goes through, or None where it is a call of its own.
+    def _choose(self, metadata: Pairs) -> S | None:
+        """Count one more open call and return the Session for it, None for a direct call.
 
-        A call that is alone is one of its own. A session has one caller, whose metadata is that of the first call that
-        came here so; what others say is said by calls of their own.
+        The only open call is a direct one. A Session has the metadata of one caller: that of the first call which
+        shares. Calls with other metadata are direct.
         """
-        self._open += 1
-        if self._open == 1 or not self._is_welcome:
+        self._num_open += 1
+        if self._num_open == 1 or not self._shares:
             return None
         if self._metadata is None:
             self._metadata = metadata
         if metadata != self._metadata:
             return None
         if self._session is None or self._session.is_over or self._session.is_closing:
-            self._session = self._following(self._session, metadata)
+            self._session = self._replace(self._session, metadata)
         return self._session
 
-    def _following(self, ended: S | None, metadata: Pairs) -> S | None:
-        """Open the session after the one that `ended`, None where the server does not take one now."""
+    def _replace(self, ended: S | None, metadata: Pairs) -> S | None:
+        """Open a Session in the place of `ended`, None while the server has no room for one."""
         if ended is not None and ended.refusal is not None:
-            log.info("the server refused a session (%s); requests are calls of their own", ended.refusal.reason)
-            self._is_welcome = not ended.is_missing
-            pause_seconds = max(_REFUSED_SECONDS, min(ended.refusal.retry_after_seconds or 0.0, MAX_TIMEOUT_SECONDS))
-            self._refused_until = self._clock() + pause_seconds
+            refusal = ended.refusal
+            log.info("the server refused a session (%s); requests are calls of their own", refusal.reason)
+            pause_seconds = min(refusal.retry_after_seconds or 0.0, MAX_TIMEOUT_SECONDS)
+            self._refused_until = self._clock() + max(_MIN_REFUSAL_SECONDS, pause_seconds)
         elif ended is not None:
-            log.info("a session has ended; another begins")
-        return self._open_session(metadata) if self._is_welcome and self._clock() >= self._refused_until else None
-
-
-class TrackedCall:
-    """A call that is one of the crowd until it is over: what a counted call of either kind begins as."""
-
-    def __init__(self, call: Any, on_end: Callable[[], None]) -> None:
-        self._call = call
-        self._on_end: Callable[[], None] | None = on_end
-
-    def cancel(self) -> None:
-        self._call.cancel()
-        self._end()
-
-    def _end(self) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
+            log.info("a session has ended; another is opened")
+        return self._open_session(metadata) if self._clock() >= self._refused_until else None

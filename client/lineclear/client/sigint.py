@@ -1,9 +1,8 @@
-"""Ctrl-C while a call is made or read: the call is cancelled, and no code of gRPC is cut off half way.
+"""Ctrl-C during a call: cancel the call, and interrupt no code of gRPC.
 
-A KeyboardInterrupt is raised between any two steps of what the main thread runs. Where that is inside of gRPC or
-threading, after a lock was taken and before that is known, the lock is never released and the next call waits for
-ever. So inside a guard Ctrl-C is only noted, another thread cancels what is waited for, and the guard raises
-KeyboardInterrupt at its end.
+Python raises KeyboardInterrupt between any two instructions of the main thread. Inside gRPC or threading that can
+leave a lock locked for ever, and the next call hangs. So in a guard the signal handler only records Ctrl-C, another
+thread cancels the call, and the end of the guard raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from types import FrameType, TracebackType
 
 @contextlib.contextmanager
 def cancel_on_sigint(cancel: Callable[[], None]) -> Iterator[None]:
-    """In the block Ctrl-C calls `cancel`, on another thread; the block's end then raises KeyboardInterrupt.
+    """Call `cancel` on Ctrl-C, in another thread. The end of the block then raises KeyboardInterrupt.
 
-    A second Ctrl-C is raised at once. Where the program does not listen to Ctrl-C, not in this thread, or in a way of
-    its own (a handler, `signal.set_wakeup_fd`), the block is left as it is.
+    A second Ctrl-C raises it at once. The block is not guarded outside the main thread, or if the program has a SIGINT
+    handler or a `signal.set_wakeup_fd` of its own.
     """
     canceller = Canceller(cancel)
     try:
@@ -33,43 +32,46 @@ def cancel_on_sigint(cancel: Callable[[], None]) -> Iterator[None]:
 
 
 def defer_sigint() -> AbstractContextManager[None]:
-    """In the block, which must be short, Ctrl-C does nothing; the block's end then raises KeyboardInterrupt."""
-    return _Guard(None) if _is_ours_to_hear() else _UNGUARDED
+    """Defer Ctrl-C to the end of the block, which must be short; that raises KeyboardInterrupt."""
+    return _Guard(None) if _is_default_handler() else _NO_GUARD
 
 
 class Canceller:
-    """Calls `cancel` when Ctrl-C is pressed in one of its guards: any number of them, one after the other."""
+    """Calls `cancel` if Ctrl-C is pressed in one of its guards. Guards may follow one another."""
+
+    cancelling = staticmethod(cancel_on_sigint)
+    deferred = staticmethod(defer_sigint)
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
         self._waker: socket.socket | None = None
 
     def guard(self) -> AbstractContextManager[None]:
-        """A block as that of `cancelling`."""
-        return _Guard(self) if _is_ours_to_hear() else _UNGUARDED
+        """Return a block like that of `cancel_on_sigint`."""
+        return _Guard(self) if _is_default_handler() else _NO_GUARD
 
     def close(self) -> None:
-        """End its thread; not in one of its guards."""
+        """End the thread that cancels. Call it outside the guards."""
         waker, self._waker = self._waker, None
         if waker is not None:
             waker.close()
 
     def waker(self) -> socket.socket:
-        """What the signal is written to. It wakes the thread that cancels; that thread is there from the first call on.
+        """Return the socket that the signal is written to; it wakes the thread that cancels.
 
-        The main thread may be about to wait, when Python's own handler runs too late to end the wait.
+        Python's handler alone is too late: it runs in the main thread, after the wait that it should end.
         """
         if self._waker is None:
             reader, waker = socket.socketpair()
             waker.setblocking(False)
             threading.Thread(
-                target=_cancel_when_told, args=(reader, self._cancel), name="interrupts", daemon=True
+                target=_cancel_on_signal, args=(reader, self._cancel), name="lineclear-sigint", daemon=True
             ).start()
             self._waker = waker
         return self._waker
 
 
-def _cancel_when_told(reader: socket.socket, cancel: Callable[[], None]) -> None:
+def _cancel_on_signal(reader: socket.socket, cancel: Callable[[], None]) -> None:
     with reader:
         while numbers := reader.recv(64):
             if signal.SIGINT in numbers:
@@ -77,10 +79,10 @@ def _cancel_when_told(reader: socket.socket, cancel: Callable[[], None]) -> None
 
 
 class _Guard:
-    """Notes Ctrl-C from its beginning to its end. The order of its steps leaves no moment in which one is lost.
+    """Records Ctrl-C inside its block and loses none.
 
-    The handler is set first and taken away last. Between the two, an interrupt is raised only by the second Ctrl-C,
-    which has put everything back before.
+    The handler is installed first and removed last. In between only a second Ctrl-C raises KeyboardInterrupt, after
+    restoring everything.
     """
 
     def __init__(self, canceller: Canceller | None) -> None:
@@ -95,9 +97,9 @@ class _Guard:
         try:
             waker = self._canceller.waker()
             signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-            if self._was_pressed:  # before the waker was there
+            if self._was_pressed:  # before the waker was set
                 waker.send(bytes([signal.SIGINT]))
-        except (OSError, RuntimeError):  # no thread, or no file descriptor, to be had: as if there were no guard
+        except (OSError, RuntimeError):  # no thread or file descriptor is free: go on without a guard
             self._end()
 
     def __exit__(
@@ -121,10 +123,31 @@ class _Guard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_UNGUARDED = contextlib.nullcontext()
+_NO_GUARD = contextlib.nullcontext()
 
 
-def _is_ours_to_hear() -> bool:
+class AsyncCanceller:
+    """`Canceller` for asyncio, which handles Ctrl-C itself: it cancels the main task."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        pass
+
+    def guard(self) -> AbstractContextManager[None]:
+        return _NO_GUARD
+
+    @staticmethod
+    def cancelling(cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        return _NO_GUARD
+
+    @staticmethod
+    def deferred() -> AbstractContextManager[None]:
+        return _NO_GUARD
+
+    def close(self) -> None:
+        pass
+
+
+def _is_default_handler() -> bool:
     if threading.get_ident() != threading.main_thread().ident:
         return False
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

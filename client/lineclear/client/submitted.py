@@ -1,4 +1,4 @@
-"""Submitted requests as values: the message that submits one, and what GetResult says of it."""
+"""The messages of submitted requests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStatus:
-    """A submitted request at one moment. `state` is "waiting", "running", "finished" or "failed" (then with `error`).
+    """The state of a submitted request, and its answer so far.
 
-    `text` and `token_ids` are all there is of the answer by then.
+    `state` is "waiting", "running", "finished" or "failed"; `error` is set if it is "failed".
     """
 
     state: str
@@ -34,24 +34,24 @@ class SubmittedStatus:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come."""
+        """Whether the answer is complete or the request failed."""
         return self.state in ("finished", "failed")
 
 
-def snapshot(message: pb.GetResultResponse) -> SubmittedStatus:
-    """What the message says."""
+def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
+    """Convert the response of GetResult."""
     error = from_status(message.error) if message.HasField("error") else None
     state = _STATES.get(message.state, "unspecified")
     return SubmittedStatus(state, message.response.text, tuple(message.response.token_ids), error)
 
 
-def submission(outgoing: CallOptions) -> pb.SubmitRequest:
-    """The message that submits it, under a name of ours where it has none: so that it can be sent twice."""
-    assert isinstance(outgoing.message, pb.GenerateRequest)
-    request = pb.SubmitRequest(request=outgoing.message)
-    if not outgoing.names_itself:
+def submit_request(options: CallOptions) -> pb.SubmitRequest:
+    """Return the request of Submit. It always has a `request_id`, so that it is safe to send twice."""
+    assert isinstance(options.message, pb.GenerateRequest)
+    request = pb.SubmitRequest(request=options.message)
+    if not options.has_own_id:
         request.request.request_id = secrets.token_hex(16)
-    timeout_seconds = bounded(outgoing.timeout_seconds)
+    timeout_seconds = bounded(options.timeout_seconds)
     if timeout_seconds is not None:
         request.timeout.FromNanoseconds(round(max(timeout_seconds, 0.0) * 1e9))
     return request

@@ -1,0 +1,239 @@
+"""One answer while the server makes it: the current call, its retries and resumes, and the answer so far."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from lineclear.errors import Cancelled, DataLoss, LineclearError, ModelChanged
+from lineclear.v1 import inference_pb2 as pb
+
+from .. import rpc_methods
+from ..answer_assembler import AnswerAssembler
+from ..call_settings import CallOptions
+from ..concurrency import AsyncEvent
+from ..results import Delta, Generation
+from ..retry import ReplicaSearch, ResumeState
+from ..session_messages import SessionRefused, names_one_server
+from ..sigint import AsyncCanceller
+from .transport import AsyncCall, AsyncTransport
+
+
+class AsyncStream:
+    """An answer, piece by piece.
+
+        async with client.stream("Once upon a time") as stream:
+            async for delta in stream:
+                print(delta.text, end="")
+        print(stream.result.usage)
+
+    The call starts when the block is entered. Leaving the block before the end of the answer cancels the request.
+    """
+
+    def __init__(self, transport: AsyncTransport, options: CallOptions) -> None:
+        self._transport = transport
+        self._options = options
+        # A submitted request is known to one server only.
+        self._has_replicas = options.may_go_elsewhere and not names_one_server(transport.target)
+        self._call: AsyncCall[pb.GenerateResponse] | None = None
+        self._stop = AsyncEvent()  # set by cancel(); it also ends a pause between calls
+        self._canceller = AsyncCanceller(self.cancel)
+        message = options.message
+        self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
+        self._has_responses = False  # from the first response on, the next call resumes the answer
+        self._call_has_responses = False
+        self._restarting = False  # the next delta is the first of a new answer
+        self._ended = False
+        self._result: Generation | None = None
+
+    @property
+    def resumes(self) -> int:
+        """How often the answer was cut off and resumed so far."""
+        return self._resume_state.count - self._assembler.restarts
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the answer starts over if its model is replaced."""
+        return self._options.may_restart
+
+    @property
+    def restarts(self) -> int:
+        """How often the answer started over with another model; `text` and `token_ids` are those of the last one."""
+        return self._assembler.restarts
+
+    @property
+    def text(self) -> str:
+        """The text received so far."""
+        return self._assembler.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens received so far."""
+        return tuple(self._assembler.token_ids)
+
+    @property
+    def result(self) -> Generation:
+        """The complete answer. Raises RuntimeError until the stream is read to its end."""
+        if not (self._ended and self._assembler.complete):
+            raise RuntimeError("the answer is not complete: read the stream to its end first")
+        if self._result is None:
+            self._result = self._assembler.generation()
+        return self._result
+
+    async def __aenter__(self) -> Self:
+        assert self._call is None, "a stream is entered once"
+        try:
+            with self._canceller.guard():
+                self._retry_state = self._options.attempts()
+                self._resume_state = ResumeState(self._options.retry, self._retry_state)
+                self._replica_search = ReplicaSearch(self._options.retry, self._retry_state)
+                self._start_call()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if not self._ended:
+                self.cancel()
+        finally:
+            self._canceller.close()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Return the next piece. Raises the LineclearError that the request ended with."""
+        if self._call is None:
+            raise RuntimeError("a stream is read inside its `async with` block")
+        if self._ended:
+            raise StopAsyncIteration
+        with self._canceller.guard():
+            return await self._next(self._call)
+
+    def cancel(self) -> None:
+        """Cancel the request. A loop over the stream ends with Cancelled. Safe from any thread or task."""
+        with self._canceller.deferred():
+            self._stop.set()
+            if self._call is not None:
+                self._call.cancel()
+
+    async def read_all(self) -> Generation:
+        """Enter the block, read to the end and return the complete answer. Ctrl-C cancels the request."""
+        with AsyncCanceller.cancelling(self.cancel):
+            async with self:
+                async for _ in self:
+                    pass
+        return self.result
+
+    async def _next(self, call: AsyncCall[pb.GenerateResponse]) -> Delta:
+        try:
+            while not self._ended:
+                try:
+                    delta = self._add(await anext(call, None))
+                except SessionRefused:
+                    call = self._start_call()  # without the session from now on
+                    continue
+                except LineclearError as error:
+                    if self._is_complete() and not isinstance(error, DataLoss):
+                        break  # the last message arrived, so the error changes nothing
+                    await self._stop.wait_for(self._pause_after(error))
+                    if self._stop.is_set():
+                        raise Cancelled("the call was cancelled") from None
+                    call = self._start_call()
+                    continue
+                if delta is not None:
+                    return delta
+        except BaseException:
+            self.cancel()
+            self._ended = True
+            raise
+        raise StopAsyncIteration
+
+    def _add(self, message: pb.GenerateResponse | None) -> Delta | None:
+        """Add a response, or None at the end of the stream, to the answer.
+
+        Returns None at the end, and for the first response of a resumed call. Raises DataLoss if the message does not
+        continue the answer, or the answer is not complete at the end.
+        """
+        if message is None:
+            self._assembler.close()
+            self._ended = True
+            return None
+        self._has_responses = True
+        delta = self._assembler.add(message)
+        self._call_has_responses = True
+        self._assembler.resumes = self.resumes
+        if self._restarting:
+            self._restarting, delta = False, replace(delta, restarted=True)
+        if delta.token_ids or delta.text or delta.finish_reason:
+            self._resume_state.on_progress()
+            self._replica_search.reset()
+            return delta
+        return delta if delta.started is not None or not self._resume_state.count else None
+
+    def _is_complete(self) -> bool:
+        self._ended = self._assembler.complete
+        return self._ended
+
+    def _pause_after(self, error: LineclearError) -> float:
+        """Return the seconds until the next call. Raises `error` if the request ends with it."""
+        if self._stop.is_set():
+            raise error
+        if isinstance(error, ModelChanged) and (pause_seconds := self._pause_before_replica()) is not None:
+            return pause_seconds
+        if self._has_responses and isinstance(error, ModelChanged):
+            return self._pause_before_restart(error)
+        return (self._resume_state if self._has_responses else self._retry_state).pause_after(error)
+
+    def _pause_before_replica(self) -> float | None:
+        """Return the seconds until another replica is asked to resume the answer, None if none is to be asked."""
+        was_cut = self._call_has_responses
+        if not self._has_replicas or (was_cut and self._resume_state.are_spent):
+            return None
+        pause_seconds = self._replica_search.pause_seconds()
+        if pause_seconds is None:
+            return None
+        if was_cut:  # a refused resume is counted already
+            self._resume_state.count_one()
+        if self._call is not None:
+            self._call.cancel()
+        return pause_seconds
+
+    def _pause_before_restart(self, error: ModelChanged) -> float:
+        """Drop the answer of the replaced model. Raises `error`, with that answer, if the request may not restart."""
+        error.text, error.token_ids = self.text, self.token_ids
+        if not self._options.may_restart:
+            raise error
+        pause_seconds = self._resume_state.pause_after(error, restarts=True)
+        if self._call is not None:
+            self._call.cancel()
+        restarts = self._assembler.restarts + 1
+        self._assembler = AnswerAssembler()
+        self._assembler.restarts = restarts
+        self._has_responses, self._restarting = False, True
+        return pause_seconds
+
+    def _start_call(self) -> AsyncCall[pb.GenerateResponse]:
+        method, message = self._next_request()
+        timeout_seconds = self._retry_state.begin()
+        call = self._transport.stream_async(
+            method, message, timeout_seconds=timeout_seconds, metadata=self._options.metadata
+        )
+        self._call, self._call_has_responses = call, False
+        if self._stop.is_set():  # cancelled while the call was made
+            call.cancel()
+        return call
+
+    def _next_request(self) -> tuple[rpc_methods.Method[Any, pb.GenerateResponse], Any]:
+        """Return the method and the request for what is missing of the answer."""
+        message = self._options.message
+        if isinstance(message, pb.AttachRequest):
+            index = self._assembler.next_index
+            return rpc_methods.ATTACH, pb.AttachRequest(request_id=message.request_id, from_index=index)
+        return rpc_methods.GENERATE, self._assembler.rest(message) if self._has_responses else message

@@ -1,0 +1,145 @@
+# Generated from _async/batch_workers.py by client/unasync.py. Do not edit.
+"""Run the requests of a batch at the same time and return their answers in the order of the prompts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar, cast
+
+from lineclear.errors import Cancelled
+
+from ..batch_window import Item, OrderedWindow, Outcome, Read
+from ..concurrency import Condition, Reader, Workers
+from ..fork_guard import OwnerProcess
+from ..progress import Display
+from ..results import Generation
+from ..sigint import Canceller
+from .answer_stream import Stream
+
+Answer = TypeVar("Answer", bound=Outcome, covariant=True)
+
+
+class BatchResults(Iterator[Answer], Generic[Answer]):
+    """The answers of a batch, in the order of the prompts. The first read starts the batch; one reader at a time.
+
+    A failed request yields its LineclearError. With `return_exceptions=False` the loop raises it instead.
+    """
+
+    def __init__(self, workers: BatchWorkers[Item], display: Display) -> None:
+        self._workers = workers
+        self._owner = OwnerProcess()
+        self._outcomes = workers.outcomes(display)
+        self._cancel = workers.cancel
+        self._canceller = Canceller(self.cancel)
+
+    def __next__(self) -> Answer:
+        self._owner.enter()
+        try:
+            with self._canceller.guard():
+                return cast("Answer", next(self._outcomes))
+        except BaseException:
+            self._canceller.close()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the requests whose answers are not read yet. A loop over the answers ends with Cancelled."""
+        if not self._owner.is_elsewhere:
+            with self._canceller.deferred():
+                self._cancel()
+
+    def close(self) -> None:
+        """Cancel the requests whose answers are not read yet and wait for their end. For the reader of the answers."""
+        self._outcomes.close()
+        self._canceller.close()
+
+
+class BatchWorkers(Generic[Item]):
+    """Up to `concurrency` workers, each of which takes an item and runs its request, again and again.
+
+    The caller's iterable may block, so one worker at a time reads it, and in a thread unless the items are in memory.
+    """
+
+    def __init__(self, window: OrderedWindow[Item], concurrency: int, open_stream: Callable[[Item], Stream]) -> None:
+        self._window = window
+        self._num_workers = window.workers(concurrency)
+        self._open_stream = open_stream
+        self._owner = OwnerProcess()
+        self._changed = Condition()  # guards _running and the window
+        self._running: set[Stream] = set()
+        self._reading = threading.Lock()
+        self._reader = Reader[Read[Item]](window.read)
+        self._workers = Workers()
+
+    def outcomes(self, display: Display) -> Generator[Outcome, None, None]:
+        """Yield the outcomes in order, and update `display` whenever more requests are complete."""
+        window = self._window
+        self._owner.enter()
+        try:
+            for number in range(self._num_workers):
+                self._workers.start(f"lineclear-{number}", self._work)
+            while True:
+                with self._changed:
+                    while (read := window.read_outcomes()) is None:
+                        self._changed.wait()
+                    self._changed.notify_all()  # the window may have moved
+                display.update(window.completed, window.failed, window.completion_tokens, window.total)
+                if read.failure is not None:
+                    raise read.failure
+                yield from read.due
+                if read.is_last:
+                    return
+        finally:
+            if not self._owner.is_elsewhere:
+                with Canceller.deferred():
+                    display.close()
+                    self.cancel()
+                    self._workers.join()
+
+    def cancel(self) -> None:
+        """End the batch and its running requests. Its reader gets Cancelled."""
+        with self._changed:
+            self._window.fail(Cancelled("the batch was cancelled"))
+            running = list(self._running)
+            self._changed.notify_all()
+        self._reader.close()
+        for stream in running:
+            stream.cancel()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            index, item = taken
+            try:
+                outcome: Generation | BaseException = self._run(item)
+            except BaseException as error:  # put() decides what it means for the batch
+                outcome = error
+            with self._changed:
+                self._window.put(index, outcome)
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[int, Item] | None:
+        """Return the next item and its index, once the window has room; None at the end of the batch."""
+        with self._reading:
+            with self._changed:
+                while not self._window.has_no_more and not self._window.has_room:
+                    self._changed.wait()
+                if self._window.has_no_more:
+                    return None
+            read = self._window.read() if self._window.is_in_memory else self._reader.read()
+            with self._changed:
+                taken = None if read is None else self._window.take(read)
+                if taken is None:
+                    self._changed.notify_all()  # the end of the items may be the end of the batch
+                return taken
+
+    def _run(self, item: Item) -> Generation:
+        stream = self._open_stream(item)
+        with self._changed:
+            self._running.add(stream)
+            if self._window.failure is not None:
+                stream.cancel()
+        try:
+            return stream.read_all()
+        finally:
+            with self._changed:
+                self._running.discard(stream)

@@ -1,0 +1,334 @@
+# Generated from _async/client.py by client/unasync.py. Do not edit.
+"""The client of one lineclear server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Literal, Self, TypeVar, Unpack, overload
+
+import grpc
+
+from lineclear.errors import DuplicateRequest, LineclearError
+from lineclear.v1 import inference_pb2 as pb
+
+from .. import rpc_methods
+from ..batch_window import ALL_AT_ONCE, OrderedWindow, Outcome, checked_concurrency
+from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
+from ..channel import Options, Pairs, default_target
+from ..concurrency import sleep
+from ..progress import Progress, display
+from ..requests import (
+    UNSET,
+    ChatMessage,
+    Metadata,
+    OnModelChange,
+    Params,
+    Prompt,
+    Request,
+    Sampling,
+    Unset,
+    authorized,
+    detokenize_request,
+    pairs,
+    tokenize_request,
+)
+from ..results import Generation, HealthStatus, Model, Stats, from_proto
+from ..retry import RetryPolicy
+from ..sigint import Canceller
+from ..submitted import SubmittedStatus, submit_request, submitted_status
+from .answer_stream import Stream
+from .batch_workers import BatchResults, BatchWorkers
+from .transport import GrpcTransport, Transport
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
+
+
+class Submitted:
+    """A submitted request: the server generates the answer with or without a reader, and keeps it for a while.
+
+    Another process finds it by its `request_id`: `client.submitted(request_id)`.
+    """
+
+    def __init__(self, client: Client, request_id: str, metadata: Pairs) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._metadata = metadata
+
+    def __repr__(self) -> str:
+        return f"Submitted({self.request_id!r})"
+
+    def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> Stream:
+        """Stream the answer from token `from_index` on. Leaving the stream does not cancel the request."""
+        options = self._client._config.attaching(self.request_id, from_index, self._metadata, timeout_seconds)
+        return Stream(self._client._transport, options)
+
+    def result(self, *, timeout_seconds: float | None = None) -> Generation:
+        """Wait for the complete answer. Raises the LineclearError that the request ended with."""
+        return self.attach(timeout_seconds=timeout_seconds).read_all()
+
+    def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
+        """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
+        request = pb.GetResultRequest(request_id=self.request_id)
+        found = self._client._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
+        return submitted_status(found)
+
+    def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """Cancel the request or drop its answer. Returns False if the server does not have the request."""
+        request = pb.CancelRequest(request_id=self.request_id)
+        return (self._client._unary(rpc_methods.CANCEL, request, timeout_seconds, self._metadata)).found
+
+
+class Client:
+    """A client of one server, for any number of threads. Close it, or use it as a context manager.
+
+        with Client("127.0.0.1:50051") as client:
+            answer = client.generate("Once upon a time", max_tokens=64)
+
+    Args:
+        target: `host:port` or `unix:/path`. Default: the environment variable LINECLEAR_TARGET, or 127.0.0.1:50051.
+        credentials: of `grpc.ssl_channel_credentials`; switches TLS on.
+        token: sent with every call to a server that requires one. Without TLS it travels as plain text.
+        metadata: key-value pairs sent with every call.
+        timeout_seconds: deadline of a generating call, retries included. With None the server applies its own,
+            `model().limits.default_deadline_seconds` (600 s by default).
+        max_attempts: how often a call that the server did not accept is tried. Short for `retry=RetryPolicy(...)`.
+        retry: the policy of retries and resumes.
+        sampling: defaults for the sampling parameters that a call leaves open.
+        options: gRPC channel options; they override those of this library.
+        sessions: whether requests that run at the same time share one stream, which costs the server less. Default:
+            if `target` is the address of a single server, not a host name.
+        on_model_change: what happens to an answer whose model is replaced during generation. "error" raises
+            ModelChanged with the answer so far; "restart" generates a new answer (see `Delta.restarted`).
+        transport: replaces gRPC, as `lineclear.client.testing.FakeTransport` does.
+
+    Every call raises a LineclearError if it fails, and RuntimeError after `close`.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        metadata: Metadata = (),
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        max_attempts: int | None = None,
+        retry: RetryPolicy | None = None,
+        sampling: Sampling | None = None,
+        options: Options = (),
+        sessions: bool | None = None,
+        on_model_change: OnModelChange = "error",
+        transport: Transport | None = None,
+    ) -> None:
+        own_metadata = authorized(metadata, token)
+        self._config = client_config(timeout_seconds, max_attempts, retry, own_metadata, sampling, on_model_change)
+        self._transport = transport or GrpcTransport(
+            default_target() if target is None else target, credentials, options, sessions
+        )
+
+    @property
+    def target(self) -> str:
+        """The address of the server."""
+        return self._transport.target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all calls and disconnect."""
+        self._transport.close()
+
+    def stream(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Stream:
+        """Return a stream of the answer. `params` are fields of `Sampling` and of `Request`.
+
+        Raises InvalidRequest if a parameter does not fit into the message, TypeError for an unknown parameter.
+        """
+        return Stream(self._transport, self._config.outgoing(prompt, sampling, **params))
+
+    def generate(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> Generation:
+        """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
+        return self.stream(prompt, sampling, **params).read_all()
+
+    @overload
+    def iter_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: Literal[False],
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> BatchResults[Generation]: ...
+    @overload
+    def iter_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> BatchResults[Outcome]: ...
+    def iter_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        window: int | None = None,
+        return_exceptions: bool = True,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> BatchResults[Generation] | BatchResults[Outcome]:
+        """Iterate over the answers in the order of the prompts, each as soon as it and all before it are complete.
+
+        Prompts are read as needed: at most `window` (default: the larger of 256 and 8 * `concurrency`) run or wait
+        for an earlier answer. A failed request yields its LineclearError; with `return_exceptions=False` the loop
+        raises it and the other requests are cancelled. Where the loop may end early, wrap the results in
+        `contextlib.closing`: that cancels the other requests. Raises ValueError if `concurrency` is below 1.
+        """
+        window_size = checked_concurrency(concurrency, window)
+        return self._run_batch(prompts, window_size, return_exceptions, concurrency, progress, sampling, params)
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: Literal[False] = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Generation]: ...
+    @overload
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Outcome]: ...
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        sampling: Sampling | None = None,
+        *,
+        concurrency: int = 32,
+        return_exceptions: bool = False,
+        progress: Progress = None,
+        **params: Unpack[Params],
+    ) -> list[Generation] | list[Outcome]:
+        """Return all answers in the order of the prompts; up to `concurrency` requests run at a time.
+
+        The first failure is raised and the other requests are cancelled; with `return_exceptions=True` the errors
+        stand in the list. `progress`: True shows a bar on a terminal, a function is called with (done, total).
+        """
+        checked_concurrency(concurrency, None)
+        results = self._run_batch(prompts, ALL_AT_ONCE, return_exceptions, concurrency, progress, sampling, params)
+        with Canceller.cancelling(results.cancel):
+            return list(results)
+
+    def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
+        """Submit a request and return once it is queued. The server generates the answer without a reader.
+
+        `timeout_seconds` is the deadline of the answer, not of this call.
+        """
+        options = self._config.outgoing(prompt, sampling, **params)
+        request = submit_request(options)
+        try:
+            self._unary(rpc_methods.SUBMIT, request, UNSET, options.metadata)
+        except DuplicateRequest:
+            if options.has_own_id:
+                raise
+            # The id is random: an earlier attempt of this call did arrive.
+        return self.submitted(request.request.request_id, metadata=options.metadata)
+
+    def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> Submitted:
+        """Return the request that this or another client submitted. Makes no call."""
+        return Submitted(self, request_id, self._config.metadata if metadata is None else pairs(metadata))
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
+        *,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> list[int]:
+        """Return the token ids of a text or of chat messages, as `generate` makes them."""
+        return list((self._unary(rpc_methods.TOKENIZE, tokenize_request(prompt), timeout_seconds)).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool | None = None,
+        timeout_seconds: float | Unset | None = UNSET,
+    ) -> str:
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
+        request = detokenize_request(token_ids, keep_special_tokens)
+        return (self._unary(rpc_methods.DETOKENIZE, request, timeout_seconds)).text
+
+    def model(self, *, timeout_seconds: float | Unset | None = UNSET) -> Model:
+        """Return the served model and the limits of the server."""
+        answer = self._unary(rpc_methods.GET_MODEL, pb.GetModelRequest(), timeout_seconds)
+        return from_proto(Model, answer)
+
+    def stats(self, *, timeout_seconds: float | Unset | None = UNSET) -> Stats:
+        """Return the statistics of the server."""
+        answer = self._unary(rpc_methods.GET_STATS, pb.GetStatsRequest(), timeout_seconds)
+        return from_proto(Stats, answer)
+
+    def health(
+        self, service: str = rpc_methods.SERVICE, *, timeout_seconds: float | Unset | None = UNSET
+    ) -> HealthStatus:
+        """Return the health of `service`; "" is the server process. Raises Unreachable if no server answers."""
+        return self._unary(rpc_methods.HEALTH, service, timeout_seconds)
+
+    def _unary(
+        self,
+        method: rpc_methods.Method[Req, Res],
+        request: Req,
+        timeout_seconds: float | Unset | None,
+        metadata: Pairs | None = None,
+    ) -> Res:
+        attempts = self._config.short(timeout_seconds)
+        own_metadata = self._config.metadata if metadata is None else metadata
+        while True:
+            try:
+                return self._transport.unary(method, request, timeout_seconds=attempts.begin(), metadata=own_metadata)
+            except LineclearError as error:
+                if error.code in method.error_responses:
+                    return method.error_responses[error.code]
+                sleep(attempts.pause_after(error))
+
+    def _run_batch(
+        self,
+        prompts: Iterable[Prompt | Request],
+        window_size: int,
+        return_exceptions: bool,
+        concurrency: int,
+        progress: Progress,
+        sampling: Sampling | None,
+        params: Params,
+    ) -> BatchResults[Outcome]:
+        def open_stream(prompt: Prompt | Request) -> Stream:
+            return self.stream(prompt, sampling, **params)
+
+        window = OrderedWindow(prompts, window_size, return_exceptions)
+        return BatchResults(BatchWorkers(window, concurrency, open_stream), display(progress))
