@@ -41,7 +41,7 @@ BOUNDED = {
         "as ResultCollector._finish"
     ),
 }
-CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_let_in")
+CONTEXT = ("_by_token", "_flow", "_is_valid", "_was_admitted")
 """Context variables, whose get() does not wait."""
 
 

@@ -1,4 +1,4 @@
-"""Who is let in: bounds by request, token and tenant, refusals that cost nothing and say when to come back."""
+"""Admission quota: limits by request, token and tenant, and retry hints of rejections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.serving import TOKENIZER, error_of, serving, text_request
 
 from lineclear.errors import QueueFull
 from lineclear.grpc_status import from_status
-from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
+from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota, QuotaLimits
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
@@ -26,99 +26,98 @@ class Clock:
         return self.now
 
 
-def room(clock: Clock | None = None, **limits: int) -> QueueQuota:
+def new_quota(clock: Clock | None = None, **limits: int) -> QueueQuota:
     return QueueQuota(QuotaLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
 
 
-# --- when to come back ------------------------------------------------------------------------------------------------
+# --- retry hints ------------------------------------------------------------------------------------------------
 
 
-def test_half_the_queue_at_the_rate_of_the_last_seconds() -> None:
+def test_retry_hint_is_half_the_queue_at_the_recent_rate() -> None:
     clock = Clock()
-    waiting = room(clock)
-    for _ in range(60):
-        waiting.reserve("")
-        waiting.add_tokens("", 10)
+    quota = new_quota(clock)
+    places = [quota.reserve("") for _ in range(60)]
+    for place in places:
+        place.add_tokens(10)
     for _ in range(5):  # four a second for five seconds
         for _ in range(4):
-            waiting.release("", 10, began=True)
+            places.pop().release(started=True)
         clock.now += 1
-    # 40 wait, 20 left in the 5 seconds and the one that is running: 40 / 20 * 6 / 2.
-    assert waiting.retry_after_seconds() == pytest.approx(6.0)
+    # 40 wait; 20 started within 5 full seconds and the present one: 40 / 20 * 6 / 2.
+    assert quota.retry_after_seconds() == pytest.approx(6.0)
 
 
-def test_long_prompts_count_by_their_tokens() -> None:
+def test_retry_hint_counts_prompt_tokens() -> None:
     clock = Clock()
-    waiting = room(clock, tokens=10_000)
-    for tokens in (10, 10, 500):
-        waiting.reserve("")
-        waiting.add_tokens("", tokens)
-    for _ in range(2):
-        waiting.release("", 10, began=True)
-    # By requests it would be 1 / 2 of a second; by tokens 500 / 20 * 1 / 2.
-    assert waiting.retry_after_seconds() == pytest.approx(12.5)
+    quota = new_quota(clock, tokens=10_000)
+    short = [quota.reserve("") for _ in range(2)]
+    for place in short:
+        place.add_tokens(10)
+    quota.reserve("").add_tokens(500)
+    for place in short:
+        place.release(started=True)
+    # By requests 1 / 2 of a second; by tokens 500 / 20 * 1 / 2.
+    assert quota.retry_after_seconds() == pytest.approx(12.5)
 
 
-def test_what_lies_long_back_says_nothing_and_no_figure_is_absurd() -> None:
+def test_retry_hint_bounds() -> None:
     clock = Clock()
-    waiting = room(clock, requests=10_000)
-    for _ in range(10_000):
-        waiting.reserve("")
-    assert waiting.retry_after_seconds() == 1.0
-    waiting.release("", 0, began=True)
-    assert waiting.retry_after_seconds() == 60.0
+    quota = new_quota(clock, requests=10_000)
+    places = [quota.reserve("") for _ in range(10_000)]
+    assert quota.retry_after_seconds() == 1.0
+    places.pop().release(started=True)
+    assert quota.retry_after_seconds() == 60.0
     clock.now += 12
-    assert waiting.retry_after_seconds() == 1.0
-    for _ in range(9_999):
-        waiting.release("", 0, began=True)
-    assert waiting.retry_after_seconds() == 0.05
+    assert quota.retry_after_seconds() == 1.0
+    for place in places:
+        place.release(started=True)
+    assert quota.retry_after_seconds() == 0.05
 
 
-def test_those_who_gave_up_are_no_sign_of_speed() -> None:
-    waiting = room()
-    for _ in range(10):
-        waiting.reserve("")
-    for _ in range(5):
-        waiting.release("", 0, began=False)
-    assert waiting.retry_after_seconds() == 1.0
+def test_ended_requests_do_not_count_as_started() -> None:
+    quota = new_quota()
+    places = [quota.reserve("") for _ in range(10)]
+    for place in places[:5]:
+        place.release(started=False)
+        place.release(started=True)  # no effect
+    assert quota.retry_after_seconds() == 1.0
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
 @given(moves=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 40), st.booleans()), max_size=80))
-def test_no_bound_is_ever_passed_and_the_counts_return_to_nothing(moves: list[tuple[str, int, bool]]) -> None:
-    waiting = room(requests=9, tokens=60, requests_per_tenant=4, tokens_per_tenant=30)
-    inside: list[tuple[str, int]] = []
-    for tenant, tokens, leaves in moves:
-        if leaves and inside:
-            who, weight = inside.pop(0)
-            waiting.release(who, weight, began=bool(tokens % 2))
+def test_no_limit_is_exceeded_and_counts_return_to_zero(moves: list[tuple[str, int, bool]]) -> None:
+    quota = new_quota(requests=9, tokens=60, requests_per_tenant=4, tokens_per_tenant=30)
+    waiting: list[tuple[str, int, QueuePlace]] = []
+    for tenant, tokens, ends in moves:
+        if ends and waiting:
+            waiting.pop(0)[2].release(started=bool(tokens % 2))
             continue
-        mine = [weight for who, weight in inside if who == tenant]
-        total = sum(weight for _, weight in inside)
+        of_tenant = [count for name, count, _ in waiting if name == tenant]
+        total = sum(count for _, count, _ in waiting)
         try:
-            waiting.reserve(tenant)
+            place = quota.reserve(tenant)
         except QueueFull:
-            assert len(inside) >= 9 or len(mine) >= 4 or total >= 60
+            assert len(waiting) >= 9 or len(of_tenant) >= 4 or total >= 60
             continue
-        assert len(inside) < 9
-        assert len(mine) < 4
+        assert len(waiting) < 9
+        assert len(of_tenant) < 4
         try:
-            waiting.add_tokens(tenant, tokens)
+            place.add_tokens(tokens)
         except QueueFull:
-            assert total + tokens > 60 or sum(mine) + tokens > 30
-            waiting.release(tenant, 0, began=False)
+            assert total + tokens > 60 or sum(of_tenant) + tokens > 30
+            place.release(started=False)
             continue
-        # One that is alone may be longer than the bound.
+        # A single prompt may exceed the limit.
         assert total + tokens <= 60 or not total
-        assert sum(mine) + tokens <= 30 or not sum(mine)
-        inside.append((tenant, tokens))
-        assert len(waiting) == len(inside)
-    for who, weight in inside:
-        waiting.release(who, weight, began=True)
-    assert (len(waiting), waiting.num_tenants) == (0, 0)
+        assert sum(of_tenant) + tokens <= 30 or not sum(of_tenant)
+        waiting.append((tenant, tokens, place))
+        assert len(quota) == len(waiting)
+    for _, _, place in waiting:
+        place.release(started=True)
+    assert (len(quota), quota.num_tenants) == (0, 0)
 
 
 def tenant(name: str) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def tenant(name: str) -> dict[str, Any]:
 
 async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
     async with serving(tmp_path, max_queue_size=10, max_queue_size_per_tenant=2) as s:
-        mine = [s.generate(IDS, **tenant("a")) for _ in range(2)]
+        own = [s.generate(IDS, **tenant("a")) for _ in range(2)]
         await s.engine.next_request(2)
         error = await error_of(s.generate(IDS, **tenant("a")))
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
@@ -137,10 +136,10 @@ async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
         s.engine.start(s.engine.submitted[0].request_id)
         again = s.generate(IDS, **tenant("a"))
         await s.engine.next_request(5)
-        for call in (*mine, *others, again):
+        for call in (*own, *others, again):
             call.cancel()
         await s.idle()
-        assert (len(s.service._quota), s.service._quota.num_tenants) == (0, 0)
+        assert (len(s.service.quota), s.service.quota.num_tenants) == (0, 0)
 
 
 async def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ async def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> No
 
 
 async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
-    """Not even at whether the request is right: that would cost."""
+    """A large request is validated only after the quota check."""
     long = text_request("x" * 2000, sampling={"top_p": 7.0})
 
     async with serving(tmp_path, max_queue_size=1, max_prompt_bytes=100) as s:
@@ -189,17 +188,17 @@ async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
 
 
 async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(tmp_path: Path) -> None:
-    """By Generate, in a Session and by Submit; and it is not counted as one that found no room."""
-    wrong = text_request(sampling={"top_p": 7.0})
+    """In Generate, Session and Submit; and the request is not counted as rejected by the quota."""
+    invalid = text_request(sampling={"top_p": 7.0})
 
     async with serving(tmp_path, max_queue_size=1) as s:
         first = s.generate(IDS)
         await s.engine.next_request(1)
-        for call in (s.generate(wrong), s.stub.Submit(pb.SubmitRequest(request=wrong))):
+        for call in (s.generate(invalid), s.stub.Submit(pb.SubmitRequest(request=invalid))):
             error = await error_of(call)
             assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["sampling.top_p"])
         session = s.stub.Session()
-        await session.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=wrong)]))
+        await session.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=invalid)]))
         assert from_status((await session.read()).events[0].error).reason == "INVALID_REQUEST"
         session.cancel()
         assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
@@ -215,4 +214,4 @@ async def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
             assert (await error_of(s.generate(text_request("x" * 600)))).reason == "PROMPT_TOO_LONG"
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         assert [r async for r in s.generate()][-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
-        assert len(s.service._quota) == 0
+        assert len(s.service.quota) == 0

@@ -167,9 +167,9 @@ async def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path
         for request in s.engine.submitted:
             s.engine.start(request.request_id)
             s.engine.tokens(request.request_id, SMILE_IDS[:3])
-        await until(lambda: [m.num_received for m in s.service.streams] == [3] * 5)
+        await until(lambda: [r.output.num_received for r in s.service.requests] == [3] * 5)
         s.engine.answer = whole
-        s.service.fail_all(lambda mailbox: ShutdownInterrupted("gone", retry_after_seconds=0.0))
+        s.service.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for session in list(s.service._sessions):
             session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for result in await asyncio.gather(first, *asked):

@@ -99,10 +99,10 @@ async def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
     else:
         response = responses.response
 
-        def broken(delivery: OutputChunk, *rest: Any) -> Any:
-            if BAD_TOKEN in delivery.token_ids:
+        def broken(chunk: OutputChunk, *rest: Any) -> Any:
+            if BAD_TOKEN in chunk.token_ids:
                 raise RuntimeError(MARKER)
-            return response(delivery, *rest)
+            return response(chunk, *rest)
 
         monkeypatch.setattr(responses, "response", broken)
     async with serving(tmp_path) as s:

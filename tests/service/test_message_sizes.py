@@ -14,6 +14,7 @@ from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import DeadlineExceeded
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import error_interceptor
+from lineclear.scheduler.requests.answer_reader import AnswerPart
 from lineclear.scheduler.requests.detached_answer import DetachedAnswer
 from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
@@ -82,12 +83,12 @@ async def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Pa
 
 async def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
     """Tokens of 5,000 characters: as many as fit by their number make 5 MB."""
-    checked = SimpleNamespace(received=(), wants_text=True)
-    ticket: Any = SimpleNamespace(checked=checked, caller=ANONYMOUS, tenant="", output=SimpleNamespace(request_id="x"))
+    validated = SimpleNamespace(received=(), wants_text=True)
+    request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x")
 
-    answer = DetachedAnswer(ticket)
-    answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
-    answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
+    answer = DetachedAnswer(request)
+    answer.add(AnswerPart(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000))
+    answer.add(AnswerPart(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), outcome="length"))
     messages = [message async for message in answer.read(0)]
     assert max(message.ByteSize() for message in messages) <= LARGEST
     assert [token for message in messages for token in message.token_ids] == list(range(2000))

@@ -1,4 +1,4 @@
-"""Mailboxes: whatever the engine says and whenever the caller reads, each token comes once and there is one end."""
+"""Output streams and their router: every token is read once, and every stream has one end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.serving import TOKENIZER
 from support.events import told
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InternalError, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError
 from lineclear.scheduler.core.events import (
     Admitted,
     Event,
@@ -26,28 +26,31 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.requests.output_stream import OutputChunk, OutputRouter, OutputStream
+from lineclear.scheduler.requests.output_router import OutputRouter
+from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
+from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.wire.messages import Logprobs
 
 RECORD = RequestStats(0.0, 3)
+CLOSED = Cancelled("closed")
 
 
 class Engine:
-    """Remembers what it was told."""
+    """Records calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
-        self.told.append(("cancel", request_id))
+        self.calls.append(("cancel", request_id))
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        self.told.append(("finish", request_id, num_tokens))
+        self.calls.append(("finish", request_id, num_tokens))
 
 
-def streams(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bool]]:
+def new_router(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bool]]:
     engine, workers = Engine(), list[bool]()
     return (
         OutputRouter(engine, max_unread_tokens, 2**20, workers.append, lambda error: InternalError(str(error))),
@@ -56,9 +59,15 @@ def streams(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bo
     )
 
 
-async def taken(mailbox: OutputStream) -> OutputChunk:
+def open_stream(router: OutputRouter, text: AnswerText | None = None, **options: Any) -> OutputStream:
+    place = QueueQuota(QuotaLimits(10, 10), lambda: 0.0).reserve("")
+    return router.open("r", text, place, **options)
+
+
+async def read(stream: OutputStream) -> OutputChunk:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        return await mailbox.read()
+        await stream.wait()
+        return stream.read_nowait()
 
 
 @settings(max_examples=300, deadline=None)
@@ -71,146 +80,152 @@ async def taken(mailbox: OutputStream) -> OutputChunk:
 async def test_every_token_once_and_one_end(
     chunks: list[int], reads: list[bool], fails: bool, asks_logprobs: bool
 ) -> None:
-    inbox, engine, _ = streams()
-    mailbox = inbox.open("r", None, wants_times=True)
-    events: list[Event] = [Admitted(mailbox.engine_id), Started(mailbox.engine_id, 1, 2, 0)]
+    router, engine, _ = new_router()
+    stream = open_stream(router, wants_times=True)
+    events: list[Event] = [Admitted(stream.engine_id), Started(stream.engine_id, 1, 2, 0)]
     count = 0
     for size in chunks:
         if size == 0:
-            events.append(Preempted(mailbox.engine_id))
+            events.append(Preempted(stream.engine_id))
             continue
         logprobs = tuple(Logprobs(-float(n)) for n in range(count, count + size)) if asks_logprobs else ()
-        events.append(told(mailbox.engine_id, count, tuple(range(count, count + size)), logprobs))
+        events.append(told(stream.engine_id, count, tuple(range(count, count + size)), logprobs))
         count += size
     error = DeadlineExceeded("late")
     last = (
-        Failed(mailbox.engine_id, error, RECORD)
+        Failed(stream.engine_id, error, RECORD)
         if fails
-        else Finished(mailbox.engine_id, FinishReason.LENGTH, None, RECORD)
+        else Finished(stream.engine_id, FinishReason.LENGTH, None, RECORD)
     )
     tokens: list[int] = []
     logprobs_seen: list[float] = []
     num_starts = 0
 
-    async def read() -> bool:
+    async def read_next() -> bool:
         nonlocal num_starts
-        delivery = await taken(mailbox)
-        assert delivery.first_index == len(tokens)
-        tokens.extend(delivery.token_ids)
-        logprobs_seen.extend(entry.logprob for entry in delivery.logprobs)
-        assert len(delivery.times) == len(delivery.token_ids)
-        num_starts += delivery.started is not None
-        return delivery.end is not None
+        chunk = await read(stream)
+        assert chunk.first_index == len(tokens)
+        tokens.extend(chunk.token_ids)
+        logprobs_seen.extend(entry.logprob for entry in chunk.logprobs)
+        assert len(chunk.times) == len(chunk.token_ids)
+        num_starts += chunk.started is not None
+        assert chunk.error is (error if fails and chunk.error else None)
+        return bool(chunk.end or chunk.error)
 
     for event, is_read in zip(events, reads, strict=False):
-        inbox.dispatch([event], 1.0)
+        router.dispatch([event], 1.0)
         if is_read and isinstance(event, StepTokens | Started):
-            assert not await read()
-    inbox.dispatch([last], 1.0)
-    if fails:
-        while len(tokens) < count:
-            assert not await read()
-        with pytest.raises(DeadlineExceeded):
-            await read()
-    else:
-        while not await read():
-            pass
+            assert not await read_next()
+    router.dispatch([last], 1.0)
+    while not await read_next():
+        pass
     assert tokens == list(range(count))
     assert logprobs_seen == ([-float(n) for n in range(count)] if asks_logprobs else [])
     assert num_starts == 1 or (fails and count == 0)
-    inbox.close(mailbox)
-    assert engine.told == []
-    assert (len(inbox), inbox.num_waiting) == (0, 0)
+    router.close(stream, CLOSED)
+    assert engine.calls == []
+    assert len(router) == 0
 
 
 async def test_what_comes_after_the_end_changes_nothing() -> None:
-    inbox, _, _ = streams()
-    mailbox = inbox.open("r", None)
-    inbox.dispatch([Failed(mailbox.engine_id, Cancelled("first"), RECORD)], 0.0)
-    mailbox.fail(InternalError("second"))
-    inbox.dispatch([told(mailbox.engine_id, 0, (1,))], 0.0)
-    inbox.dispatch([Finished(mailbox.engine_id, FinishReason.LENGTH, None, RECORD)], 0.0)
+    router, _, _ = new_router()
+    stream = open_stream(router)
+    router.dispatch([Failed(stream.engine_id, Cancelled("first"), RECORD)], 0.0)
+    stream.cancel(InternalError("second"))
+    router.dispatch([told(stream.engine_id, 0, (1,))], 0.0)
+    router.dispatch([Finished(stream.engine_id, FinishReason.LENGTH, None, RECORD)], 0.0)
     for _ in range(2):
-        with pytest.raises(Cancelled, match="first"):
-            await taken(mailbox)
+        assert str((await read(stream)).error) == "first"
 
 
 async def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
-    """A stop string was found; that the deadline passes before the engine hears of it changes nothing."""
+    """The deadline passes between the stop string and the engine's end of the request."""
 
-    inbox, engine, _ = streams()
-    mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["lo"])))
+    router, engine, _ = new_router()
+    stream = open_stream(router, AnswerText(TOKENIZER, stops=StopStrings(["lo"])))
     ids = TOKENIZER.encode_sealed("Hello, how")
-    inbox.dispatch([told(mailbox.engine_id, 0, tuple(ids))], 0.0)
-    assert engine.told[0][0] == "finish"
-    used = engine.told[0][2]
-    inbox.dispatch([told(mailbox.engine_id, len(ids), (5,))], 0.0)  # made meanwhile
-    inbox.dispatch([Failed(mailbox.engine_id, DeadlineExceeded("late"), RECORD)], 0.0)
-    delivery = await taken(mailbox)
-    assert list(delivery.token_ids) == ids[:used]
-    assert delivery.text == "Hel"
-    assert delivery.end is not None
-    assert delivery.end.reason is FinishReason.STOP_STRING
-    assert delivery.end.completion_tokens == used
+    router.dispatch([told(stream.engine_id, 0, tuple(ids))], 0.0)
+    assert engine.calls[0][0] == "finish"
+    used = engine.calls[0][2]
+    router.dispatch([told(stream.engine_id, len(ids), (5,))], 0.0)  # computed before the engine processed the end
+    router.dispatch([Failed(stream.engine_id, DeadlineExceeded("late"), RECORD)], 0.0)
+    chunk = await read(stream)
+    assert list(chunk.token_ids) == ids[:used]
+    assert chunk.text == "Hel"
+    assert chunk.end is not None
+    assert chunk.end.reason is FinishReason.STOP_STRING
+    assert chunk.end.completion_tokens == used
 
 
 async def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None:
-    inbox, _, _ = streams()
-    mailbox = inbox.open("r", AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
-    waiting = asyncio.create_task(taken(mailbox))
+    router, _, _ = new_router()
+    stream = open_stream(router, AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
+    waiting = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
-    inbox.dispatch([told(mailbox.engine_id, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
-    delivery = await waiting
-    assert delivery.token_ids
-    assert delivery.end is None
+    router.dispatch([told(stream.engine_id, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
+    chunk = await waiting
+    assert chunk.token_ids
+    assert chunk.end is None
 
 
 async def test_unread_tokens_are_bounded_and_forgotten_when_there_are_too_many() -> None:
-    inbox, engine, _ = streams(max_unread_tokens=4)
-    mailbox = inbox.open("r", None)
-    inbox.dispatch([told(mailbox.engine_id, 0, (1, 2, 3, 4))], 0.0)
-    assert engine.told == []
-    inbox.dispatch([told(mailbox.engine_id, 4, (5,))], 0.0)
-    assert engine.told == [("cancel", mailbox.engine_id)]
-    inbox.dispatch([told(mailbox.engine_id, 5, (6,))], 0.0)  # made before the engine heard
-    with pytest.raises(LineclearError, match="5 tokens are unread") as caught:
-        await taken(mailbox)
-    assert caught.value.reason == "SLOW_CONSUMER"
+    router, engine, _ = new_router(max_unread_tokens=4)
+    stream = open_stream(router)
+    router.dispatch([told(stream.engine_id, 0, (1, 2, 3, 4))], 0.0)
+    assert engine.calls == []
+    router.dispatch([told(stream.engine_id, 4, (5,))], 0.0)
+    assert engine.calls == [("cancel", stream.engine_id)]
+    router.dispatch([told(stream.engine_id, 5, (6,))], 0.0)  # computed before the cancellation
+    chunk = await read(stream)
+    assert (chunk.token_ids, str(chunk.error)[:18]) == ((), "5 tokens are unrea")
+    assert chunk.error is not None
+    assert chunk.error.reason == "SLOW_CONSUMER"
 
 
-async def test_a_label_is_taken_until_its_reader_is_done() -> None:
-    inbox, engine, _ = streams()
-    first = inbox.open("same", None)
-    with pytest.raises(DuplicateRequest):
-        inbox.open("same", None)
-    inbox.close(first)
-    assert engine.told == [("cancel", first.engine_id)]
-    second = inbox.open("same", None)
+async def test_events_of_an_earlier_request_do_not_reach_a_new_stream() -> None:
+    router, engine, _ = new_router()
+    first = open_stream(router)
+    router.close(first, CLOSED)
+    assert engine.calls == [("cancel", first.engine_id)]
+    second = open_stream(router)
     assert second.engine_id != first.engine_id
-    inbox.dispatch([Failed(first.engine_id, Cancelled("first"), RECORD)], 0.0)
-    inbox.dispatch([Started(second.engine_id, 0, 1, 0)], 0.0)
-    assert (await taken(second)).started is not None
+    router.dispatch([Failed(first.engine_id, Cancelled("first"), RECORD)], 0.0)
+    router.dispatch([Started(second.engine_id, 0, 1, 0)], 0.0)
+    assert (await read(second)).started is not None
+
+
+async def test_cancel_stops_the_engine_once_and_delivers_unread_tokens_first() -> None:
+    router, engine, _ = new_router()
+    stream = open_stream(router)
+    router.dispatch([told(stream.engine_id, 0, (1, 2))], 0.0)
+    stream.cancel(Cancelled("by the client"))
+    assert engine.calls == [("cancel", stream.engine_id)]
+    assert list((await read(stream)).token_ids) == [1, 2]
+    assert str((await read(stream)).error) == "by the client"
+    router.close(stream, CLOSED)
+    assert engine.calls == [("cancel", stream.engine_id)]
 
 
 async def test_a_gap_is_a_bug_and_not_sent() -> None:
-    inbox, _, _ = streams()
-    mailbox = inbox.open("r", None)
+    router, _, _ = new_router()
+    stream = open_stream(router)
     with pytest.raises(AssertionError, match="gap"):
-        inbox.dispatch([told(mailbox.engine_id, 1, (5,))], 0.0)
+        router.dispatch([told(stream.engine_id, 1, (5,))], 0.0)
 
 
-async def test_how_many_wait() -> None:
-    inbox, _, workers = streams()
-    boxes = [inbox.open(str(n), None) for n in range(3)]
-    assert inbox.num_waiting == 3
-    inbox.dispatch([Started(boxes[0].engine_id, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)
-    assert (inbox.num_waiting, workers) == (2, [False, True])
-    inbox.close(boxes[0])
-    inbox.close(boxes[1])
-    assert inbox.num_waiting == 1
-    idle = asyncio.create_task(inbox.wait_until_idle())
+async def test_queue_place_is_released_at_the_start_or_the_end() -> None:
+    router, _, workers = new_router()
+    quota = QueueQuota(QuotaLimits(10, 10), lambda: 0.0)
+    streams = [router.open(str(n), None, quota.reserve("")) for n in range(3)]
+    assert len(quota) == 3
+    router.dispatch([Started(streams[0].engine_id, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)
+    assert (len(quota), workers) == (2, [False, True])
+    router.close(streams[0], CLOSED)
+    router.close(streams[1], CLOSED)
+    assert len(quota) == 1
+    idle = asyncio.create_task(router.wait_until_idle())
     await asyncio.sleep(0)
     assert not idle.done()
-    inbox.close(boxes[2])
+    router.close(streams[2], CLOSED)
     await asyncio.wait_for(idle, 5)
-    assert inbox.num_waiting == 0
+    assert len(quota) == 0

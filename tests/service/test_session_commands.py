@@ -92,7 +92,7 @@ async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path,
 
         service = s.service
         session = Session(
-            *(service._admission, ANONYMOUS, "", service._require_worker, InternalError, service._clock),
+            *(service.requests, ANONYMOUS, "", service._model.require, InternalError, service._clock),
             deadline=None,
             max_requests=9999,
         )
@@ -114,13 +114,13 @@ async def test_others_are_served_between_the_large_orders_of_one_message(
 ) -> None:
     """Thirty-two of them checked in one go held up every stream for a tenth of a second."""
     turns, opened = 0, []
-    real = Admission.open
+    real = Admission.admit
 
     def counted(self: Admission, *arguments: Any) -> Any:
         opened.append(turns)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Admission, "open", counted)
+    monkeypatch.setattr(Admission, "admit", counted)
 
     async with serving(tmp_path) as s:
         callers = [Caller(s), Caller(s)]

@@ -106,7 +106,7 @@ async def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_s
 
     async with serving(tmp_path) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service._prompts._pool
+        pool = s.service.tokenizers._pool
         assert pool is not None
         (pid,) = pool.pids
         assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
@@ -119,7 +119,7 @@ async def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
 
     async with serving(tmp_path, template=SOMETIMES) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service._prompts._pool
+        pool = s.service.tokenizers._pool
         assert pool is not None
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
@@ -157,7 +157,7 @@ async def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
 
     async with serving(tmp_path, template=some_milliseconds) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service._prompts._pool
+        pool = s.service.tokenizers._pool
         assert pool is not None
         pids = pool.pids
         for _ in range(5):
@@ -197,7 +197,7 @@ def many_messages(s: Serving, **options: Any) -> Any:
 @pytest.mark.parametrize("work", [detokenize, long_text, many_messages])
 async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Callable[..., Any]) -> None:
     async with serving(tmp_path) as s:
-        prompts = s.service._prompts
+        prompts = s.service.tokenizers
         await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
         flood = [work(s, **tenant("a")) for _ in range(60)]
         await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 8)
@@ -216,7 +216,7 @@ async def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path
 async def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
     async with serving(tmp_path, max_tokenizer_queue_size=10) as s:
         flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
-        await until(lambda: s.service._prompts._texts.num_waiting == 8)
+        await until(lambda: s.service.tokenizers._texts.num_waiting == 8)
         assert await outcome(detokenize(s, **tenant("b"))) == "OK"
         found = [await call for call in flood]
         assert found.count("RESOURCE_EXHAUSTED") >= 10
@@ -264,7 +264,7 @@ async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Pa
     async with serving(tmp_path) as s:
         ids = _Sliced([5] * 20_000)
         check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
-        text = await s.service._prompts.decode(ids, keep_special=False, vocab_size=6)
+        text = await s.service.tokenizers.decode(ids, keep_special=False, vocab_size=6)
         assert 0 < ids.largest <= 1024
         assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
         wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
@@ -275,7 +275,7 @@ async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Pa
 async def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
-        await until(lambda: s.service._prompts._templates.num_inside == 1)
+        await until(lambda: s.service.tokenizers._templates.num_inside == 1)
         session = s.stub.Session()
         order = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
         await session.write(pb.SessionRequest(submits=[order]))

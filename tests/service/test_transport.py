@@ -388,7 +388,7 @@ async def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: 
         await caller.send(submit(1))
         key = await s.engine.next_request()
         session = next(iter(s.service._sessions))
-        await until(lambda: session._leaving)
+        await until(lambda: session._drain_error)
         await caller.send(submit(2))
         await caller.until(lambda: caller.failed)
         assert {handle: failure.reason for handle, failure in caller.failed.items()} == {2: "SERVER_DRAINING"}

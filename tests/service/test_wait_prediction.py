@@ -1,4 +1,4 @@
-"""Deadlines that would pass in the queue: refused at the door, and nobody whom the queue would have served in time."""
+"""Requests whose deadline would pass in the queue are rejected; requests that would start in time are not."""
 
 from __future__ import annotations
 
@@ -10,112 +10,113 @@ import pytest
 from service.serving import error_of, serving
 
 from lineclear.errors import DeadlineUnreachable, QueueFull
-from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
+from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota, QuotaLimits
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
 NUM_SLOTS = 8
 
 
-class Line:
-    """A waiting room before eight slots that are each taken for about a second, from hour to hour at another load.
+class SimulatedQueue:
+    """A queue before eight slots, each busy for about one second per request.
 
-    Whether somebody would have been refused is asked, and everybody is let in: so what would have become of them shows.
+    Every request is admitted, and counted where the estimate would reject it, so that wrong rejections are visible.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.room = QueueQuota(QuotaLimits(requests=200, tokens=10**9), lambda: self.now)
-        self.free = [self.now] * NUM_SLOTS  # when each slot is free, a heap
-        self.starts: list[float] = []  # of those who wait, ascending
-        self.late = self.refused = self.wrong = self.count = 0
+        self.quota = QueueQuota(QuotaLimits(requests=200, tokens=10**9), lambda: self.now)
+        self.free = [self.now] * NUM_SLOTS  # heap of the times at which slots become free
+        self.starts: list[tuple[float, int]] = []  # heap of start times and numbers of the waiting requests
+        self.places: dict[int, QueuePlace] = {}
+        self.late = self.rejected = self.wrong = self.count = 0
 
     def run(self, load: float, arrivals: int) -> None:
-        """So many come, alone and in bursts, `load` times as fast as the slots can take them."""
+        """Simulate `arrivals` requests, single and in bursts, at `load` times the capacity of the slots."""
         while arrivals > 0:
             burst = self.rng.choice((1, 1, 1, 1, self.rng.randint(2, 16)))
             arrivals -= burst
             self._wait(self.rng.expovariate(load * NUM_SLOTS) * burst)
             for _ in range(burst):
-                self._come(self.rng.uniform(0.05, 4.0))
+                self._arrive(self.rng.uniform(0.05, 4.0))
 
     def _wait(self, seconds: float) -> None:
         then = self.now + seconds
-        while self.starts and self.starts[0] <= then:
-            self.now = max(self.now, heapq.heappop(self.starts))
-            self.room.release("", 10, began=True)
+        while self.starts and self.starts[0][0] <= then:
+            start, number = heapq.heappop(self.starts)
+            self.now = max(self.now, start)
+            self.places.pop(number).release(started=True)
         self.now = then
 
-    def _come(self, patience: float) -> None:
-        hopeless = patience < self.room.min_wait_seconds()
+    def _arrive(self, timeout: float) -> None:
+        is_rejected = timeout < self.quota.min_wait_seconds()
         try:
-            self.room.reserve("", patience)
+            place = self.quota.reserve("", timeout)
         except QueueFull:
             return
-        self.room.add_tokens("", 10)
+        place.add_tokens(10)
         start = max(self.now, heapq.heappop(self.free)) + 0.01
         heapq.heappush(self.free, start + self.rng.lognormvariate(-0.3, 0.8))
-        heapq.heappush(self.starts, start)
-        late = start > self.now + patience
+        late = start > self.now + timeout
         self.count += 1
+        self.places[self.count] = place
+        heapq.heappush(self.starts, (start, self.count))
         self.late += late
-        self.refused += hopeless
-        self.wrong += hopeless and not late
+        self.rejected += is_rejected
+        self.wrong += is_rejected and not late
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_at_half_load_nobody_is_refused_who_would_have_begun_in_time(seed: int) -> None:
-    line = Line(seed)
-    line.run(0.5, 20_000)
-    assert line.wrong == 0
-    assert line.count > 19_000
+    queue = SimulatedQueue(seed)
+    queue.run(0.5, 20_000)
+    assert queue.wrong == 0
+    assert queue.count > 19_000
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_where_twice_as_many_come_as_can_be_served_most_who_would_wait_for_nothing_are_told(seed: int) -> None:
-    line = Line(seed)
-    line.run(0.5, 2_000)
-    line.run(2.0, 10_000)
-    assert line.late > 5_000
-    assert line.refused > 0.8 * line.late
-    assert line.wrong == 0
+    queue = SimulatedQueue(seed)
+    queue.run(0.5, 2_000)
+    queue.run(2.0, 10_000)
+    assert queue.late > 5_000
+    assert queue.rejected > 0.8 * queue.late
+    assert queue.wrong == 0
 
 
 def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
     now = 1000.0
-    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
+    quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     for _ in range(50):
-        room.reserve("", 0.001)
-    assert room.min_wait_seconds() == 0.0
-    now += 60.0  # nobody began in a minute: what the queue waits for may end in a moment
-    room.reserve("", 0.001)
+        quota.reserve("", 0.001)
+    assert quota.min_wait_seconds() == 0.0
+    now += 60.0  # no request has started in a minute, so the rate is unknown
+    quota.reserve("", 0.001)
 
 
 def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> None:
     now = 1000.0
-    room = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
-    for _ in range(80):
-        room.reserve("")
-    for _ in range(8):  # five a second
-        for _ in range(5):
-            now += 0.2
-            room.release("", 0, began=True)
-    assert room.min_wait_seconds() == pytest.approx(40 / 5 / 3, rel=0.15)
-    room.reserve("", 5.0)
+    quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
+    places = [quota.reserve("") for _ in range(80)]
+    for _ in range(40):  # five a second
+        now += 0.2
+        places.pop().release(started=True)
+    assert quota.min_wait_seconds() == pytest.approx(40 / 5 / 3, rel=0.15)
+    quota.reserve("", 5.0)
     with pytest.raises(DeadlineUnreachable) as caught:
-        room.reserve("", 2.0)
+        quota.reserve("", 2.0)
     assert (caught.value.code, caught.value.retry_after_seconds) == ("DEADLINE_EXCEEDED", None)
     assert caught.value.metadata["waiting"] == "41"
-    assert len(room) == 41
-    assert room.num_refused == 1
+    assert len(quota) == 41
+    assert quota.num_rejected == 1
 
 
 async def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path, reject_unmeetable_deadlines=True) as s:
         first = s.generate(IDS, timeout=50)
         await s.engine.next_request(1)
-        s.service._quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
+        s.service.quota.min_wait_seconds = lambda: 20.0  # type: ignore[method-assign]
         error = await error_of(s.generate(IDS, timeout=10))
         assert isinstance(error, DeadlineUnreachable)
         assert error.metadata == {"waiting": "1", "least_wait_seconds": "20.0"}

@@ -32,7 +32,7 @@ from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.admin_service import AdminService
 from lineclear.scheduler.grpc_api.error_interceptor import exception_location, incident
-from lineclear.scheduler.grpc_api.inference_service import InferenceService, drained
+from lineclear.scheduler.grpc_api.inference_service import InferenceService, shutdown_interrupted
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.settings import SchedulerSettings
@@ -178,7 +178,7 @@ async def _run(
     await leaving.started.wait()
     supervisor.drain()
     if not await leaving.run_unless_forced(_shut_down(leaving, settings, service, server)):
-        service.fail_all(drained)
+        service.fail_all(shutdown_interrupted)
         await server.stop(0)
 
 
@@ -197,7 +197,7 @@ async def _shut_down(
     else:
         error = _engine_failed(leaving.failure) if exit_code == ExitCode.INTERNAL else _no_worker
         service.refuse(error)
-        service.fail_all(lambda mailbox: error())
+        service.fail_all(lambda request: error())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STATUS_SECONDS):
             await service.streams.wait_until_idle()

@@ -1,7 +1,7 @@
-"""One submitted answer: its tokens as they come, packed, and messages made of any part of them.
+"""The answer to one submitted request: its tokens in compact form, and messages built from any range of them.
 
-A token with 20 log probabilities is 3 KiB of Python and protobuf objects, and a tenth of that packed: ids and times in
-arrays, log probabilities as the bytes they have on the wire. `num_bytes` counts what is held.
+A token with 20 log probabilities takes 3 KiB as Python and protobuf objects, and a tenth of that packed: ids and times
+are arrays, log probabilities are encoded messages. `num_bytes` measures the memory.
 """
 
 from __future__ import annotations
@@ -9,140 +9,138 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Sequence
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import InvalidRequest, LineclearError
-from lineclear.scheduler.requests.admission import RequestContext
+from lineclear.scheduler.requests.answer_reader import AnswerPart
+from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ValidatedRequest
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
 
-_TOKENS_OF_A_MESSAGE = 1024
+_MAX_MESSAGE_TOKENS = 1024
 
-# Bytes of memory. A reservation is an estimate from these; what is counted at the end is measured.
-_ANSWER_BYTES = 4096  # an answer without tokens, and its entries in the tables around it
+# Bytes of memory, to estimate a reservation. The end of an answer replaces it by the measured size.
+_ANSWER_BYTES = 4096  # an answer without tokens, and its entries in tables
 _ID_BYTES, _TIME_BYTES, _POINTER_BYTES = 4, 8, 8
-_TEXT_BYTES = 64  # the text of one token, an object of its own
+_TEXT_BYTES = 64  # a str object for each token
 _LOGPROBS_BYTES, _CANDIDATE_BYTES = 48, 14
 
 
-def reserved_bytes(checked: ValidatedRequest, max_tokens: int) -> int:
-    """Return how much memory an answer of `max_tokens` is expected to take."""
-    of_token = _ID_BYTES
-    if checked.wants_text:
-        of_token += _POINTER_BYTES + _TEXT_BYTES
-    if checked.token_timings:
-        of_token += _TIME_BYTES
-    if checked.sampling.logprobs >= 0:
-        of_token += _POINTER_BYTES + _LOGPROBS_BYTES + _CANDIDATE_BYTES * checked.sampling.logprobs
-    return _ANSWER_BYTES + max_tokens * of_token
+def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
+    """Estimate the memory of an answer of `max_tokens`."""
+    per_token = _ID_BYTES
+    if validated.wants_text:
+        per_token += _POINTER_BYTES + _TEXT_BYTES
+    if validated.token_timings:
+        per_token += _TIME_BYTES
+    if validated.sampling.logprobs >= 0:
+        per_token += _POINTER_BYTES + _LOGPROBS_BYTES + _CANDIDATE_BYTES * validated.sampling.logprobs
+    return _ANSWER_BYTES + max_tokens * per_token
 
 
 class DetachedAnswer:
-    """One answer: what came so far, and how it ended. Outlives its ticket, of which it keeps only the names."""
+    """The tokens so far, and the end or the error. Outlives the RequestContext."""
 
-    def __init__(self, ticket: RequestContext) -> None:
-        self.caller: Identity = ticket.caller
-        self.tenant = ticket.tenant
-        self.label = ticket.output.request_id
+    def __init__(self, request: RequestContext) -> None:
+        self.caller: Identity = request.caller
+        self.tenant = request.tenant
+        self.request_id = request.request_id
         self.timer: asyncio.TimerHandle | None = None
-        self.first_index = len(ticket.checked.received)
+        self.first_index = len(request.validated.received)
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
         self.error: LineclearError | None = None
-        self._wants_text = ticket.checked.wants_text
+        self._wants_text = request.validated.wants_text
         self._token_ids = array("I")
-        self._pieces: list[str] = []
-        self._tail = ""  # text that came with the end and belongs to no token
-        self._logprobs: list[bytes] = []  # of each token, a GenerateResponse with that field alone
+        self._texts: list[str] = []
+        self._tail = ""  # text that the end released
+        self._logprobs: list[bytes] = []  # for each token, an encoded GenerateResponse with this field alone
         self._times_us = array("q")
-        self._bytes_of_objects = 0
+        self._object_bytes = 0
         self._changed = asyncio.Event()
 
     @property
-    def is_over(self) -> bool:
-        """Nothing more will come."""
+    def has_ended(self) -> bool:
+        """Whether the answer is complete or has failed."""
         return self.finished is not None or self.error is not None
 
     @property
     def num_tokens(self) -> int:
-        """Held here."""
+        """Number of tokens so far."""
         return len(self._token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held."""
+        """Memory in use."""
         return (
             _ANSWER_BYTES
             + _ID_BYTES * len(self._token_ids)
             + _TIME_BYTES * len(self._times_us)
-            + _POINTER_BYTES * (len(self._pieces) + len(self._logprobs))
-            + self._bytes_of_objects
+            + _POINTER_BYTES * (len(self._texts) + len(self._logprobs))
+            + self._object_bytes
         )
 
     @property
     def next_index(self) -> int:
-        """Of the token to come."""
+        """Index of the next token."""
         return self.first_index + len(self._token_ids)
 
     @property
     def state(self) -> pb.ResultState.ValueType:
-        """How far it is."""
+        """The state that GetResult returns."""
         if self.error is not None:
             return pb.RESULT_STATE_FAILED
         if self.finished is not None:
             return pb.RESULT_STATE_FINISHED
         return pb.RESULT_STATE_WAITING if self.started is None else pb.RESULT_STATE_RUNNING
 
-    def add(self, message: pb.GenerateResponse, pieces: Sequence[str]) -> None:
-        """Append what came; `pieces` is the text of each token and of the end."""
+    def add(self, part: AnswerPart) -> None:
+        """Append a part of the answer, or end the answer with its error."""
+        message, texts = part.response, part.texts
         count = len(message.token_ids)
+        self.error = part.error
         self._token_ids.extend(message.token_ids)
         self._times_us.extend(message.token_times_us)
         if self._wants_text:
-            self._pieces += pieces[:count]
-            self._bytes_of_objects += sum(map(sys.getsizeof, pieces))
+            self._texts += texts[:count]
+            self._object_bytes += sum(map(sys.getsizeof, texts))
         for entry in message.logprobs:
             packed = pb.GenerateResponse(logprobs=[entry]).SerializeToString()
             self._logprobs.append(packed)
-            self._bytes_of_objects += sys.getsizeof(packed)
+            self._object_bytes += sys.getsizeof(packed)
         if message.HasField("started"):
             self.started = message.started
         if message.HasField("finished"):
             self.finished = message.finished
-            self._tail = "".join(pieces[count:]) if self._wants_text else ""
-        self._notify()
-
-    def fail(self, error: LineclearError) -> None:
-        """End it without an answer."""
-        self.error = error
-        self._notify()
+            self._tail = "".join(texts[count:]) if self._wants_text else ""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def whole(self) -> pb.GenerateResponse:
-        """Return everything in one piece, without logprobs and times, which can be many times larger."""
+        """Return the answer so far in one message, without logprobs and token times."""
         return self.message(self.first_index, self.next_index, brief=True)
 
     def read(self, from_index: int) -> Attachment:
-        """Return an iterator over everything from there on, as it comes.
+        """Return an iterator over the messages from an index on, present and future.
 
-        Raises InvalidRequest for an index before the first token or after the last.
+        Raises InvalidRequest for an index outside the present answer.
         """
         if not self.first_index <= from_index <= self.next_index:
             raise InvalidRequest.at("from_index", f"must be in [{self.first_index}, {self.next_index}] now")
         return Attachment(self, from_index)
 
     async def change(self) -> None:
-        """Return when something is new."""
+        """Return after the next part."""
         await self._changed.wait()
 
     def message(self, start: int, end: int, *, brief: bool = False) -> pb.GenerateResponse:
-        """Return tokens [start, end) and what belongs to them; with the end, where that follows."""
+        """Return tokens [start, end), and the end of the answer if it follows them."""
         a, b = start - self.first_index, end - self.first_index
         is_last = self.finished is not None and end == self.next_index
         message = pb.GenerateResponse(first_index=start, token_ids=self._token_ids[a:b])
         if self._wants_text:
-            message.text = "".join(self._pieces[a:b]) + (self._tail if is_last else "")
+            message.text = "".join(self._texts[a:b]) + (self._tail if is_last else "")
         if not brief:
             message.token_times_us.extend(self._times_us[a:b])
             message.MergeFromString(b"".join(self._logprobs[a:b]))
@@ -152,13 +150,9 @@ class DetachedAnswer:
             message.finished.CopyFrom(self.finished)
         return message
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 class Attachment:
-    """Iterate for messages. Ends after the answer's end, or raises what the request failed with."""
+    """Asynchronous iterator over messages. Stops after the end of the answer, or raises its error."""
 
     def __init__(self, answer: DetachedAnswer, from_index: int) -> None:
         self._answer = answer
@@ -172,23 +166,23 @@ class Attachment:
     async def __anext__(self) -> pb.GenerateResponse:
         answer = self._answer
         while not self._is_done:
-            greeting = answer.started if not self._has_sent_started else None
-            if greeting is not None or self._index < answer.next_index or answer.finished is not None:
-                return self._next(greeting)
+            started = answer.started if not self._has_sent_started else None
+            if started is not None or self._index < answer.next_index or answer.finished is not None:
+                return self._next(started)
             if answer.error is not None:
                 raise answer.error
             await answer.change()
         raise StopAsyncIteration
 
-    def _next(self, greeting: pb.Started | None) -> pb.GenerateResponse:
-        end = min(self._answer.next_index, self._index + _TOKENS_OF_A_MESSAGE)
+    def _next(self, started: pb.Started | None) -> pb.GenerateResponse:
+        end = min(self._answer.next_index, self._index + _MAX_MESSAGE_TOKENS)
         message = self._answer.message(self._index, end)
         while message.ByteSize() > MAX_PIECE_BYTES and end - self._index > 1:
             end = (self._index + end) // 2
             message = self._answer.message(self._index, end)
         self._index = end
-        if greeting is not None:
+        if started is not None:
             self._has_sent_started = True
-            message.started.CopyFrom(greeting)
+            message.started.CopyFrom(started)
         self._is_done = message.HasField("finished")
         return message

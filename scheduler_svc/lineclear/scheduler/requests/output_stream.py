@@ -1,49 +1,35 @@
-"""One mailbox for each request in progress: what the engine said and the caller has not read yet.
+"""The unread output of one request (vLLM's RequestOutputCollector).
 
-Lives on the event loop: the engine's events enter through `Streams.dispatch`, the handlers take them out. Decides how
-much may wait (a bounded number of tokens, in one message however many steps made them), where an answer ends when a
-stop string appears, and that every mailbox ends exactly once. Knows nothing of gRPC; what a token says is `text`'s.
+The engine's events are written by `OutputRouter` on the event loop; one reader takes them out in chunks. The number of
+unread tokens is bounded, and one chunk holds any number of steps. A stop string ends the answer here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from lineclear.api_limits import MAX_PIECE_BYTES
-from lineclear.errors import DuplicateRequest, LineclearError, SlowConsumer
-from lineclear.scheduler.core.events import (
-    Admitted,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Preempted,
-    RequestStats,
-    Started,
-    StepTokens,
-    WorkerJoined,
-    WorkerLost,
-)
+from lineclear.errors import LineclearError, SlowConsumer
+from lineclear.scheduler.core.events import Failed, Finished, FinishReason, RequestStats, Started
+from lineclear.scheduler.requests.queue_quota import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Logprobs
 
-# The most that one takes up in a message, on either side's encoding of it.
+# Upper bounds of the encoded size in a message.
 TOKEN_BYTES = 24  # id, index, handle, time
 CHARACTER_BYTES = 4
-_TOP_BYTES = 16  # one of `top`, and the token's own
-# What log probabilities take in memory: a token's own, and each of `top`.
+_LOGPROB_BYTES = 16  # of the token, and of each entry of `top`
+# Memory of log probabilities: of the token, and of each entry of `top`.
 _LOGPROBS_MEMORY, _TOP_MEMORY = 192, 128
 
 
 class Canceller(Protocol):
-    """The part of the engine that streams call."""
+    """The engine methods that end a request."""
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
-        """End a request without an answer."""
+        """End a request with `error`."""
         ...
 
     def finish(self, request_id: str, num_tokens: int) -> None:
@@ -52,42 +38,42 @@ class Canceller(Protocol):
 
 
 class Completion(NamedTuple):
-    """A complete answer. `record` is the core's account; `completion_tokens` are those of the answer itself."""
+    """The end of a complete answer. `completion_tokens` is the length of the answer itself."""
 
     reason: FinishReason
     matched_stop_string: str | None
     matched_token_id: int | None
     completion_tokens: int
-    record: RequestStats
+    stats: RequestStats
 
 
 class OutputChunk(NamedTuple):
-    """Everything not yet delivered, in one. `logprobs` is empty or one for each token, as `times` is.
+    """Output taken from a stream. `texts`, `logprobs` and `times` are empty or have one entry for each token.
 
-    `pieces` is empty or has the text that each token released, and after them, at the end, that of no token.
-    `times` are seconds of the monotonic clock at which the worker's result was seen.
+    At the end, `texts` has one more entry: the text that was held back. `times` are monotonic seconds of the worker's
+    results. The last chunk has either `end` or `error`.
     """
 
     first_index: int
     token_ids: Sequence[int]
-    pieces: Sequence[str]
+    texts: Sequence[str]
     logprobs: Sequence[Logprobs]
     times: Sequence[float]
     started: Started | None
     end: Completion | None
+    error: LineclearError | None = None
 
     @property
     def text(self) -> str:
-        """All of the text."""
-        return "".join(self.pieces)
+        """The text of all tokens."""
+        return "".join(self.texts)
 
 
 class OutputStream:
-    """One request's unread answer. One reader, which waits in `take` or is told by `listen`; only Streams writes to it.
+    """One request's unread output, for one reader: it awaits `wait`, or is called through `subscribe`.
 
-    `key` names the request to the engine, `label` to its owner, the caller. `text` is None when nobody wants any.
-    Tokens before `num_received` reached the caller in another way. `seed` is what another server needs to go on with
-    the answer.
+    `engine_id` is the request's name in the engine. `text` is None for answers without text. The first `num_received`
+    tokens reached the client from another server. `queue_place` is released when the request starts.
     """
 
     __slots__ = (
@@ -95,26 +81,24 @@ class OutputStream:
         "_engine",
         "_error",
         "_first_unread",
-        "_listener",
+        "_is_cancelled",
         "_logprobs",
         "_logprobs_bytes",
         "_max_unread_bytes",
         "_max_unread_tokens",
-        "_pieces",
+        "_queue_place",
+        "_subscriber",
         "_text",
+        "_texts",
         "_times",
         "_tokens",
         "_unsent_start",
         "_waiter",
         "_wants_times",
         "engine_id",
-        "is_announced",
-        "is_over",
+        "is_engine_done",
+        "is_notified",
         "num_received",
-        "on_dequeued",
-        "owner",
-        "request_id",
-        "seed",
         "started",
         "stats",
     )
@@ -122,30 +106,25 @@ class OutputStream:
     def __init__(
         self,
         engine_id: str,
-        request_id: str,
-        owner: Hashable,
         text: AnswerText | None,
         engine: Canceller,
+        queue_place: QueuePlace,
         max_unread_tokens: int,
         max_unread_bytes: int,
         *,
         wants_times: bool,
         num_received: int,
-        seed: int,
     ) -> None:
         self.engine_id = engine_id
-        self.request_id = request_id
-        self.owner = owner
         self.started: Started | None = None
         self.stats: RequestStats | None = None
-        self.on_dequeued: Callable[[bool], None] = lambda began: None
-        """Called once, when the request waits no longer: it began (True), or its reader is done."""
         self.num_received = num_received
-        self.seed = seed
-        self.is_over = False
-        """The engine has said its last word."""
-        self.is_announced = False
-        """The listener knows that there is something to take, and is not called again before it has taken all."""
+        self.is_engine_done = False
+        """The engine has sent its last event of the request."""
+        self.is_notified = False
+        """The subscriber was called, and is not called again before it has read everything."""
+        self._queue_place = queue_place
+        self._is_cancelled = False
         self._text = text
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
@@ -153,7 +132,7 @@ class OutputStream:
         self._wants_times = wants_times
         self._first_unread = num_received
         self._tokens: list[int] = []
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._logprobs_bytes = 0
         self._times: list[float] = []
@@ -161,44 +140,45 @@ class OutputStream:
         self._end: Completion | None = None
         self._error: LineclearError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
+        self._subscriber: Callable[[], None] | None = None
 
     # --- the reader --------------------------------------------------------------------------------------------------
 
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called when there is something to take, and not again until it was taken."""
-        self._listener = listener
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Call `subscriber` when there is output, and again only after all of it was read."""
+        self._subscriber = subscriber
         if self.has_output:
             self._wake()
 
     @property
     def has_output(self) -> bool:
-        """Whether `take_now` has something to give, or to raise."""
+        """Whether `read_nowait` may be called."""
         return bool(self._tokens or self._unsent_start or self._end or self._error)
 
-    async def read(self) -> OutputChunk:
-        """What is unread, at most MAX_PIECE_BYTES, as soon as there is something. The one with an `end` is the last.
+    @property
+    def has_ended(self) -> bool:
+        """Whether the output has its end or its error, which may be unread."""
+        return self._end is not None or self._error is not None
 
-        Raises the error the request failed with, once everything before it is delivered.
-        """
+    async def wait(self) -> None:
+        """Return when there is output."""
         while not self.has_output:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self.read_nowait()
 
     def read_nowait(self, max_bytes: int = MAX_PIECE_BYTES) -> OutputChunk:
-        """Take what fits into about `max_bytes`, one token at least. The rest stays for the next call.
+        """Take output of about `max_bytes`, at least one token. Requires `has_output`.
 
-        Only where `has_news`.
+        The chunk with the `end` or the `error` is the last one. An error follows all tokens before it.
         """
         if self._error is not None and not self._tokens:
-            raise self._error
+            return OutputChunk(self._first_unread, (), (), (), (), None, None, self._error)
         tokens, count = self._tokens, self._num_fitting(max_bytes)
         is_all = count == len(tokens)
-        delivery = OutputChunk(
+        chunk = OutputChunk(
             self._first_unread,
             tokens if is_all else tokens[:count],
-            self._pieces if is_all else self._pieces[:count],
+            self._texts if is_all else self._texts[:count],
             self._logprobs[:count],
             self._times[:count],
             self._unsent_start,
@@ -206,72 +186,85 @@ class OutputStream:
         )
         self._first_unread += count
         self._tokens = [] if is_all else tokens[count:]
-        self._pieces = [] if is_all else self._pieces[count:]  # those after the last token belong to the end
+        self._texts = [] if is_all else self._texts[count:]
         self._logprobs, self._times = self._logprobs[count:], self._times[count:]
-        self._logprobs_bytes -= sum(map(_memory, delivery.logprobs))
+        self._logprobs_bytes -= sum(map(_memory, chunk.logprobs))
         self._unsent_start = None
-        self.is_announced = not is_all or self._error is not None
-        return delivery
+        self.is_notified = not is_all or self._error is not None
+        return chunk
 
     def read_tokens_only(self, max_bytes: int = MAX_PIECE_BYTES) -> tuple[int, list[int], list[str]] | None:
-        """First index, tokens and the text of each, where that is all there is to take: the usual case, made cheap.
+        """Take tokens of about `max_bytes` if there is no other output: the usual case, without a chunk.
 
-        None where `take_now` is needed.
+        Return the first index, the tokens and their texts; None if `read_nowait` is needed.
         """
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
             return None
-        first_index, pieces, count = self._first_unread, self._pieces, self._num_fitting(max_bytes)
+        first_index, texts, count = self._first_unread, self._texts, self._num_fitting(max_bytes)
         self._first_unread = first_index + count
         if count == len(tokens):
-            self._tokens, self._pieces, self.is_announced = [], [], False
-            return first_index, tokens, pieces
-        self._tokens, self._pieces, self.is_announced = tokens[count:], pieces[count:], True
-        return first_index, tokens[:count], pieces[:count]
+            self._tokens, self._texts, self.is_notified = [], [], False
+            return first_index, tokens, texts
+        self._tokens, self._texts, self.is_notified = tokens[count:], texts[count:], True
+        return first_index, tokens[:count], texts[:count]
 
     def _num_fitting(self, max_bytes: int) -> int:
-        """How many of the unread tokens fit into a message of `max_bytes`: at least one, where there is one."""
+        """Return the number of unread tokens that fit into `max_bytes`, at least one if there is one."""
         count = len(self._tokens)
         if count <= 1:
             return count
-        room = max_bytes
-        for place in range(count):
-            room -= TOKEN_BYTES
-            if self._pieces:
-                room -= CHARACTER_BYTES * len(self._pieces[place])
+        bytes_left = max_bytes
+        for i in range(count):
+            bytes_left -= TOKEN_BYTES
+            if self._texts:
+                bytes_left -= CHARACTER_BYTES * len(self._texts[i])
             if self._logprobs:
-                room -= _TOP_BYTES * (1 + len(self._logprobs[place].top))
-            if room < 0:
-                return max(1, place)
+                bytes_left -= _LOGPROB_BYTES * (1 + len(self._logprobs[i].top))
+            if bytes_left < 0:
+                return max(1, i)
         return count
 
-    def fail(self, error: LineclearError) -> None:
-        """End the stream with `error` unless it ended already."""
+    def cancel(self, error: LineclearError, *, discard_unread: bool = False) -> None:
+        """Stop the engine's work on the request, and end the output with `error`.
+
+        Unread output is delivered before the error unless `discard_unread`. No effect on output that has ended.
+        """
+        if discard_unread:
+            self._tokens, self._texts, self._logprobs, self._times = [], [], [], []
+            self._logprobs_bytes = 0
+        if not (self.is_engine_done or self._is_cancelled):
+            self._is_cancelled = True
+            self._engine.cancel(self.engine_id, error)
+        self._fail(error)
+
+    def close(self, error: LineclearError) -> None:
+        """End the reading: release the place in the queue, and cancel the request if the engine still has it."""
+        self._subscriber = None
+        self._queue_place.release(started=False)
+        self.cancel(error)
+
+    def _fail(self, error: LineclearError) -> None:
         if self._end is None and self._error is None:
             self._error = error
             self._wake()
 
-    def break_off(self, error: LineclearError) -> None:
-        """End the stream with `error` at once, without what is unread: that may be incomplete, or too much."""
-        self._tokens, self._pieces, self._logprobs, self._times = [], [], [], []
-        self._logprobs_bytes = 0
-        self.fail(error)
-
     # --- the engine's events -----------------------------------------------------------------------------------------
 
     def on_started(self, event: Started) -> None:
+        self._queue_place.release(started=True)
         self.started = self._unsent_start = event
         self._wake()
 
     def on_token(self, index: int, token_id: int, logprobs: Logprobs | None, at: float) -> None:
         text = self._text
         if self._error is not None or (text is not None and text.match is not None):
-            return  # made before the engine heard that the answer is over
+            return  # computed before the engine processed the end
         assert index == self.num_received, "a gap in the tokens of a request"
         self.num_received = index + 1
         self._tokens.append(token_id)
         if text is not None:
-            self._pieces.append(text.push(token_id))
+            self._texts.append(text.push(token_id))
             if text.match is not None:
                 self._engine.finish(self.engine_id, self.num_received)
         if self._wants_times:
@@ -281,189 +274,62 @@ class OutputStream:
             self._logprobs_bytes += _memory(logprobs)
         if len(self._tokens) > self._max_unread_tokens or self._logprobs_bytes > self._max_unread_bytes:
             self._fail_slow_consumer()
-        if not self.is_announced:
+        if not self.is_notified:
             self._wake()
 
     def on_finished(self, event: Finished) -> None:
-        self.is_over, self.stats = True, event.record
+        self.is_engine_done, self.stats = True, event.record
         self._complete(event.reason, event.matched_token_id, event.record)
 
     def on_failed(self, event: Failed) -> None:
-        self.is_over, self.stats = True, event.record
-        if self._stopped():  # the answer was complete before this; the engine just did not know
+        self.is_engine_done, self.stats = True, event.record
+        if self._has_stopped():  # complete before the failure, by a stop string that the engine does not know
             self._complete(FinishReason.STOP_STRING, None, event.record)
         else:
-            self.fail(event.error)
+            self._fail(event.error)
 
-    def _stopped(self) -> bool:
+    def _has_stopped(self) -> bool:
         return self._text is not None and self._text.match is not None
 
-    def _complete(self, reason: FinishReason, matched_token_id: int | None, record: RequestStats) -> None:
+    def _complete(self, reason: FinishReason, matched_token_id: int | None, stats: RequestStats) -> None:
         if self._error is not None:
             return
         if self._text is not None and self._text.match is None:
-            self._pieces.append(self._text.finish())
+            self._texts.append(self._text.finish())
         match = self._text.match if self._text is not None else None
         if match is not None:
-            # Also when the engine ended it otherwise meanwhile: the stop string came first.
-            self._end = Completion(FinishReason.STOP_STRING, match.string, None, self.num_received, record)
+            # The stop string wins over a later end by the engine.
+            self._end = Completion(FinishReason.STOP_STRING, match.string, None, self.num_received, stats)
         else:
-            self._end = Completion(reason, None, matched_token_id, self.num_received, record)
+            self._end = Completion(reason, None, matched_token_id, self.num_received, stats)
         self._wake()
 
     def _fail_slow_consumer(self) -> None:
         unread, num_bytes = len(self._tokens), self._logprobs_bytes
         if unread > self._max_unread_tokens:
-            what = (
+            message = (
                 f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or have the server "
                 "raise --max-unread-tokens"
             )
             figures = {"unread_tokens": unread, "limit": self._max_unread_tokens}
         else:
-            what = (
+            message = (
                 f"{num_bytes} bytes of log probabilities are unread, the limit is {self._max_unread_bytes}; read "
                 "faster, ask for fewer, or have the server raise --max-unread-bytes"
             )
             figures = {"unread_bytes": num_bytes, "limit": self._max_unread_bytes}
-        error = SlowConsumer(what, metadata={name: str(figure) for name, figure in figures.items()})
-        self.break_off(error)
-        self._engine.cancel(self.engine_id, error)
+        metadata = {name: str(figure) for name, figure in figures.items()}
+        self.cancel(SlowConsumer(message, metadata=metadata), discard_unread=True)
 
     def _wake(self) -> None:
-        if self._listener is not None:
-            if not self.is_announced:
-                self.is_announced = True
-                self._listener()
+        if self._subscriber is not None:
+            if not self.is_notified:
+                self.is_notified = True
+                self._subscriber()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def _memory(logprobs: Logprobs) -> int:
-    """Return about how many bytes the log probabilities of one token take."""
+    """Estimate the bytes of memory that the log probabilities of one token take."""
     return _LOGPROBS_MEMORY + _TOP_MEMORY * len(logprobs.top)
-
-
-class OutputRouter:
-    """Every mailbox by the key the engine knows. `on_worker` is told of each worker that joins (True) or is lost.
-
-    `num_waiting` mailboxes are of requests that have not left the queue.
-    """
-
-    def __init__(
-        self,
-        engine: Canceller,
-        max_unread_tokens: int,
-        max_unread_bytes: int,
-        on_worker: Callable[[bool], None],
-        incident: Callable[[BaseException], LineclearError],
-    ) -> None:
-        self._engine = engine
-        self._max_unread_tokens = max_unread_tokens
-        self._max_unread_bytes = max_unread_bytes
-        self._on_worker = on_worker
-        self._incident = incident
-        self._by_key: dict[str, OutputStream] = {}
-        self._labels: set[tuple[Hashable, str]] = set()
-        self._numbers = itertools.count(1)
-        self.num_waiting = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def __iter__(self) -> Iterator[OutputStream]:
-        return iter(list(self._by_key.values()))
-
-    def open(
-        self,
-        label: str,
-        text: AnswerText | None,
-        *,
-        owner: Hashable = None,
-        wants_times: bool = False,
-        num_received: int = 0,
-        seed: int = 0,
-    ) -> OutputStream:
-        """A mailbox for a request about to be submitted.
-
-        Raises DuplicateRequest while another of the same owner has its label.
-        """
-        if (owner, label) in self._labels:
-            raise DuplicateRequest("a request with this request_id is in progress")
-        # Not the label alone: a caller may reuse that at once, and events of its first request may still be under way.
-        key = f"{label}~{next(self._numbers)}"
-        mailbox = OutputStream(
-            *(key, label, owner, text, self._engine, self._max_unread_tokens, self._max_unread_bytes),
-            wants_times=wants_times,
-            num_received=num_received,
-            seed=seed,
-        )
-        self._by_key[mailbox.engine_id] = mailbox
-        self._labels.add((owner, label))
-        self._idle.clear()
-        self.num_waiting += 1
-        return mailbox
-
-    def close(self, mailbox: OutputStream) -> None:
-        """The reader is done. A request still going on is cancelled."""
-        del self._by_key[mailbox.engine_id]
-        self._labels.discard((mailbox.owner, mailbox.request_id))
-        if mailbox.started is None:
-            self.num_waiting -= 1
-            mailbox.on_dequeued(False)
-        if not mailbox.is_over:
-            self._engine.cancel(mailbox.engine_id)
-        if not self._by_key:
-            self._idle.set()
-
-    async def wait_until_idle(self) -> None:
-        """Return when no mailbox is open."""
-        await self._idle.wait()
-
-    def dispatch(self, events: Sequence[Event], at: float) -> None:
-        """Put the engine's events where they belong. `at` is when the engine made them."""
-        mailboxes = self._by_key
-        for event in events:
-            if isinstance(event, StepTokens):  # the bulk of all there is to do here: a row costs one call
-                columns = (event.request_ids, event.indices, event.tokens, event.logprobs or repeat(None))
-                for request_id, index, token_id, logprobs in zip(*columns, strict=False):
-                    mailbox = mailboxes.get(request_id)
-                    if mailbox is not None:
-                        try:
-                            mailbox.on_token(index, token_id, logprobs, at)
-                        except AssertionError:
-                            raise  # not one answer's text is wrong, but what the engine says
-                        except Exception as error:
-                            self._break(mailbox, error)
-            elif isinstance(event, WorkerJoined | WorkerLost):
-                self._on_worker(isinstance(event, WorkerJoined))
-            else:
-                mailbox = mailboxes.get(event.request_id)
-                if mailbox is not None:  # or its reader left
-                    try:
-                        self._deliver(mailbox, event)
-                    except AssertionError:
-                        raise
-                    except Exception as error:
-                        self._break(mailbox, error)
-
-    def _break(self, mailbox: OutputStream, error: Exception) -> None:
-        """End one request with an incident. A bug that its text or its reader met must not end the others."""
-        failure = self._incident(error)
-        mailbox.break_off(failure)
-        if not mailbox.is_over:
-            self._engine.cancel(mailbox.engine_id, failure)
-
-    def _deliver(self, mailbox: OutputStream, event: Admitted | Preempted | Started | Finished | Failed) -> None:
-        if isinstance(event, Started):
-            if mailbox.started is None:
-                self.num_waiting -= 1
-                mailbox.on_dequeued(True)
-            mailbox.on_started(event)
-        elif isinstance(event, Finished):
-            mailbox.on_finished(event)
-        elif isinstance(event, Failed):
-            mailbox.on_failed(event)
-        else:
-            assert isinstance(event, Admitted | Preempted)

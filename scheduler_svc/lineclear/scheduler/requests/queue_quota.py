@@ -1,10 +1,7 @@
-"""Who may still join the queue, and when it is worth asking again: counts by request, by token and by tenant.
+"""Quota of the request queue: limits by request, by prompt token and by tenant, and an estimate of the waiting time.
 
-How fast the queue moves says both when to come back and who had better not wait: see `retry_after_seconds` and
-`least_wait_seconds`.
-
-Kept on the event loop, so that a refusal costs neither a tokenizer nor the engine; the core has bounds of its own,
-which are the same and hold whatever is counted here. Decides nothing about who is next.
+Counted on the event loop, so that a rejected request costs neither a tokenizer nor the engine. The core enforces the
+same total limits.
 """
 
 from __future__ import annotations
@@ -16,59 +13,86 @@ from dataclasses import dataclass
 
 from lineclear.errors import DeadlineUnreachable, QueueFull
 
-_RATE_SECONDS = 10
-_UNKNOWN_SECONDS = 1.0  # said when nobody has left the queue lately
-# So long the queue must have been there, and so many have begun, for its pace to be the server's and not the callers'.
-_LEAST_BUSY_SECONDS, _LEAST_BEGAN = 3, 16
-# A queue may run faster than it did. At half load this let one in 400,000 be refused who would have begun in time.
-_MAX_PACE_RATIO = 3.0
-_LEAST_SECONDS, _MOST_SECONDS = 0.05, 60.0
+_WINDOW_SECONDS = 10
+_UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
+# Minimum observation before the wait estimate is used: 3 s of non-empty queue and 16 started requests.
+_MIN_BUSY_SECONDS, _MIN_STARTED = 3, 16
+# A queue may speed up. At half load, a factor of 3 rejected one in 400,000 requests that would have started in time.
+_MAX_SPEEDUP = 3.0
+_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """Most requests waiting and most prompt tokens of theirs; 0 is no limit for a single tenant."""
+    """Most waiting requests and prompt tokens, in total and per tenant; 0 means no limit for a single tenant."""
 
     requests: int
     tokens: int
     requests_per_tenant: int = 0
     tokens_per_tenant: int = 0
     reject_unmeetable_deadlines: bool = False
-    """Whoever's deadline would pass before he begins."""
+    """Reject requests whose deadline would pass in the queue."""
+
+
+class QueuePlace:
+    """One request's place in the queue, from its admission to its start or end."""
+
+    __slots__ = ("_is_released", "_num_tokens", "_quota", "_tenant")
+
+    def __init__(self, quota: QueueQuota, tenant: str) -> None:
+        self._quota = quota
+        self._tenant = tenant
+        self._num_tokens = 0
+        self._is_released = False
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the prompt of a tokenized request. Raises QueueFull.
+
+        A prompt may exceed the token limit if no other request waits.
+        """
+        self._quota._add_tokens(self._tenant, num_tokens)
+        self._num_tokens += num_tokens
+
+    def release(self, *, started: bool) -> None:
+        """Free the place: the request `started`, or ended before. Further calls have no effect."""
+        if not self._is_released:
+            self._is_released = True
+            self._quota._release(self._tenant, self._num_tokens, started=started)
 
 
 class QueueQuota:
-    """The requests between the door and their first step. A tenant that has none waiting is forgotten."""
+    """Counts of waiting requests. Tenants without waiting requests take no memory."""
 
     def __init__(self, limits: QuotaLimits, clock: Callable[[], float]) -> None:
-        self.num_refused = 0
+        self.num_rejected = 0
         self._limits = limits
         self._clock = clock
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._num_requests = self._num_tokens = 0
-        self._busy_since = 0.0  # when somebody came and nobody waited
-        self._left: deque[tuple[int, int, int]] = deque()  # (second, requests, tokens) of those that began
+        self._busy_since = 0.0  # when the queue was last empty
+        self._started: deque[tuple[int, int, int]] = deque()  # (second, requests, tokens)
 
     def __len__(self) -> int:
         return self._num_requests
 
     @property
     def num_tenants(self) -> int:
-        """Those that have somebody waiting."""
+        """Number of tenants with waiting requests."""
         return len(self._requests)
 
-    def reserve(self, tenant: str, seconds: float = math.inf) -> None:
-        """One more, of unknown length, who can wait for `seconds`. Raises QueueFull or DeadlinePredicted."""
-        limits, mine = self._limits, self._requests.get(tenant, 0)
+    def reserve(self, tenant: str, seconds: float = math.inf) -> QueuePlace:
+        """Reserve a place for a request whose deadline is in `seconds`. Raises QueueFull or DeadlineUnreachable."""
+        limits, of_tenant = self._limits, self._requests.get(tenant, 0)
         if self._num_requests >= limits.requests:
-            self._refuse(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
+            self._reject(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
         if self._num_requests and self._num_tokens >= limits.tokens:
-            self._refuse_tokens(self._num_tokens, limits.tokens)
-        if limits.requests_per_tenant and mine >= limits.requests_per_tenant:
-            self._refuse(f"{mine} requests of this tenant are waiting", "_of_tenant", mine, limits.requests_per_tenant)
+            self._reject_tokens(self._num_tokens, limits.tokens)
+        if limits.requests_per_tenant and of_tenant >= limits.requests_per_tenant:
+            message = f"{of_tenant} requests of this tenant are waiting"
+            self._reject(message, "_of_tenant", of_tenant, limits.requests_per_tenant)
         if limits.reject_unmeetable_deadlines and seconds < (wait := self.min_wait_seconds()):
-            self.num_refused += 1
+            self.num_rejected += 1
             raise DeadlineUnreachable(
                 f"{self._num_requests} requests are waiting; the deadline, in {seconds:.1f} s, would pass in the queue",
                 metadata={"waiting": str(self._num_requests), "least_wait_seconds": f"{wait:.1f}"},
@@ -76,77 +100,78 @@ class QueueQuota:
         if self._num_requests == 0:
             self._busy_since = self._clock()
         self._num_requests += 1
-        self._requests[tenant] = mine + 1
+        self._requests[tenant] = of_tenant + 1
+        return QueuePlace(self, tenant)
 
-    def add_tokens(self, tenant: str, tokens: int) -> None:
-        """Its length is known now. Raises QueueFull. A single request may be longer than all may be together."""
-        limits, mine = self._limits, self._tokens.get(tenant, 0)
+    def _add_tokens(self, tenant: str, tokens: int) -> None:
+        limits, of_tenant = self._limits, self._tokens.get(tenant, 0)
         if self._num_tokens and self._num_tokens + tokens > limits.tokens:
-            self._refuse_tokens(self._num_tokens, limits.tokens)
-        if limits.tokens_per_tenant and mine and mine + tokens > limits.tokens_per_tenant:
-            what = f"{mine} prompt tokens of this tenant are waiting"
-            self._refuse(what, "_tokens_of_tenant", mine, limits.tokens_per_tenant)
+            self._reject_tokens(self._num_tokens, limits.tokens)
+        if limits.tokens_per_tenant and of_tenant and of_tenant + tokens > limits.tokens_per_tenant:
+            message = f"{of_tenant} prompt tokens of this tenant are waiting"
+            self._reject(message, "_tokens_of_tenant", of_tenant, limits.tokens_per_tenant)
         self._num_tokens += tokens
-        self._tokens[tenant] = mine + tokens
+        self._tokens[tenant] = of_tenant + tokens
 
-    def release(self, tenant: str, tokens: int, *, began: bool) -> None:
-        """It waits no longer: it `began`, or is over."""
+    def _release(self, tenant: str, tokens: int, *, started: bool) -> None:
         self._num_requests -= 1
         self._num_tokens -= tokens
         for counts, count in ((self._requests, 1), (self._tokens, tokens)):
             counts[tenant] = counts.get(tenant, 0) - count
-            assert counts[tenant] >= 0, "left twice"
+            assert counts[tenant] >= 0, "a place was released twice"
             if counts[tenant] == 0:
                 del counts[tenant]
-        if began:
-            self._record_departure(tokens)
+        if started:
+            self._record_start(tokens)
 
     def retry_after_seconds(self) -> float:
-        """When half of those that wait now will have begun, going by the last ten seconds.
+        """Return the time until half of the queue has started, at the rate of the last ten seconds.
 
-        Half, so that those who come back then find room and the queue is not empty yet.
+        Half, so that a retry finds a free place before the queue is empty.
         """
         self._expire_window()
-        requests, tokens = (sum(entry[part] for entry in self._left) for part in (1, 2))
+        requests, tokens = (sum(entry[part] for entry in self._started) for part in (1, 2))
         if not requests:
             return _UNKNOWN_SECONDS
-        covered = min(self._clock() - self._left[0][0] + 1.0, float(_RATE_SECONDS))
+        window_seconds = min(self._clock() - self._started[0][0] + 1.0, float(_WINDOW_SECONDS))
         ahead = max(self._num_requests / requests, self._num_tokens / tokens if tokens else 0.0)
-        return min(max(ahead * covered / 2, _LEAST_SECONDS), _MOST_SECONDS)
+        return min(max(ahead * window_seconds / 2, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     def min_wait_seconds(self) -> float:
-        """How long who comes now waits at least, at three times the pace of those whole seconds in which the queue was
-        never empty; 0 while there are too few to say."""
+        """Return the shortest plausible wait of a new request, at three times the recent rate; 0 while that is unknown.
+
+        The rate is measured over whole seconds during which the queue was never empty.
+        """
         self._expire_window()
         now = self._clock()
-        begin = max(int(self._busy_since) + 1, int(now) - _RATE_SECONDS)
-        began = sum(requests for second, requests, _ in self._left if second >= begin)
-        if not self._num_requests or now - begin < _LEAST_BUSY_SECONDS or began < _LEAST_BEGAN:
+        since = max(int(self._busy_since) + 1, int(now) - _WINDOW_SECONDS)
+        num_started = sum(requests for second, requests, _ in self._started if second >= since)
+        if not self._num_requests or now - since < _MIN_BUSY_SECONDS or num_started < _MIN_STARTED:
             return 0.0
-        return self._num_requests * (now - begin) / began / _MAX_PACE_RATIO
+        return self._num_requests * (now - since) / num_started / _MAX_SPEEDUP
 
-    def _record_departure(self, tokens: int) -> None:
+    def _record_start(self, tokens: int) -> None:
         second = int(self._clock())
-        if self._left and self._left[-1][0] == second:
-            _, before, tokens_before = self._left.pop()
-            self._left.append((second, before + 1, tokens_before + tokens))
+        if self._started and self._started[-1][0] == second:
+            _, before, tokens_before = self._started.pop()
+            self._started.append((second, before + 1, tokens_before + tokens))
         else:
-            self._left.append((second, 1, tokens))
+            self._started.append((second, 1, tokens))
         self._expire_window()
 
     def _expire_window(self) -> None:
         now = self._clock()
-        while self._left and self._left[0][0] <= now - _RATE_SECONDS - 1:
-            self._left.popleft()
+        while self._started and self._started[0][0] <= now - _WINDOW_SECONDS - 1:
+            self._started.popleft()
 
-    def _refuse_tokens(self, waiting: int, limit: int) -> None:
-        self._refuse(f"{waiting} prompt tokens are waiting", "_tokens", waiting, limit)
+    def _reject_tokens(self, waiting: int, limit: int) -> None:
+        self._reject(f"{waiting} prompt tokens are waiting", "_tokens", waiting, limit)
 
-    def _refuse(self, what: str, suffix: str, waiting: int, limit: int) -> None:
-        self.num_refused += 1
+    def _reject(self, message: str, suffix: str, waiting: int, limit: int) -> None:
+        self.num_rejected += 1
         seconds = self.retry_after_seconds()
         raise QueueFull(
-            f"{what}, the limit is {limit}; retry in about {seconds:.1f} s",
+            f"{message}, the limit is {limit}; retry in about {seconds:.1f} s",
             retry_after_seconds=seconds,
             metadata={f"waiting{suffix}": str(waiting), f"limit{suffix}": str(limit)},
         )

@@ -1,15 +1,12 @@
-"""Messages about requests in progress: what a delivery, an end or an error looks like on the wire.
-
-Decides only shapes. What is delivered when is `streams`', which rows travel together `session`'s.
-"""
+"""Build the protobuf responses of requests in progress."""
 
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.requests.admission import RequestContext
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk
+from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import RequestTimings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
@@ -22,64 +19,64 @@ _REASONS = {
 }
 
 
-def response(delivery: OutputChunk, ticket: RequestContext, spent: RequestTimings | None) -> pb.GenerateResponse:
-    """What was delivered of the ticket's request. `spent` is there where the delivery is the last one."""
-    checked = ticket.checked
-    message = pb.GenerateResponse(first_index=delivery.first_index, token_ids=delivery.token_ids)
-    if checked.wants_text:
-        message.text = delivery.text
-    if delivery.logprobs:
-        message.logprobs.extend(map(_logprobs, delivery.logprobs))
-    if checked.token_timings:
-        message.token_times_us.extend(max(0, round((at - ticket.arrival) * 1e6)) for at in delivery.times)
-    if delivery.started is not None:
-        message.started.request_id = ticket.output.request_id
-        message.started.prompt_tokens = ticket.prompt_tokens
-        message.started.cached_tokens = delivery.started.cached_tokens
-        message.started.seed = checked.sampling.seed
-        message.started.slot = delivery.started.slot
-        message.started.first_step = delivery.started.step
-        message.started.model_fingerprint = delivery.started.model_fingerprint
-        message.started.prompt_digest = ticket.prompt_digest
-        message.started.chat_time_us = ticket.chat_time_us
-        message.started.timeout.FromMicroseconds(round((ticket.deadline - ticket.arrival) * 1e6))
-    if delivery.end is not None:
-        assert spent is not None
-        message.finished.CopyFrom(_finished(delivery.end, spent))
+def response(chunk: OutputChunk, request: RequestContext, timings: RequestTimings | None) -> pb.GenerateResponse:
+    """Build the response for one chunk of output. `timings` belong to the chunk with the end."""
+    validated = request.validated
+    message = pb.GenerateResponse(first_index=chunk.first_index, token_ids=chunk.token_ids)
+    if validated.wants_text:
+        message.text = chunk.text
+    if chunk.logprobs:
+        message.logprobs.extend(map(_logprobs, chunk.logprobs))
+    if validated.token_timings:
+        message.token_times_us.extend(max(0, round((at - request.arrival) * 1e6)) for at in chunk.times)
+    if chunk.started is not None:
+        message.started.request_id = request.request_id
+        message.started.prompt_tokens = request.prompt_tokens
+        message.started.cached_tokens = chunk.started.cached_tokens
+        message.started.seed = validated.sampling.seed
+        message.started.slot = chunk.started.slot
+        message.started.first_step = chunk.started.step
+        message.started.model_fingerprint = chunk.started.model_fingerprint
+        message.started.prompt_digest = request.prompt_digest
+        message.started.chat_time_us = request.chat_time_us
+        message.started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
+    if chunk.end is not None:
+        assert timings is not None
+        message.finished.CopyFrom(_finished(chunk.end, timings))
     return message
 
 
-def _logprobs(of_token: Logprobs) -> pb.TokenLogprobs:
-    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in of_token.top]
-    return pb.TokenLogprobs(logprob=of_token.logprob, top_logprobs=top)
+def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
 
 
-def _finished(end: Completion, spent: RequestTimings) -> pb.Finished:
-    record = end.record
+def _finished(end: Completion, timings: RequestTimings) -> pb.Finished:
+    stats = end.stats
     return pb.Finished(
         finish_reason=_REASONS[end.reason],
         matched_stop_string=end.matched_stop_string,
         matched_token_id=end.matched_token_id,
         usage=pb.Usage(
-            prompt_tokens=record.prompt_tokens,
+            prompt_tokens=stats.prompt_tokens,
             completion_tokens=end.completion_tokens,
-            cached_tokens=record.cached_tokens,
-            recomputed_tokens=record.recomputed_tokens,
+            cached_tokens=stats.cached_tokens,
+            recomputed_tokens=stats.recomputed_tokens,
         ),
         timings=pb.Timings(
-            queue_time=duration(spent.queue),
-            time_to_first_token=duration(spent.first_token),
-            decode_time=duration(spent.decode),
-            e2e_latency=duration(spent.total),
-            preemptions=record.preemptions,
-            recoveries=record.recoveries,
-            last_step=record.last_step,
+            queue_time=duration(timings.queue),
+            time_to_first_token=duration(timings.first_token),
+            decode_time=duration(timings.decode),
+            e2e_latency=duration(timings.total),
+            preemptions=stats.preemptions,
+            recoveries=stats.recoveries,
+            last_step=stats.last_step,
         ),
     )
 
 
 def duration(seconds: float | None) -> Duration | None:
-    """As a message has it; None stays unset."""
+    """Convert seconds to a Duration; None stays unset."""
     if seconds is None:
         return None
     span = Duration()

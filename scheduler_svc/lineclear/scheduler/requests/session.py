@@ -1,14 +1,13 @@
-"""Many requests of one caller over one call: what is new for any of them leaves in one message.
+"""One call with many requests: new output of all of them is sent in shared messages.
 
-Decides which rows travel together and when a session is over. A caller that reads slowly gets more in one message, and
-holds up nobody: what waits for it is bounded by its mailboxes and by the number of its requests. Knows nothing of
-gRPC; how a request is let in is `admission`'s.
+The tokens of one step travel as columns, everything else as one event for each request. A client that reads slowly gets
+fewer, larger messages. Unread output is bounded by the output streams and the number of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from lineclear.api_limits import (
@@ -16,11 +15,13 @@ from lineclear.api_limits import (
     MAX_SESSION_COMMANDS,
     REQUEST_BYTES_KEY,
 )
-from lineclear.errors import Cancelled, InvalidRequest, LineclearError, QueueFull
+from lineclear.errors import InvalidRequest, LineclearError, QueueFull
 from lineclear.grpc_status import to_status
-from lineclear.scheduler.requests import responses, validation
-from lineclear.scheduler.requests.admission import Admission, RequestContext, outcome_of
+from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests.admission import Admission
+from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES
+from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
@@ -34,10 +35,10 @@ def session_headers(max_request_bytes: int) -> list[tuple[str, str]]:
 
 
 class Session:
-    """One caller's requests. `run` handles the commands, `next_response` has the answers; on one event loop.
+    """The requests of one Session call: `run` processes commands, `next_response` returns output. On one event loop.
 
-    `require` returns what requests are held to, or raises what all are refused with. `incident` makes an error of a
-    bug. `deadline` is the call's own, on `clock`; None where it has none.
+    `require` returns the bounds of new requests, or raises the reason for rejecting all of them. `incident` maps a bug
+    to the error that clients get. `deadline` is the call's own on `clock`, or None.
     """
 
     def __init__(
@@ -62,43 +63,43 @@ class Session:
         self._max_requests = max_requests
         self._live: dict[int, RequestContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: list[tuple[int, RequestContext]] = []
-        self._failures: list[tuple[int, LineclearError]] = []
+        self._ready: list[tuple[int, RequestContext]] = []  # requests with unread output
+        self._failures: list[tuple[int, LineclearError]] = []  # rejected requests
         self._has_space = asyncio.Event()
         self._has_space.set()
         self._wakeup = asyncio.Event()
-        self._input_closed = False  # the client sends no more commands
-        self._leaving: LineclearError | None = None  # what the session ends with once it is idle
-        self._broken: LineclearError | None = None  # what it ends with at once
+        self._input_closed = False
+        self._drain_error: LineclearError | None = None  # ends the session once it is idle
+        self._stream_error: LineclearError | None = None  # ends the session at once
 
     def __len__(self) -> int:
         return len(self._live)
 
-    # --- the client's commands ---------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------
 
     async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
-        """Obey until the caller ends its side. What is wrong with the stream itself ends the session."""
+        """Process commands until the client closes its side. An error of the stream itself ends the session."""
         try:
             async for message in messages:
                 await self._handle(message)
         except LineclearError as error:
-            self._broken = error
+            self._stream_error = error
         except Exception as error:
-            self._broken = self._incident(error)
+            self._stream_error = self._incident(error)
         self._input_closed = True
         self._wakeup.set()
 
     def drain(self, error: LineclearError) -> None:
-        """Take no more requests; when those in progress are over, the session ends with `error`."""
-        self._leaving = self._leaving or error
+        """Reject new requests, and end the session with `error` once those in progress are complete."""
+        self._drain_error = self._drain_error or error
         self._wakeup.set()
 
     def close(self) -> None:
-        """The caller is gone: so are its requests."""
+        """Cancel all requests: the call has ended."""
         for task in self._tasks:
             task.cancel()
-        for ticket in self._live.values():
-            self._admission.close(ticket, "cancelled")
+        for request in self._live.values():
+            request.close("cancelled")
         self._live.clear()
 
     async def _handle(self, message: pb.SessionRequest) -> None:
@@ -114,24 +115,24 @@ class Session:
         handle = command.handle
         await self._admission.pace(command.request)
         if handle in self._live:
-            # Not an error event of the handle: that would end the request that has it.
-            raise InvalidRequest.at(field, "is that of another live request")
+            # An error event of this handle would end the live request.
+            raise InvalidRequest.at(field, "belongs to another live request")
         try:
             self._start(handle, command)
         except LineclearError as error:
-            self._refuse(handle, error)
+            self._reject(handle, error)
         except Exception as error:
-            self._refuse(handle, self._incident(error))
+            self._reject(handle, self._incident(error))
         await self._has_space.wait()
 
     def _cancel(self, handle: int) -> None:
-        ticket = self._live.get(handle)
-        if ticket is not None:
-            ticket.output.fail(Cancelled("the caller cancelled the request"))
+        request = self._live.get(handle)
+        if request is not None:
+            request.cancel()
 
     def _start(self, handle: int, command: pb.SubmitCommand) -> None:
-        if self._leaving is not None:
-            raise self._leaving
+        if self._drain_error is not None:
+            raise self._drain_error
         bounds = self._require()
         if len(self._live) >= self._max_requests:
             raise QueueFull(
@@ -141,86 +142,83 @@ class Session:
                 metadata={"limit": str(self._max_requests)},
             )
         seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
-        ticket = self._admission.open(command.request, bounds, self._caller, self._tenant, seconds)
+        request = self._admission.admit(command.request, bounds, self._caller, self._tenant, seconds)
         if self._deadline is not None:
-            ticket.deadline = min(ticket.deadline, self._deadline)
-        self._live[handle] = ticket
-        ticket.output.subscribe(partial(self._on_output, handle, ticket))
-        task = asyncio.ensure_future(self._submit(ticket, command.request))
+            request.deadline = min(request.deadline, self._deadline)
+        self._live[handle] = request
+        request.output.subscribe(partial(self._on_output, handle, request))
+        task = asyncio.ensure_future(self._submit(request, command.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _submit(self, ticket: RequestContext, message: pb.GenerateRequest) -> None:
+    @staticmethod
+    async def _submit(request: RequestContext, message: pb.GenerateRequest) -> None:
         try:
-            await self._admission.submit(ticket, message)
-        except LineclearError as error:
-            ticket.output.fail(error)
+            await request.submit(message)
         except Exception as error:
-            ticket.output.fail(self._incident(error))
+            request.fail(error)
 
-    def _refuse(self, handle: int, error: LineclearError) -> None:
+    def _reject(self, handle: int, error: LineclearError) -> None:
         self._admission.count_rejected(error.reason)
         self._failures.append((handle, error))
-        if len(self._failures) >= _MAX_UNSENT_FAILURES:  # one who does not read his refusals is not listened to
+        if len(self._failures) >= _MAX_UNSENT_FAILURES:  # process no command before the client reads
             self._has_space.clear()
         self._wakeup.set()
 
-    # --- the answers -------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------
 
     async def next_response(self) -> pb.SessionResponse | None:
-        """All that is new for any request, as soon as there is something; None when the session is over.
+        """Wait for output of any request and return it; None at the end of the session.
 
-        Raises what the session itself ended with.
+        Raises the error of the session itself.
         """
-        while not (self._news or self._failures):
-            if self._broken is not None:
-                raise self._broken
-            if not self._live and self._leaving is not None:
-                raise self._leaving
+        while not (self._ready or self._failures):
+            if self._stream_error is not None:
+                raise self._stream_error
+            if not self._live and self._drain_error is not None:
+                raise self._drain_error
             if not self._live and self._input_closed:
                 return None
             self._wakeup.clear()
             await self._wakeup.wait()
         return self._collect()
 
-    def _on_output(self, handle: int, ticket: RequestContext) -> None:
-        self._news.append((handle, ticket))
+    def _on_output(self, handle: int, request: RequestContext) -> None:
+        self._ready.append((handle, request))
         self._wakeup.set()
 
     def _collect(self) -> pb.SessionResponse:
-        """Gather about MAX_PIECE_BYTES of what is new. What does not fit stays in `_news`, the oldest first."""
-        news, self._news = self._news, []
+        """Gather about MAX_PIECE_BYTES of output, oldest first. The rest stays in `_ready`."""
+        ready, self._ready = self._ready, []
         handles: list[int] = []
         indexes: list[int] = []
         token_ids: list[int] = []
         texts: list[str] = []
         events: list[pb.SessionEvent] = []
-        room = MAX_PIECE_BYTES
-        for place, (handle, ticket) in enumerate(news):
-            plain = ticket.output.read_tokens_only(room)
-            if plain is None:
-                for event in self._events(handle, ticket, room):
-                    events.append(event)
-                    room -= event.ByteSize()
+        bytes_left = MAX_PIECE_BYTES
+        for i, (handle, request) in enumerate(ready):
+            columns = request.output.read_tokens_only(bytes_left)
+            if columns is None:
+                bytes_left -= self._read_events(handle, request, bytes_left, events)
             else:
-                first_index, tokens, parts = plain
-                wants_text = ticket.checked.wants_text
+                first_index, tokens, parts = columns
+                wants_text = request.validated.wants_text
                 if len(tokens) == 1:
                     handles.append(handle)
                     indexes.append(first_index)
                     token_ids.append(tokens[0])
                     texts.append(parts[0] if wants_text else "")
-                    room -= TOKEN_BYTES + CHARACTER_BYTES * len(texts[-1])
+                    bytes_left -= TOKEN_BYTES + CHARACTER_BYTES * len(texts[-1])
                 else:
                     count = len(tokens)
                     handles += [handle] * count
                     indexes += range(first_index, first_index + count)
                     token_ids += tokens
                     texts += parts if wants_text else [""] * count
-                    room -= TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, parts))
-            is_cut = ticket.output.is_announced and handle in self._live
-            if is_cut or room <= 0:
-                self._news = news[place if is_cut else place + 1 :]
+                    bytes_left -= TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, parts))
+            is_cut = request.output.is_notified and handle in self._live
+            if is_cut or bytes_left <= 0:
+                self._ready = ready[i if is_cut else i + 1 :]
                 break
         for handle, error in self._failures:
             events.append(pb.SessionEvent(handle=handle, error=to_status(error)))
@@ -234,23 +232,16 @@ class Session:
             events=events,
         )
 
-    def _events(self, handle: int, ticket: RequestContext, room: int) -> Iterator[pb.SessionEvent]:
-        """Yield what has no place in the columns, up to about `room` bytes: mostly a beginning or an end."""
-        while ticket.output.has_output and room > 0:
-            try:
-                delivery = ticket.output.read_nowait(room)
-                spent = None if delivery.end is None else self._admission.spent(ticket, delivery.end)
-                event = pb.SessionEvent(handle=handle, response=responses.response(delivery, ticket, spent))
-            except Exception as error:  # a bug, too, ends the one request and not the session
-                failure = error if isinstance(error, LineclearError) else self._incident(error)
-                self._close_request(handle, outcome_of(failure))
-                yield pb.SessionEvent(handle=handle, error=to_status(failure))
-                return
-            room -= event.ByteSize()
-            yield event
-            if delivery.end is not None:
-                self._close_request(handle, delivery.end.reason.name.lower())
-                return
-
-    def _close_request(self, handle: int, outcome: str) -> None:
-        self._admission.close(self._live.pop(handle), outcome)
+    def _read_events(self, handle: int, request: RequestContext, max_bytes: int, events: list[pb.SessionEvent]) -> int:
+        """Append output that does not fit the columns, mostly a start or an end. Return its bytes."""
+        num_bytes = 0
+        for part in read_answer(request, max_bytes):
+            if part.error is not None:
+                event = pb.SessionEvent(handle=handle, error=to_status(part.error))
+            else:
+                event = pb.SessionEvent(handle=handle, response=part.response)
+            events.append(event)
+            num_bytes += event.ByteSize()
+        if request.is_closed:
+            del self._live[handle]
+        return num_bytes

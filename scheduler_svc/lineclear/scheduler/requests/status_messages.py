@@ -58,15 +58,15 @@ def stats(
     figures: ServerStats,
     now: float,
     *,
-    num_refused: int,
+    num_rejected: int,
     streams_open: int,
     tasks: int,
     version: str,
 ) -> pb.GetStatsResponse:
-    """The engine's figures and ours. `num_refused` are those that the core never saw."""
+    """The engine's figures and ours. `num_rejected` are those that the core never saw."""
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
-        totals=_totals(snapshot.core, num_refused),
+        totals=_totals(snapshot.core, num_rejected),
         gauges=_gauges(snapshot.core, streams_open, tasks),
         queue_seconds=_quantiles(figures.window("queue")),
         first_token_seconds=_quantiles(figures.window("first_token")),
@@ -104,11 +104,11 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
     return shown
 
 
-def _totals(core: CoreSnapshot, num_refused: int) -> pb.Totals:
+def _totals(core: CoreSnapshot, num_rejected: int) -> pb.Totals:
     counters = core.counters
     names = [field.name for field in dataclasses.fields(counters) if field.name in pb.Totals.DESCRIPTOR.fields_by_name]
     totals = pb.Totals(**{name: getattr(counters, name) for name in names})
-    totals.requests_rejected += num_refused  # before they came to the core
+    totals.requests_rejected += num_rejected  # before they came to the core
     totals.prefix_hit_rate = counters.cached_tokens / max(1, counters.looked_up_tokens)
     totals.mean_batch_size = counters.rows / max(1, counters.steps)
     return totals

@@ -1,0 +1,126 @@
+"""Route the engine's events to the output streams of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from itertools import repeat
+
+from lineclear.errors import LineclearError
+from lineclear.scheduler.core.events import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Preempted,
+    Started,
+    StepTokens,
+    WorkerJoined,
+    WorkerLost,
+)
+from lineclear.scheduler.requests.output_stream import Canceller, OutputStream
+from lineclear.scheduler.requests.queue_quota import QueuePlace
+from lineclear.scheduler.text.detokenizer import AnswerText
+
+
+class OutputRouter:
+    """The open output streams, by the engine's id of their request.
+
+    `on_worker` is called when a worker joins (True) or is lost. `incident` maps a bug to the error that clients get.
+    """
+
+    def __init__(
+        self,
+        engine: Canceller,
+        max_unread_tokens: int,
+        max_unread_bytes: int,
+        on_worker: Callable[[bool], None],
+        incident: Callable[[BaseException], LineclearError],
+    ) -> None:
+        self._engine = engine
+        self._max_unread_tokens = max_unread_tokens
+        self._max_unread_bytes = max_unread_bytes
+        self._on_worker = on_worker
+        self._incident = incident
+        self._streams: dict[str, OutputStream] = {}
+        self._numbers = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(
+        self,
+        request_id: str,
+        text: AnswerText | None,
+        queue_place: QueuePlace,
+        *,
+        wants_times: bool = False,
+        num_received: int = 0,
+    ) -> OutputStream:
+        """Open the stream of a request that is about to be submitted to the engine under `stream.engine_id`."""
+        # A client may reuse a request_id at once, while events of its first request are still under way.
+        engine_id = f"{request_id}~{next(self._numbers)}"
+        stream = OutputStream(
+            *(engine_id, text, self._engine, queue_place, self._max_unread_tokens, self._max_unread_bytes),
+            wants_times=wants_times,
+            num_received=num_received,
+        )
+        self._streams[engine_id] = stream
+        self._idle.clear()
+        return stream
+
+    def close(self, stream: OutputStream, error: LineclearError) -> None:
+        """Close a stream after its last read. A request still in the engine is cancelled with `error`."""
+        del self._streams[stream.engine_id]
+        stream.close(error)
+        if not self._streams:
+            self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no stream is open."""
+        await self._idle.wait()
+
+    def dispatch(self, events: Sequence[Event], at: float) -> None:
+        """Deliver the engine's events. `at` is the monotonic time of their creation."""
+        streams = self._streams
+        for event in events:
+            if isinstance(event, StepTokens):  # most of the work: one call for each row of a step
+                columns = (event.request_ids, event.indices, event.tokens, event.logprobs or repeat(None))
+                for request_id, index, token_id, logprobs in zip(*columns, strict=False):
+                    stream = streams.get(request_id)
+                    if stream is not None:
+                        try:
+                            stream.on_token(index, token_id, logprobs, at)
+                        except AssertionError:
+                            raise  # a wrong event of the engine, not a bug in one answer's text
+                        except Exception as error:
+                            self._fail(stream, error)
+            elif isinstance(event, WorkerJoined | WorkerLost):
+                self._on_worker(isinstance(event, WorkerJoined))
+            else:
+                stream = streams.get(event.request_id)
+                if stream is not None:  # None after its reader closed it
+                    try:
+                        self._deliver(stream, event)
+                    except AssertionError:
+                        raise
+                    except Exception as error:
+                        self._fail(stream, error)
+
+    def _fail(self, stream: OutputStream, error: Exception) -> None:
+        """End one request with an incident, so that a bug in its text or its reader does not end the others."""
+        stream.cancel(self._incident(error), discard_unread=True)
+
+    @staticmethod
+    def _deliver(stream: OutputStream, event: Admitted | Preempted | Started | Finished | Failed) -> None:
+        if isinstance(event, Started):
+            stream.on_started(event)
+        elif isinstance(event, Finished):
+            stream.on_finished(event)
+        elif isinstance(event, Failed):
+            stream.on_failed(event)
+        else:
+            assert isinstance(event, Admitted | Preempted)
