@@ -80,7 +80,7 @@ class Server:
 
     def standby_pid(self) -> int | None:
         """Return the pid of the waiting standby."""
-        ended = {*self.worker_pids(), *(event["pid"] for event in self.logged("standby_ended"))}
+        ended = {*self.worker_pids(), *(event["pid"] for event in self.logged("standby_exited"))}
         return next((pid for pid in self.standby_pids()[-1:] if pid not in ended), None)
 
     def logged(self, event: str) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ class Running(Process):
 
     def metrics_page(self) -> str:
         """What Prometheus would read now. It was started with --metrics-listen."""
-        address = self.wait_for("metrics")["address"]
+        address = self.wait_for("metrics_listening")["address"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
             return str(page.read().decode())
 

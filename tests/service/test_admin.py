@@ -111,7 +111,7 @@ def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable
     assert tokens == expected([5], Sampling(seed=3), 20, 512)
     long.cancel()
     assert server.exit_code() == 0
-    assert server.wait_for("leaving")["reason"] == "an operator asked"
+    assert server.wait_for("shutdown_started")["reason"] == "an operator asked"
 
 
 def test_what_outlasts_a_drain_by_word_is_cut(start: Callable[..., Running], order: Callable[..., Result]) -> None:
@@ -180,7 +180,7 @@ def test_the_log_level_reaches_the_worker_and_its_successors(
         for number in (1, 2):
             assert list(server.stub.Generate(endless()))  # plans follow what was told, so the worker has read it
             os.kill(stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
-            server.wait_for("worker_ended", number)
+            server.wait_for("worker_crashed", number)
     assert order("log-level", "info").exit_code == 0
     assert list(server.stub.Generate(endless()))
     assert order("drain").exit_code == 0

@@ -150,7 +150,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
             assert "add_port.cc" not in said, "gRPC wrote a line of its own"
             started = [line["pid"] for line in process.lines if line["event"] == "worker_started"]
             assert len(started) == (says in late), flags
-            assert [line["pid"] for line in process.lines if line["event"] == "worker_stopped"] == started
+            assert [line["pid"] for line in process.lines if line["event"] == "worker_exited"] == started
             assert not any(Path(f"/proc/{pid}").exists() for pid in started)
         finally:
             process.end()
@@ -211,7 +211,7 @@ def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: P
         pid = process.wait_for("worker_started")["pid"]
         assert process.exit_code() == 1
         assert "grpc is not installed here" in "".join(process.other)
-        assert process.wait_for("worker_stopped")["pid"] == pid
+        assert process.wait_for("worker_exited")["pid"] == pid
     finally:
         process.end()
 
@@ -234,4 +234,4 @@ def test_a_caller_who_hangs_up_is_no_incident(start: Callable[..., Running], how
     assert [t for r in server.stub.Generate(endless(2)) for t in r.token_ids]
     server.popen.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0
-    assert [line for line in server.lines if line["event"] in ("incident", "status_not_taken", "loop_error")] == []
+    assert [line for line in server.lines if line["event"] in ("incident", "abort_timed_out", "loop_error")] == []

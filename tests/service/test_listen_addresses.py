@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.address_check import check_bindable
+from lineclear.scheduler.addresses import check_bindable
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_socket_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"/absent is no directory that we may write to"):
+    with pytest.raises(ConfigurationError, match=r"/absent is missing or not writable"):
         check_bindable(f"unix:{tmp_path}/absent/s")
 
 

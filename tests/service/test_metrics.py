@@ -246,7 +246,7 @@ def test_a_caller_that_leaves_without_a_word_is_no_error(capfd: pytest.CaptureFi
 def test_a_slow_scrape_does_not_keep_the_process(start: Callable[..., Running]) -> None:
     """It sends a byte now and then, so no timeout between bytes would end it."""
     server = start("--metrics-listen", "127.0.0.1:0")
-    host, _, port = server.wait_for("metrics")["address"].rpartition(":")
+    host, _, port = server.wait_for("metrics_listening")["address"].rpartition(":")
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         assert "lineclear_requests_running" in server.metrics_page()

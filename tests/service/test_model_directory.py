@@ -133,7 +133,7 @@ def test_serve_refuses_it_in_one_sentence(make: Callable[[Path], Path], says: li
     done = subprocess.run([*SERVE, given], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     lines = [json.loads(line) for line in done.stderr.splitlines()]  # so a line of a library fails
     assert done.returncode == ExitCode.CONFIGURATION
-    assert [line["event"] for line in lines] == ["settings", "configuration"]
+    assert [line["event"] for line in lines] == ["settings", "configuration_error"]
     assert lines[-1]["problem"].startswith(f"--model {given} ")
     for words in says:
         assert words in lines[-1]["problem"]

@@ -71,7 +71,7 @@ def test_no_thread_and_no_process_for_a_while(start: Callable[..., Running], tmp
     first = next(call)
     flag.touch()
     kill_worker(server)
-    server.wait_for("worker_not_started", count=2)
+    server.wait_for("worker_start_failed", count=2)
     text = "a long text " * 1000  # long enough for a thread of its own
     assert server.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids
     flag.unlink()
@@ -88,7 +88,7 @@ def test_a_model_that_is_away_while_the_worker_restarts(start: Callable[..., Run
     first = next(call)
     flag.touch()
     kill_worker(server)
-    server.wait_for("worker_ended", count=2, exit_code=78)
+    server.wait_for("worker_crashed", count=2, exit_code=78)
     flag.unlink()
     check_answer(first, call)
     assert server.popen.poll() is None

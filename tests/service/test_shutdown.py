@@ -31,7 +31,7 @@ def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: si
     server.popen.send_signal(number)
     assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert server.exit_code(SOON_SECONDS) == 0  # a drain would take longer
-    assert server.wait_for("worker_stopped")["exit_code"] == 0
+    assert server.wait_for("worker_exited")["exit_code"] == 0
     assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
 
 
@@ -50,7 +50,7 @@ def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Ru
     tokens += [t for r in call for t in r.token_ids]
     assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
     assert server.exit_code() == 0
-    assert server.wait_for("leaving")["reason"] == "standard input ended"
+    assert server.wait_for("shutdown_started")["reason"] == "standard input ended"
 
 
 def drain_by_operator(server: Running, stdin: int) -> None:
@@ -81,15 +81,15 @@ def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
     tokens = list(next(call).token_ids)
     next(long)
     drain(server, writing)
-    server.wait_for("leaving")
+    server.wait_for("shutdown_started")
     server.popen.send_signal(signal.SIGTERM)
     tokens += [t for r in call for t in r.token_ids]
     assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
-    server.wait_for("already_leaving", reason="SIGTERM")
+    server.wait_for("shutdown_already_started", reason="SIGTERM")
     server.popen.send_signal(signal.SIGTERM)
     assert error_of(long).code == "UNAVAILABLE"
     assert server.exit_code(SOON_SECONDS) == 0
-    assert server.wait_for("leaving_at_once")["reason"] == "SIGTERM"
+    assert server.wait_for("shutdown_forced")["reason"] == "SIGTERM"
     os.close(reading)
     if drain is drain_by_operator:
         os.close(writing)
@@ -209,18 +209,18 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(
     live = health_pb2.HealthCheckRequest(service="liveness")
     server.popen.send_signal(signal.SIGALRM)
     if target == "loop":
-        server.wait_for("event_loop_stands_still")
+        server.wait_for("event_loop_stalled")
         with pytest.raises(grpc.RpcError) as caught:
             server.health.Check(live, timeout=0.3)
         error: Any = caught.value
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         gate.write_bytes(b"")
-        server.wait_for("event_loop_goes_on")
+        server.wait_for("event_loop_recovered")
     else:
-        server.wait_for("engine_stands_still")
+        server.wait_for("engine_stalled")
         until(lambda: server.health.Check(live).status == 2)
         gate.write_bytes(b"")
-        server.wait_for("engine_goes_on")
+        server.wait_for("engine_recovered")
     until(lambda: server.health.Check(live).status == 1)
     assert any("most recent call first" in line for line in list(server.other))
     assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
     call = server.stub.Generate(endless())
     next(call)
     server.popen.send_signal(signal.SIGTERM)
-    server.wait_for("leaving")
+    server.wait_for("shutdown_started")
     server.popen.send_signal(signal.SIGTERM)
     assert server.exit_code(SOON_SECONDS) == 0
     assert error_of(call).code == "UNAVAILABLE"

@@ -39,7 +39,7 @@ class Split:
     def stop_scheduler(self) -> None:
         """Send SIGTERM, and return when it drains."""
         self.scheduler.popen.send_signal(signal.SIGTERM)
-        self.scheduler.wait_for("leaving")
+        self.scheduler.wait_for("shutdown_started")
 
     def stop_worker(self) -> None:
         """Send SIGTERM, and return when the scheduler knows."""
@@ -120,7 +120,7 @@ def test_streams_complete_where_a_scheduler_and_the_worker_it_spawned_are_stoppe
     assert stream(server.stub, stop) == [right_answer(seed) for seed in range(NUM_STREAMS)]
     assert server.exit_code() == 0
     # When nothing is left to run the scheduler stops its worker too, whose second signal this may be.
-    assert server.wait_for("worker_stopped")["exit_code"] in (0, -signal.SIGTERM)
+    assert server.wait_for("worker_exited")["exit_code"] in (0, -signal.SIGTERM)
     assert [line for line in server.lines if line.get("event") == "worker_started"][1:] == []
 
 

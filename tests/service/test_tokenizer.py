@@ -208,10 +208,10 @@ def test_text_round_trip(kind: str, text: str) -> None:
     [
         (None, "does not exist"),
         ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "does not contain a JSON object"),
         ('{"model": 3}', "cannot be used"),
         ("\xff", "is not JSON"),
-        ('{"model":' * 100_000, "nested too deep"),
+        ('{"model":' * 100_000, "nested too deeply"),
     ],
 )
 def test_broken_tokenizer_file_is_named_in_the_error(tmp_path: Path, content: str | None, says: str) -> None:

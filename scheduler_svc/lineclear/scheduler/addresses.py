@@ -1,12 +1,22 @@
-"""Addresses as settings name them, host:port or unix:/path, and who can reach them. Nothing is opened or looked up."""
+"""Listen addresses of the settings: host:port or unix:/path. Parsing, reachability and a bind probe."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+
+from lineclear.process.settings_base import ConfigurationError
+
+_BIND_PROBLEMS = {errno.EADDRINUSE: "in use", errno.EADDRNOTAVAIL: "not an address of this machine"}
 
 
 def parse_address(address: str) -> tuple[str, int] | str:
-    """(host, port), or the path of a unix socket. Raises ValueError for anything else."""
+    """Return (host, port), or the path of a unix socket. Raises ValueError for anything else."""
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         path = path.removeprefix("//") if path.startswith("///") else path
@@ -22,7 +32,7 @@ def parse_address(address: str) -> tuple[str, int] | str:
 
 
 def is_tcp(address: str) -> bool:
-    """Whether this is host:port, which TLS is for."""
+    """Whether the address is host:port, for which TLS is meant."""
     return bool(address) and not isinstance(parse_address(address), str)
 
 
@@ -36,3 +46,59 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_bindable(address: str) -> None:
+    """Raise ConfigurationError if a server cannot listen on `address` now.
+
+    Removes the socket file of a dead server. Another process may take the address after the check.
+    """
+    parsed = parse_address(address)
+    if isinstance(parsed, str):
+        _remove_dead_socket(Path(parsed))
+    else:
+        _try_port(address, parsed[0].strip("[]"), parsed[1])
+
+
+def _try_port(address: str, host: str, port: int) -> None:
+    """Try to bind every address of a host name: none may be in use, and one must belong to this machine."""
+    problems: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from None
+    for family, kind, protocol, _, place in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As the listeners do: connections of a server that has just stopped do not block its address.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            problems.append(error)
+    taken = [error for error in problems if error.errno == errno.EADDRINUSE]
+    if taken or len(problems) == len(found):
+        first = (taken or problems)[0]
+        raise ConfigurationError(f"cannot listen on {address}: {_BIND_PROBLEMS.get(first.errno or 0, first.strerror)}")
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Check a socket path before gRPC does, which would take it away from a running server."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"cannot listen on unix:{path}: {path.parent} is missing or not writable; create it"
+            ) from None
+        return
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror}") from None
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"cannot listen on unix:{path}: the path exists and is not a socket of this user; remove it"
+        )
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.settimeout(1.0)
+        probe.connect(str(path))
+        raise ConfigurationError(f"cannot listen on unix:{path}: in use by another server")
+    path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
-"""All of the scheduler but its worker: core, engine, service and listeners, put together, run and taken apart in order.
+"""Assembles, runs and shuts down core, engine, service and listeners: everything but the worker process.
 
-`main` imports this while the worker it has started is importing torch. What the parts do is theirs: core -> engine ->
-service -> server. When it is time to leave is `leaving`'s, and what becomes of the worker then is `main`'s.
+`main` imports this module while the worker imports torch.
 """
 
 from __future__ import annotations
@@ -43,22 +42,21 @@ from lineclear.wire.messages import Hello
 
 log = structlog.get_logger()
 
-_METRICS_SECONDS = 2.0  # for the event loop to say its figures
-_STATUS_SECONDS = 2.0  # for the last statuses to reach their readers
+_METRICS_SECONDS = 2.0  # for the event loop to compute the metrics
+_STATUS_SECONDS = 2.0  # for the last statuses to reach the clients
 
 
 async def serve(
     settings: SchedulerSettings,
     model: Path,
-    leaving: ShutdownController,
+    shutdown: ShutdownController,
     link: WorkerLink,
     supervisor: WorkerSupervisor,
     stack: contextlib.ExitStack,
 ) -> None:
-    """Serve the model in that directory until `leaving` has begun, then leave.
+    """Serve the model in that directory until `shutdown` has started, then stop serving.
 
-    What must stay until the worker has said its last word, the engine first of all, is left to `stack` to end. Raises
-    ConfigurationError.
+    The engine and its callbacks must outlive the worker, so `stack` closes them later. Raises ConfigurationError.
     """
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     files = read_text_files(model)
@@ -77,42 +75,42 @@ async def serve(
         check_every_steps=settings.invariant_check_interval_steps,
         timeouts=_worker_timeouts(settings),
         text_fingerprint=files.fingerprint,
-        on_rejected=_on_rejected(files.fingerprint, leaving),
+        on_rejected=_on_rejected(files.fingerprint, shutdown),
         on_anomaly=recordings.dump,
-        on_fatal=leaving.on_fatal,
+        on_fatal=shutdown.on_fatal,
     )
     supervisor.on_exit = engine.worker_exited
-    operations = AdminOperations(leaving, engine, recordings)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.begin_recording, "SIGUSR2")
+    operations = AdminOperations(shutdown, engine, recordings)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
     service.attach(engine)
     admin.attach(operations)
     service.on_worker = server.set_worker
-    service.on_fatal = leaving.on_fatal
+    service.on_fatal = shutdown.on_fatal
     engine.start()
-    stack.callback(_stop, engine, leaving)
-    pulse = Watchdog(
+    stack.callback(_stop, engine, shutdown)
+    watchdog = Watchdog(
         engine.busy_seconds,
         server.set_live,
         limit_seconds=settings.watchdog_timeout_seconds,
         on_tick=lambda: server.set_worker(engine.worker_status),
     )
-    pulse.start()
-    stack.callback(pulse.stop)
-    async with _scraped(settings, service):
+    watchdog.start()
+    stack.callback(watchdog.stop)
+    async with _metrics_server(settings, service):
         try:
-            await _run(settings, leaving, service, server, supervisor)
+            await _run(settings, shutdown, service, server, supervisor)
         finally:
             engine.release_worker()
 
 
-def _stop(engine: Engine, leaving: ShutdownController) -> None:
+def _stop(engine: Engine, shutdown: ShutdownController) -> None:
     try:
         engine.stop()
     except EngineStuck:
-        leaving.exit_code = ExitCode.INTERNAL
+        shutdown.exit_code = ExitCode.INTERNAL
 
 
-def _on_rejected(ours: str, leaving: ShutdownController) -> Callable[[Hello], None]:
+def _on_rejected(fingerprint: str, shutdown: ShutdownController) -> Callable[[Hello], None]:
     """Return the callback that shuts down because a worker has read other tokenizer files than this process.
 
     The tokens of waiting requests and the text of running ones depend on the tokenizer, so it is not exchanged while
@@ -124,15 +122,15 @@ def _on_rejected(ours: str, leaving: ShutdownController) -> Callable[[Hello], No
             "the worker has read other tokenizer, chat template or generation_config files than the scheduler; "
             "give both the same model directory and start the scheduler again"
         )
-        log.error("join_rejected", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=ours)
-        leaving.start_from_any_thread(ExitCode.OTHER_FILES, reason)
+        log.error("join_rejected", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=fingerprint)
+        shutdown.start_from_any_thread(ExitCode.OTHER_FILES, reason)
 
     return on_rejected
 
 
 @contextlib.asynccontextmanager
-async def _scraped(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
-    """Prometheus finds its figures, where a place for them is set; also while the server leaves."""
+async def _metrics_server(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
+    """Serve metrics for Prometheus, also during the shutdown, if an address is set."""
     if not settings.metrics_listen:
         yield
         return
@@ -141,22 +139,22 @@ async def _scraped(settings: SchedulerSettings, service: InferenceService) -> As
     def collect() -> list[Metric]:
         return asyncio.run_coroutine_threadsafe(service.metrics(), loop).result(_METRICS_SECONDS)
 
-    scrapes = MetricsServer(settings.metrics_listen, collect)
-    log.info("metrics", address=scrapes.address)
+    server = MetricsServer(settings.metrics_listen, collect)
+    log.info("metrics_listening", address=server.address)
     try:
         yield
     finally:
-        scrapes.close()
+        server.close()
 
 
 async def _run(
     settings: SchedulerSettings,
-    leaving: ShutdownController,
+    shutdown: ShutdownController,
     service: InferenceService,
     server: Server,
     supervisor: WorkerSupervisor,
 ) -> None:
-    """Serve until it is time to leave, then leave."""
+    """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
     await server.start()
     await service.prepare()
     if settings.batching_strategy == "fixed_size":
@@ -172,30 +170,30 @@ async def _run(
         admin_address=server.admin_address,
         health_address=server.health_address,
     )
-    # What starting left behind stays; looking through it again and again for garbage would hold up everybody.
+    # Objects made at start live as long as the process: a garbage collection over them would only pause all streams.
     gc.collect()
     gc.freeze()
-    await leaving.started.wait()
+    await shutdown.started.wait()
     supervisor.drain()
-    if not await leaving.run_unless_forced(_shut_down(leaving, settings, service, server)):
+    if not await shutdown.run_unless_forced(_shut_down(shutdown, settings, service, server)):
         service.fail_all(shutdown_interrupted)
         await server.stop(0)
 
 
 async def _shut_down(
-    leaving: ShutdownController, settings: SchedulerSettings, service: InferenceService, server: Server
+    shutdown: ShutdownController, settings: SchedulerSettings, service: InferenceService, server: Server
 ) -> None:
-    """Not ready, no new requests, those in progress to their end or the timeout, the listeners last.
+    """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
 
-    Whoever comes is told why not here, until the listeners are closed.
+    Until then, new calls get the reason of the refusal.
     """
-    exit_code = leaving.exit_code
+    exit_code = shutdown.exit_code
     server.leave()
     linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
     if exit_code == ExitCode.OK:
         await service.drain(settings.drain_timeout_seconds)
     else:
-        error = _engine_failed(leaving.failure) if exit_code == ExitCode.INTERNAL else _no_worker
+        error = _engine_failed(shutdown.failure) if exit_code == ExitCode.INTERNAL else _no_worker
         service.refuse(error)
         service.fail_all(lambda request: error())
     with contextlib.suppress(TimeoutError):
@@ -217,7 +215,7 @@ def _engine_failed(failure: BaseException) -> Callable[[], LineclearError]:
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """In place of asyncio's own, which prints the text of exceptions."""
+    """Replace asyncio's handler, which prints the text of exceptions: it may hold content."""
     error = context.get("exception")
     log.error("loop_error", problem=context["message"], **(exception_location(error) if error is not None else {}))
 
@@ -244,7 +242,7 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
         # A request runs alone after two crashes, and those count towards max_worker_crashes as well.
         max_isolated_kills=max(1, settings.max_worker_crashes - 2),
         prefix_cache=settings.prefix_cache,
-        cache_secret=secrets.token_bytes(32),  # a new one for each process: keys of cached prefixes cannot be guessed
+        cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
         batching_strategy=settings.batching_strategy,
         scheduling_policy=settings.scheduling_policy,
         preemption_policy=settings.preemption_policy,
@@ -260,13 +258,15 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
 
 
 def _fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
-    """Only a timeout that is set ends the wait of fixed_size: its default would make it another strategy."""
+    """Return the timeout of fixed_size only if it is set: its default would turn fixed_size into another strategy."""
     return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
 
 
 def _max_inbox(settings: SchedulerSettings) -> int:
-    """Whoever waits or runs has a submit in it and an end, at the most. More can only come where callers come and go
-    while the engine stands still."""
+    """Return the bound of unread commands: a submit and a cancel for each request that can wait or run.
+
+    More can be unread only while the engine is stalled.
+    """
     return 2 * (settings.max_queue_size + settings.max_batch_size)
 
 

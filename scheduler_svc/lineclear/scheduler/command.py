@@ -1,4 +1,4 @@
-"""`lineclear-scheduler`: says what to install where the scheduler's packages are missing, and else runs `main`."""
+"""`lineclear-scheduler`: runs `main`, or names the packages to install if they are missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lineclear.extras import install_command
 
 
 def main() -> int:
-    """Run a scheduler with the flags in sys.argv; the exit code."""
+    """Run a scheduler with the flags in sys.argv. Returns the exit code."""
     try:
         from lineclear.scheduler.main import main as run
     except ModuleNotFoundError as error:

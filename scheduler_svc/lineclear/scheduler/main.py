@@ -1,9 +1,7 @@
-"""The scheduler process: its settings, its worker, its exit code.
+"""The scheduler process: settings, worker process, exit code.
 
-Decides in which order the process comes up and when it ends. The worker takes longest to be ready, because of what it
-imports, so it is started as soon as it is known what to start: this file imports what that takes, and `serving`, which
-does the rest, while the worker is at its own imports. Settings that are wrong are told before, an address in use, too;
-what can only be seen later (a tokenizer, a certificate) ends the worker, too.
+The worker takes longest to start, because it imports torch. So this module imports only what starting it needs, and
+imports `app` while the worker imports. Wrong settings and addresses in use are reported before the worker starts.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from lineclear.process import core_dumps, logging_setup
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.socket_dir import SocketError
-from lineclear.scheduler.address_check import check_bindable
+from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
 from lineclear.scheduler.model_dir import demo_directory, model_directory, require_model
@@ -49,7 +47,7 @@ _WITHOUT_WORKER = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scheduler until it is told to leave, or replay what one has recorded. Returns the exit code."""
+    """Run a scheduler until it is shut down, or replay a recording. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["replay"]:
         from lineclear.scheduler.flight_recorder import replay
@@ -64,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.write_stderr(f"lineclear-scheduler: {error}")
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("scheduler", settings.log_level, settings.log_format)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes of its own between the lines of the log
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC writes lines of its own into the log
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
     except (ConfigurationError, SocketError) as error:
-        log.error("configuration", problem=settings.named(str(error)))
+        log.error("configuration_error", problem=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     finally:
         writer.close()
@@ -78,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> int:
     shown = settings.model_dump(exclude_defaults=logging_setup.chosen(settings.log_format) == "console")
     log.info("settings", version=version("lineclear"), pid=os.getpid(), **shown)
-    leaving, guard = ShutdownController(), ExitGuard(_EXIT_SECONDS)
-    leaving.listen_to_signals()
+    shutdown, guard = ShutdownController(), ExitGuard(_EXIT_SECONDS)
+    shutdown.handle_signals()
     if settings.exit_on_stdin_close:
-        leaving.listen_to_standard_input()
+        shutdown.watch_standard_input()
     model = _model(settings)
     for setting in ("listen", "admin_listen", "health_listen", "metrics_listen"):
         if address := getattr(settings, setting):
@@ -96,24 +94,24 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
             standby=settings.standby_worker,
-            on_give_up=lambda reason: leaving.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
+            on_give_up=lambda reason: shutdown.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
         )
         try:
             if settings.spawn_worker:
-                if not settings.worker_command:  # a worker of another kind may need no weights
+                if not settings.worker_command:  # another worker program may need no weights
                     require_model(settings.model, model, with_weights=True)
                 supervisor.start()
             from lineclear.scheduler.app import serve
 
-            await serve(settings, model, leaving, link, supervisor, stack)
+            await serve(settings, model, shutdown, link, supervisor, stack)
         finally:
             if settings.spawn_worker:
-                # Before the engine stops, which tells the worker that it may end. In a hurry the worker is not waited
-                # for: it ends with us, see lifeline.
-                await leaving.run_unless_forced(supervisor.stop(kill=leaving.exit_code != ExitCode.OK))
-            guard.begin()
-    log.info("left", exit_code=int(leaving.exit_code))
-    return leaving.exit_code
+                # Before the engine stops, which releases the worker. A forced shutdown does not wait for the worker: it
+                # ends with this process (see process/parent_death.py).
+                await shutdown.run_unless_forced(supervisor.stop(kill=shutdown.exit_code != ExitCode.OK))
+            guard.start()
+    log.info("stopped", exit_code=int(shutdown.exit_code))
+    return shutdown.exit_code
 
 
 # --- from settings ---------------------------------------------------------------------------------------------------
@@ -131,14 +129,14 @@ def _model(settings: SchedulerSettings) -> Path:
 
 @contextlib.contextmanager
 def _socket_directory(settings: SchedulerSettings) -> Iterator[Path]:
-    """The directory set, which stays, or a private one for as long as we run."""
+    """Yield the directory of the settings, or a private one that is removed at the end."""
     if settings.socket_directory:
         yield Path(settings.socket_directory)
         return
     if not settings.spawn_worker:
         raise ConfigurationError(
-            "a worker of another program needs the directory of the sockets: give --socket-directory, or --spawn-worker"
-            " to start one"
+            "a worker that another program starts needs the sockets' directory; give --socket-directory, or"
+            " --spawn-worker to start a worker here"
         )
     parent = os.environ.get("XDG_RUNTIME_DIR")
     made = tempfile.mkdtemp(prefix="lineclear-", dir=parent if parent and os.access(parent, os.W_OK) else None)

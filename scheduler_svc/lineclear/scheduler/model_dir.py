@@ -1,4 +1,4 @@
-"""Where a model lies on disk, and reading the small files beside its weights. Downloads nothing, opens no weights."""
+"""The model directory: finding it, checking it, and reading the JSON files beside the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEMO = (
 
 
 def demo_directory() -> Path:
-    """The demonstration model that comes with lineclear. Raises ConfigurationError where it was left out."""
+    """Return the demonstration model's directory. Raises ConfigurationError if it is not installed."""
     for directory in _DEMO:
         if directory.is_dir():
             return directory.resolve()
@@ -27,9 +27,9 @@ def demo_directory() -> Path:
 
 
 def model_directory(model: str) -> Path:
-    """The directory of a model: itself, or the newest local copy of a Hugging Face repository `owner/name`.
+    """Return `model` if it is a directory, else the local copy of the Hugging Face repository `owner/name`.
 
-    Raises ConfigurationError with what to do if there is none.
+    Raises ConfigurationError if neither exists.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -44,14 +44,14 @@ def model_directory(model: str) -> Path:
         if found is not None:
             return found
         raise ConfigurationError(
-            f"--model {model} is no directory and is not in the local cache {_hub_cache()}; download it first "
+            f"--model {model} is not a directory and not in the local cache {_hub_cache()}; download it first "
             f"(hf download {model})"
         )
     raise ConfigurationError(f"--model {model} does not exist; give the directory of a model")
 
 
 def require_model(model: str, directory: Path, *, with_weights: bool) -> None:
-    """Raise ConfigurationError if what is in the directory shows that it is no model that can be served."""
+    """Raise ConfigurationError if the files in the directory cannot be served as a model."""
     if reason := directory_check.of_directory(directory, with_weights=with_weights):
         raise ConfigurationError(f"--model {model} {reason}")
 
@@ -71,7 +71,7 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file of the model, None if there is no such file. Raises ConfigurationError if it is none."""
+    """Return the JSON object in a file of the model, None if the file is missing. Raises ConfigurationError."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from None
     except RecursionError:
-        raise ConfigurationError(f"{path} is nested too deep to be read") from None
+        raise ConfigurationError(f"{path} is nested too deeply to be read") from None
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds no JSON object")
+        raise ConfigurationError(f"{path} does not contain a JSON object")
     return found

@@ -1,8 +1,7 @@
-"""Whether this process still does its work: a watch on the event loop and on the engine.
+"""Watchdog of this process: reports a blocked event loop or engine thread, and writes the stacks of all threads.
 
-Decides when one of them stands still, and has that seen. An event loop that stands still answers no probe, so all that
-is left to do is to write down where it stands; of an engine that does, the health service is told. Ends nothing: that
-is for whoever reads the health.
+A blocked engine is reported to the health service as well. A blocked event loop answers no probe. The watchdog ends no
+process: the liveness probe does.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _JOIN_SECONDS = 2.0
 
 
 class Watchdog:
-    """Beats on the running event loop from `start` to `stop`; a thread listens.
+    """Ticks on the running event loop from `start` to `stop`, while a thread checks the ticks.
 
-    `engine_busy_seconds` says how long the engine has been at one turn. `on_live` is called on the loop when the engine
-    has stood still for `limit_seconds` (False), and when it goes on (True); `on_tick` with every beat. `dump` writes
-    the stacks of all threads.
+    `engine_busy_seconds()` returns how long the engine has been in one iteration. `on_live` is called on the loop with
+    False when the engine has been stalled for `limit_seconds`, and with True when it has recovered; `on_tick` with each
+    tick. `dump` writes the stacks of all threads.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class Watchdog:
         self._tick_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._check_ticks, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the ticks and the thread."""
         self._tick()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the beats and the thread. One that is writing stacks is left behind."""
+        """Stop the ticks and the thread. A thread that is writing stacks is not waited for."""
         if self._timer is not None:
             self._timer.cancel()
         self._stopped.set()
@@ -68,21 +67,21 @@ class Watchdog:
         if is_live != self._is_live:
             self._is_live = is_live
             if not is_live:
-                log.error("engine_stands_still", seconds=round(self._engine_busy_seconds(), 1))
+                log.error("engine_stalled", seconds=round(self._engine_busy_seconds(), 1))
                 self._dump()
             else:
-                log.warning("engine_goes_on")
+                log.warning("engine_recovered")
             self._on_live(is_live)
         self._on_tick()
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
-    def _watch(self) -> None:
-        told = False
+    def _check_ticks(self) -> None:
+        is_stalled = False
         while not self._stopped.wait(TICK_SECONDS):
-            silent = time.monotonic() - self._tick_at
-            if silent >= self._limit_seconds and not told:
-                log.error("event_loop_stands_still", seconds=round(silent, 1))
+            was_stalled, seconds = is_stalled, time.monotonic() - self._tick_at
+            is_stalled = seconds >= self._limit_seconds
+            if is_stalled and not was_stalled:
+                log.error("event_loop_stalled", seconds=round(seconds, 1))
                 self._dump()
-            elif told and silent < self._limit_seconds:
-                log.warning("event_loop_goes_on")
-            told = silent >= self._limit_seconds
+            elif was_stalled and not is_stalled:
+                log.warning("event_loop_recovered")

@@ -198,8 +198,9 @@ class WorkerLink:
         is_due = bool(self._probes) and now >= self._probes[0]
         while self._probes and self._probes[0] <= now:
             self._probes.popleft()
-        for session in workers.to_probe(have_connections_changed=is_due):
-            yield from self.perform(workers.on_probe(session, self.is_reachable(session.epoch), now))
+        if is_due or workers.status.is_hung:
+            for session in workers.to_probe(have_connections_changed=is_due):
+                yield from self.perform(workers.on_probe(session, self.is_reachable(session.epoch), now))
         if workers.is_connecting and not self._probes:
             self._probes.append(now + _PROBE_DELAYS_SECONDS[-1])
 

@@ -172,7 +172,7 @@ class StandbyKeeper:
                 raise
             line.started()
         except OSError as error:
-            log.warning("standby_not_started", problem=error.strerror or str(error))
+            log.warning("standby_start_failed", problem=error.strerror or str(error))
             self._set_timer(self._backoff.next_seconds(), self._start)
             return
         self._loop.add_reader(standby.pidfd, self._guard, self._on_exit, standby)
@@ -196,7 +196,7 @@ class StandbyKeeper:
         self._set_timer(None)
         if self._draining:
             return
-        log.warning("standby_ended", pid=standby.pid, exit_code=code)
+        log.warning("standby_exited", pid=standby.pid, exit_code=code)
         self._set_timer(self._backoff.next_seconds(), self._start)
 
     def _discard(self, standby: WorkerProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -30,6 +31,8 @@ class WorkerRegistry:
         self.counters = MembershipCounters()
         self.status = WorkerStatus()
         """Immutable and replaced on every change: other threads read it."""
+        self.is_connecting = False
+        """A worker has said Hello that no plan can reach yet."""
         self.serving: WorkerSession | None = None
         """The session whose results count: joined, or cut off a moment ago."""
         self._timeouts = timeouts
@@ -57,10 +60,9 @@ class WorkerRegistry:
         session = self._sessions.get(message.epoch)
         if session is None:
             session = self._add(message.epoch, None, now)
-        is_result = isinstance(message, StepResult | StepError | Goodbye)
-        if session.state not in (S.JOINED, S.CONNECTING) and not (session.state is S.CUT_OFF and is_result):
-            self.counters.stale_messages += 1
         before = session.state
+        if before is not S.JOINED and _is_stale(message, before):
+            self.counters.stale_messages += 1
         outputs = session.receive(message, now)
         if isinstance(message, Stopping):
             self._refresh()
@@ -116,10 +118,8 @@ class WorkerRegistry:
 
     def next_check(self, now: float) -> float:
         """Return the time of the next timeout or probe that no message announces; infinite without one."""
-        moments = [session.next_check() for session in self._active]
-        if any(session.state in (S.UNHEALTHY, S.CONDEMNED) for session in self._active):
-            moments.append(now + _HUNG_CHECK_SECONDS)
-        return min(moments, default=float("inf"))
+        moment = min([session.next_check() for session in self._active], default=math.inf)
+        return min(moment, now + _HUNG_CHECK_SECONDS) if self.status.is_hung else moment
 
     def extend_deadlines(self, now: float) -> None:
         """Restart the timeouts of the joined worker: the scheduler's process was suspended."""
@@ -130,11 +130,6 @@ class WorkerRegistry:
         """Return the sessions whose connection is to be looked at. The joined one is first: it may free the place."""
         states = (S.JOINED, S.CONNECTING) if have_connections_changed else ()
         return [s for state in (*states, S.UNHEALTHY, S.CONDEMNED) for s in self._active if s.state is state]
-
-    @property
-    def is_connecting(self) -> bool:
-        """Whether a worker has said Hello that no plan can reach yet."""
-        return any(session.state is S.CONNECTING for session in self._active)
 
     # --- who may join ---------------------------------------------------------------------------------------------
 
@@ -183,6 +178,7 @@ class WorkerRegistry:
     def _refresh(self) -> None:
         final = (S.WAITING, S.ENDED, S.GONE)
         self._active = [session for session in self._sessions.values() if session.state not in final]
+        self.is_connecting = any(session.state is S.CONNECTING for session in self._active)
         self.serving = next(iter(self._in(S.JOINED, S.CUT_OFF)), None)
         serving = self.serving
         self.status = WorkerStatus(
@@ -208,3 +204,9 @@ class WorkerRegistry:
         """Return the sessions in `states` of the process that has sent `hello`."""
         assert hello is not None
         return [s for s in self._in(*states) if s.hello is not None and s.hello.instance == hello.instance]
+
+
+def _is_stale(message: EpochMessage, state: WorkerState) -> bool:
+    if state is S.CUT_OFF:
+        return not isinstance(message, StepResult | StepError | Goodbye)
+    return state is not S.CONNECTING

@@ -5,6 +5,7 @@ No sockets, no clock, no log: the caller passes events with the time and carries
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 
@@ -139,6 +140,7 @@ class WorkerSession:
         self.epoch = epoch
         self.hello = hello
         self.state = S.ENDED if hello is None else S.CONNECTING
+        self._next_states = TRANSITIONS[self.state]
         self.was_refused = False
         """The same process was refused with an older epoch, and still waits."""
         self.is_stopping = False
@@ -157,11 +159,11 @@ class WorkerSession:
     def handle(self, event: Event, now: float) -> list[Output]:
         """Change the state by the table and return what follows. Raises IllegalTransition."""
         before = self.state
-        after = TRANSITIONS[before].get(type(event))
+        after = self._next_states.get(type(event))
         if after is None:
             raise IllegalTransition(f"{type(event).__name__} in state {before.name}, epoch {self.epoch}")
         if after is not before:
-            self.state, self._since = after, now
+            self.state, self._next_states, self._since = after, TRANSITIONS[after], now
         match event:
             case Received(message):
                 return self._on_message(message, now)
@@ -212,7 +214,7 @@ class WorkerSession:
         """Return the time of the next timeout; infinite if none is running."""
         if self.state is S.JOINED:
             return min(self._silence_ends_at(), self._timer.deadline())
-        return self._since + _TIMEOUTS.get(self.state, float("inf"))
+        return self._since + _TIMEOUTS.get(self.state, math.inf)
 
     def extend_deadlines(self, now: float) -> None:
         """Restart the running timeouts: the scheduler's process was suspended, and messages may be under way."""

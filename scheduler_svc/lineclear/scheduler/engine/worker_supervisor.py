@@ -208,7 +208,7 @@ class WorkerSupervisor:
             if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
                 self._give_up(GiveUpReason.CONFIGURATION, problem)
             else:
-                log.error("worker_not_started", problem=problem)
+                log.error("worker_start_failed", problem=problem)
                 self._restart()
             return
         self._watch(worker)
@@ -267,9 +267,9 @@ class WorkerSupervisor:
         seconds = round(time.monotonic() - worker.started_at, 3)
         self.on_exit(pid, code)
         if self._stopping or self.given_up is not None or (self._draining and code == 0):
-            log.info("worker_stopped", pid=pid, exit_code=code, seconds=seconds)
+            log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             return
-        log.error("worker_ended", pid=pid, exit_code=code, seconds=seconds)
+        log.error("worker_crashed", pid=pid, exit_code=code, seconds=seconds)
         if not was_promoted:
             self._spawn()
         elif code == ExitCode.CONFIGURATION and not self._has_joined:
@@ -298,7 +298,7 @@ class WorkerSupervisor:
             return
         self.given_up = kind
         self._set_timer(None)
-        log.error("worker_given_up", reason=reason)
+        log.error("worker_not_restarted", reason=reason)
         self._on_give_up(reason)
 
     # --- what the engine and the clock say --------------------------------------------------------------------------

@@ -200,4 +200,4 @@ async def abort(context: Context, error: LineclearError) -> None:
         async with asyncio.timeout(_ABORT_TIMEOUT_SECONDS):
             await context.abort(*status)
     except TimeoutError:
-        log.info("status_not_taken", reason=error.reason)
+        log.info("abort_timed_out", reason=error.reason)

@@ -10,8 +10,7 @@ import grpc.aio
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.address_check import check_bindable
-from lineclear.scheduler.addresses import parse_address
+from lineclear.scheduler.addresses import check_bindable, parse_address
 from lineclear.scheduler.settings import SchedulerSettings
 
 _MAX_METADATA_BYTES = 16 * 1024
