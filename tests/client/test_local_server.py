@@ -71,7 +71,7 @@ def test_it_serves_from_the_moment_it_is_there_until_the_block_ends(started: lis
             "^the server ended with exit code 78: --model /absent does not exist; give the directory of a model$",
         ),
         (("--demo", "--no-such-flag"), "exit code 78: lineclear-scheduler: there is no flag --no-such-flag"),
-        (REFUSES, "exit code 79: lineclear-worker: not like this; the worker cannot run as it is configured"),
+        (REFUSES, "exit code 79: lineclear-worker: not like this; the worker cannot run with this configuration"),
     ],
     ids=["model", "flag", "worker"],
 )

@@ -17,7 +17,7 @@ def outcome(history: str, *, max_crashes: int = 5, window: float = 600.0, spacin
             budget.progressed()
         else:
             deaths += 1
-            if budget.died(index * spacing):
+            if budget.crashed(index * spacing):
                 return deaths
     return None
 
@@ -53,7 +53,7 @@ def test_deaths_older_than_the_window_are_forgotten(spacing: float, spent_at: in
 
 def test_a_report_of_progress_that_comes_after_the_death_counts() -> None:
     budget = CrashBudget(0, 600.0)
-    assert budget.died(1.0)
+    assert budget.crashed(1.0)
     budget.progressed()
     assert len(budget) == 0
 

@@ -96,7 +96,7 @@ async def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_b
     assert supervisor.num_starts == 5
     assert supervisor.pid is None
     await supervisor.stop()
-    assert calls.give_ups == ["more than 4 ends of the worker in 600 s without progress between them"]
+    assert calls.give_ups == ["the worker crashed more than 4 times in 600 s without progress between the crashes"]
     moments = [moment for moment, _ in calls.exits]
     pauses = [after - before for before, after in pairwise(moments)]
     for pause, backoff in zip(pauses, (0.05, 0.1, 0.2, 0.2), strict=True):
@@ -212,7 +212,10 @@ async def test_a_worker_that_joined_resets_the_back_off() -> None:
 
 @pytest.mark.parametrize(
     ("command", "reason"),
-    [(["/bin/sh", "-c", "exit 78"], "cannot run as it is configured"), (["/nonexistent"], "cannot start /nonexistent")],
+    [
+        (["/bin/sh", "-c", "exit 78"], "cannot run with this configuration"),
+        (["/nonexistent"], "cannot start /nonexistent"),
+    ],
 )
 async def test_what_cannot_work_is_not_tried_again(command: list[str], reason: str) -> None:
     calls = Calls()

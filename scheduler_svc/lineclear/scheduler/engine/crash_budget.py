@@ -1,9 +1,8 @@
-"""When a worker that keeps dying is given up: deaths are counted until there is progress between them.
+"""Crash budget and restart backoff of the worker (Kubernetes' CrashLoopBackOff, with progress instead of time).
 
-A server survives any number of deaths as long as its streams get on. What must end is the loop in which every worker
-dies before it has achieved anything. Progress is what no later death can undo: a confirmed token, because tokens are
-never computed twice. A worker that was joined and idle for `HEALTHY_IDLE_SECONDS` counts as well, because it did all
-there was to do. Work that the next worker has to repeat (a prompt computed in part) is no progress.
+A server survives any number of crashes while its streams progress. It ends when every worker crashes before progress.
+Progress is a confirmed token, because later crashes cannot undo it, or `HEALTHY_IDLE_SECONDS` joined without work.
+A prompt computed in part is no progress: the next worker computes it again.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ HEALTHY_IDLE_SECONDS = 10.0
 
 
 class CrashBudget:
-    """Allows `max_crashes` deaths without progress within `window_seconds`. Reads no clock."""
+    """Allows `max_crashes` crashes without progress within `window_seconds`. Reads no clock."""
 
     def __init__(self, max_crashes: int, window_seconds: float) -> None:
         self._max_crashes = max_crashes
         self._window_seconds = window_seconds
-        self._deaths: deque[float] = deque()
+        self._crashes: deque[float] = deque()
 
     def __len__(self) -> int:
-        """Deaths without progress so far."""
-        return len(self._deaths)
+        """Return the crashes without progress so far."""
+        return len(self._crashes)
 
     def progressed(self) -> None:
-        """Forget the deaths so far. A report that arrives after the death of its worker counts like any other."""
-        self._deaths.clear()
+        """Forget the crashes so far, also if the report arrives after the crash of its worker."""
+        self._crashes.clear()
 
-    def died(self, now: float) -> bool:
-        """Count the end of a worker that was not told to end, joined or not; True when the budget is spent."""
-        self._deaths.append(now)
-        while self._deaths[0] < now - self._window_seconds:
-            self._deaths.popleft()
-        return len(self._deaths) > self._max_crashes
+    def crashed(self, now: float) -> bool:
+        """Count a crash, of a joined worker or not; return True when the budget is spent."""
+        self._crashes.append(now)
+        while self._crashes[0] < now - self._window_seconds:
+            self._crashes.popleft()
+        return len(self._crashes) > self._max_crashes
 
 
 class Backoff:
     """Pauses between starts: `first_seconds`, four times as long after each failure, at most `max_seconds`.
 
-    Five failed starts in a row, as many as the default budget allows, last 18 s and the starts themselves: longer than
-    a short want of processes or memory, or the remount of a volume.
+    The pauses of five failed starts, the default budget, add up to 18 s: longer than a short lack of processes or
+    memory, or the remount of a volume.
     """
 
     _FACTOR, _MAX_EXPONENT = 4.0, 32  # an exponent without a bound would overflow a float
@@ -51,7 +50,7 @@ class Backoff:
         self._num_failures = 0
 
     def reset(self) -> None:
-        """Begin anew: the last start was a success."""
+        """Return to the first pause: the last start was a success."""
         self._num_failures = 0
 
     def next_seconds(self) -> float:

@@ -52,7 +52,7 @@ class EngineStuck(Exception):
 
 
 class Supervisor(Protocol):
-    """What the engine reports to the owner of the worker processes. Called on the engine's thread; must not block."""
+    """Owner of the worker processes, as the engine uses it: on its thread, without blocking."""
 
     def worker_joined(self, hello: Hello) -> None:
         """A worker has joined."""
@@ -148,7 +148,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. Its first event is Admitted, or Failed with the reason.
 
-        `request_id` must not be in use: the Failed of a duplicate could not be told from one of the original.
+        `request_id` must not be in use: the Failed of a duplicate would look like that of the original.
         """
         if len(self._inbox) < self._max_inbox:
             self._inbox.append(partial(self._submit, request))
@@ -222,7 +222,7 @@ class Engine:
                 self._run_once()
         except BaseException as error:
             self.failure = error
-            self._on_fatal(error)  # first, because what follows may fail too
+            self._on_fatal(error)  # first, because the next calls may fail too
             self._on_anomaly(f"the engine died: {type(error).__name__}")
             log.error("engine_died", error=type(error).__name__, places=exception_location(error))
 
@@ -265,7 +265,7 @@ class Engine:
         for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_ITERATION)):
             events += self._inbox.popleft()(now)
         while self._refused:
-            message = f"{self._max_inbox} orders are unread, which is the limit that follows from --max-queue-size"
+            message = f"{self._max_inbox} commands are unread, the limit that follows from --max-queue-size"
             error = QueueFull(message, retry_after_seconds=1.0)
             events.append(_refusal(self._refused.popleft(), error, now))
         return events

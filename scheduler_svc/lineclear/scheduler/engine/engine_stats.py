@@ -70,7 +70,7 @@ class WorkerStatus:
     is_hung: bool = False
     """A worker that has to be killed is still connected."""
     is_stopping: bool = False
-    """The joined worker was told to stop; it runs until no request is left or its drain timeout is over."""
+    """The joined worker has received SIGTERM: it runs until no request is left or its drain timeout is over."""
 
 
 @dataclass(frozen=True, slots=True)

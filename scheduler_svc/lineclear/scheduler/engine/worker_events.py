@@ -1,4 +1,4 @@
-"""What happens to a worker, and what the scheduler does about it: events and outputs of `worker_session`."""
+"""Events and outputs of the worker state machine (`worker_session`), as frozen values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.wire.messages import Goodbye, Heartbeat, Hello, Rejoin, StepError, StepResult, Stopping
 
 EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye
-"""What a worker sends after its Hello."""
+"""Messages of a worker after its Hello."""
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
@@ -133,5 +133,5 @@ class Lost(NamedTuple):
 
 
 Fact = Joined | JoinRefused | JoinRejected | Lost | StepResult | StepError | Stopping
-"""What the engine acts on; messages are passed on as they are."""
+"""Outputs for the engine, among them messages as received."""
 Output = Send | Fact

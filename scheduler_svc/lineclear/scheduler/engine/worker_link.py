@@ -1,7 +1,7 @@
 """The scheduler's end of the plan protocol: the ZeroMQ sockets.
 
-Two sockets, one direction each: plans ROUTER -> DEALER, addressed by epoch, so that a plan reaches only the worker it
-was made for; messages PUSH -> PULL, in the order the worker sent them. `WorkerRegistry` decides what a message means.
+Two sockets, one direction each. Plans: ROUTER -> DEALER, addressed by epoch, so a plan reaches only its own worker.
+Messages: PUSH -> PULL, in the order the worker sent them. `WorkerRegistry` handles them.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ class WorkerLink:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self, workers: WorkerRegistry, now: float) -> Iterator[Fact]:
-        """Pass messages and connection changes to `workers` one by one; yield what follows. Never blocks.
+        """Pass messages and connection changes to `workers` one by one and yield the resulting facts. Never blocks.
 
-        The next message is passed on when the caller has handled what follows from the one before. Bad frames are
-        counted and dropped. Raises ProtocolMismatch if a frame of another release arrives while no worker is joined.
+        A message is passed on after the caller has handled the facts of the message before. Bad frames are counted and
+        dropped. Raises ProtocolMismatch if a frame of another release arrives while no worker is joined.
         """
         for _ in range(_MAX_FRAMES_PER_RECEIVE):
             if not _is_readable(self._results):

@@ -1,4 +1,4 @@
-"""A worker process as the supervisor sees it: started, signalled, reaped; and the standby that waits to be promoted."""
+"""Worker processes: start, signal and reap one; keep a standby that is ready to be promoted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lineclear.scheduler.engine.crash_budget import Backoff
 
 log = structlog.get_logger()
 
-_MIN_LIFETIME_SECONDS = 1.0  # from SIGKILL to the end of a process that has done nothing yet
+_MIN_LIFETIME_SECONDS = 1.0  # from SIGKILL to the exit of a new process
 _STANDBY_DELAY_SECONDS = 1.0  # from the join of a worker to the start of its standby: the streams recover first
 _STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS = 1.0, 60.0
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # a process that crashes ends by other signals
@@ -33,9 +33,9 @@ def loss_by_exit(code: int | None) -> WorkerLoss:
 
 
 class WorkerProcess:
-    """A process and the descriptor that tells its end. Raises OSError, and then leaves no process behind.
+    """A child process with its pidfd, which becomes readable when it exits.
 
-    With `line` it is a standby until it is promoted.
+    With `line` it is a standby until it is promoted. Raises OSError if it cannot start, and then leaves no process.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WorkerProcess:
         self.started_at = time.monotonic()
         self.line = line
         self.is_ready = line is None
-        """It has imported everything."""
+        """Whether the process has imported everything."""
         self._ended = asyncio.Event()
         own = {} if line is None else line.environment()
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class WorkerProcess:
             pass_fds=(*lifeline.inherited, *(() if line is None else (line.inherited,))),
             stdin=subprocess.DEVNULL,
             stderr=logging_setup.standard_error_of_children(),
-            # A Ctrl-C at the terminal is for the scheduler, which drains first and needs the worker for that.
+            # A Ctrl-C at the terminal must reach only the scheduler, which needs the worker to drain.
             process_group=0,
         )
         self.pid = self._process.pid
@@ -75,7 +75,7 @@ class WorkerProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
-        """Return the exit code, negative for a signal. No zombie is left, and no descriptor."""
+        """Wait for the exited process, close its descriptors and return its exit code, negative for a signal."""
         code = self._process.wait()
         os.close(self.pidfd)
         if self.line is not None:
@@ -94,11 +94,10 @@ class WorkerProcess:
 
 
 class StandbyKeeper:
-    """Keeps one standby ready from the first `keep` on. All of it is for the event loop.
+    """Keeps one standby ready after the first `keep`. On the event loop.
 
-    A standby that ends is replaced, at most once a minute if it does so again and again; one that is not ready within
-    `ready_timeout_seconds` is killed. Neither concerns the worker that serves, nor the crash budget. None is started
-    during a drain.
+    A standby that exits is replaced, at most once a minute if it keeps exiting. A standby that is not ready within
+    `ready_timeout_seconds` is killed. Neither affects the serving worker or the crash budget. A drain starts none.
     """
 
     def __init__(
@@ -118,25 +117,25 @@ class StandbyKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the standby there is now."""
+        """Process id of the current standby."""
         return None if self._standby is None else self._standby.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether the standby has imported everything."""
+        """Whether a standby has imported everything."""
         return self._standby is not None and self._standby.is_ready
 
     def keep(self) -> None:
-        """Have a standby in a moment: a worker has joined, and its streams recover first."""
+        """Start a standby in a moment, after the streams of the joined worker have recovered."""
         if self._standby is None and not self._draining:
             self._backoff.reset()
             self._set_timer(_STANDBY_DELAY_SECONDS, self._start)
 
     def take(self) -> WorkerProcess | None:
-        """Hand over the standby if it is ready, not promoted yet and watched by nobody.
+        """Return the standby if it is ready, not promoted yet and no longer watched here.
 
-        One that still imports stays: it does so at a low priority that it cannot raise, so a new process may well be
-        faster. One that is due is not started before a worker has joined, which needs the processor now.
+        A standby that still imports stays: it runs at a low priority that it cannot raise, so a new process may be
+        faster. A standby that is due is not started before a worker has joined, which needs the processor now.
         """
         standby = self._standby
         if standby is None:
@@ -148,13 +147,13 @@ class StandbyKeeper:
         return None
 
     def drain(self) -> None:
-        """Start no standby from now on. The one there is stays, and can be taken."""
+        """Start no further standby. The current one stays and can be taken."""
         self._draining = True
         if self._standby is None:
             self._set_timer(None)
 
     async def stop(self, seconds: float) -> None:
-        """End the standby and start no other one."""
+        """Kill the standby and start no further one."""
         self._draining = True
         self._set_timer(None)
         if (standby := self._standby) is not None:

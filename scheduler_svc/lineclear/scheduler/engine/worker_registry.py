@@ -16,7 +16,7 @@ from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopp
 S = WorkerState
 _HUNG_CHECK_SECONDS = 0.5
 MAX_SESSIONS = {S.CONNECTING: 16, S.WAITING: 16, S.ENDED: 64, S.GONE: 64}
-"""How many sessions of a state are remembered; the oldest are forgotten. Of other states there are only a few."""
+"""Sessions kept for each state; the oldest are forgotten. Other states are rare and need no limit."""
 
 
 class WorkerRegistry:
@@ -34,7 +34,7 @@ class WorkerRegistry:
         self.is_connecting = False
         """A worker has said Hello that no plan can reach yet."""
         self.serving: WorkerSession | None = None
-        """The session whose results count: joined, or cut off a moment ago."""
+        """The session whose results are applied: joined, or just cut off."""
         self._timeouts = timeouts
         self._predict = predict
         self._text_fingerprint = text_fingerprint
@@ -54,7 +54,7 @@ class WorkerRegistry:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: Hello | EpochMessage, now: float) -> list[Output]:
-        """Handle a message; return what follows from it, in order."""
+        """Handle a message and return the outputs in order."""
         if isinstance(message, Hello):
             return self._on_hello(message, now)
         session = self._sessions.get(message.epoch)
@@ -102,7 +102,7 @@ class WorkerRegistry:
     def on_process_exit(self, pid: int, loss: WorkerLoss, now: float) -> list[Output]:
         """Handle the exit of a process that the supervisor has started."""
         outputs: list[Output] = []
-        hello = self.status.last_hello  # in containers of their own, workers may share a pid: only this one is meant
+        hello = self.status.last_hello  # workers in separate containers may share a pid: this is the supervised one
         if hello is not None and hello.pid == pid:
             for session in self._of_process(hello, *S):
                 outputs += self._handle(session, events.ProcessExited(loss), now)
@@ -131,7 +131,7 @@ class WorkerRegistry:
         states = (S.JOINED, S.CONNECTING) if have_connections_changed else ()
         return [s for state in (*states, S.UNHEALTHY, S.CONDEMNED) for s in self._active if s.state is state]
 
-    # --- who may join ---------------------------------------------------------------------------------------------
+    # --- joining --------------------------------------------------------------------------------------------------
 
     def _on_hello(self, hello: Hello, now: float) -> list[Output]:
         if hello.epoch in self._sessions:
@@ -166,7 +166,7 @@ class WorkerRegistry:
         return self._follow(session, before, session.handle(event, now), now)
 
     def _follow(self, session: WorkerSession, before: WorkerState, outputs: list[Output], now: float) -> list[Output]:
-        """Complete `outputs` by what a change of state means to the other sessions."""
+        """Add the outputs of other sessions that a change of state affects."""
         if session.state is before:
             return outputs
         self._refresh()

@@ -57,7 +57,7 @@ _CANNOT_JOIN = "this process is being killed, or taken for dead; it cannot join 
 
 
 class WorkerState(Enum):
-    """What the scheduler knows of an epoch. The order is that of a worker that fails."""
+    """State of an epoch as the scheduler knows it."""
 
     CONNECTING = "Hello received; no plan can reach the worker yet"
     WAITING = "refused because another worker is joined; may join after it"
@@ -120,7 +120,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
     S.ENDED: {Received: S.ENDED, ProcessExited: S.GONE},
     S.GONE: {Received: S.GONE, ProcessExited: S.GONE},
 }
-"""The next state. What is missing cannot happen: IllegalTransition."""
+"""The next state. Any other event raises IllegalTransition."""
 
 
 class IllegalTransition(AssertionError):
@@ -144,20 +144,20 @@ class WorkerSession:
         self.was_refused = False
         """The same process was refused with an older epoch, and still waits."""
         self.is_stopping = False
-        """The worker was told to stop: it runs plans until no request is left, or its drain timeout."""
+        """The worker has received SIGTERM: it runs plans until no request is left, or its drain timeout."""
         self.is_released = False
         """The worker has been sent Goodbye because no request is left to run."""
         self.log_level: LogLevel | None = None
         """The level that the worker has been sent, if any."""
         self._timeouts = timeouts
         self._timer = StepTimer(timeouts, predict)
-        self._since = now  # when this state began
+        self._since = now  # start of the current state
         self._last_message_at = now
         self._has_confirmed = False  # a token
         self._has_progressed = False
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """Change the state by the table and return what follows. Raises IllegalTransition."""
+        """Change the state by the table and return the outputs. Raises IllegalTransition."""
         before = self.state
         after = self._next_states.get(type(event))
         if after is None:

@@ -1,8 +1,7 @@
-"""The supervisor: keeps one worker process running. Decides when it is started, killed, started again and given up.
+"""Keeps one worker process running: starts, kills, restarts it, and gives it up.
 
-Lives on the main thread's event loop: the kernel's parent-death signal is bound to the thread that started the child,
-and the main thread is the one that ends last. Knows nothing of epochs or plans; the engine says when a worker has
-joined and when it has to be killed.
+Runs on the main thread's event loop: the kernel's parent-death signal is bound to the thread that started the child,
+and the main thread ends last. The engine reports when a worker has joined and when it must be killed.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from lineclear.wire.messages import Hello
 
 log = structlog.get_logger()
 
-_PROMOTION_SECONDS = 2.0  # for a standby to acknowledge; it only reads and writes a byte
+_PROMOTION_SECONDS = 2.0  # for a standby to acknowledge: it reads and writes one byte
 _TRANSIENT_ERRORS = frozenset(
     {
         *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOSPC, errno.ENOBUFS),
         *(errno.EIO, errno.EBUSY, errno.ETXTBSY, errno.ESTALE, errno.ETIMEDOUT),
     }
 )
-"""What keeps a process from being started now and may be over a moment later."""
+"""Errors that prevent a start now and may be over a moment later."""
 
 
 class GiveUpReason(Enum):
     """Why no further worker is started."""
 
-    CRASHES = "it died too often"
-    CONFIGURATION = "it cannot run as it is configured"
-    STUCK = "it cannot be killed, and still holds its device"
-    BUG = "the supervisor itself failed"
+    CRASHES = "it crashed too often"
+    CONFIGURATION = "its configuration is wrong"
+    STUCK = "it cannot be killed and still holds its device"
+    BUG = "the supervisor failed"
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorLimits:
-    """The supervisor's bounds."""
+    """Limits of restarts and waits."""
 
     max_crashes: int = 5
-    """So many ends of workers without progress between them (see `crash_budget`) are survived within
-    `crash_window_seconds`; the next one is not. Starts that fail count."""
+    """Crashes without progress within `crash_window_seconds` (see `crash_budget`); one more gives the worker up. Failed
+    starts count."""
     crash_window_seconds: float = 600.0
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 10.0
@@ -62,21 +61,20 @@ class SupervisorLimits:
     stop_timeout_seconds: float = 10.0
     """From SIGTERM to SIGKILL."""
     reap_timeout_seconds: float = 10.0
-    """From SIGKILL to the end. A process that outlives it is stuck in the kernel and still holds its device."""
+    """From SIGKILL to the exit. After that, the process is stuck in the kernel and still holds its device."""
 
 
 class WorkerSupervisor:
-    """Runs `command`, and runs it again when it ends. Everything but the methods marked so is for the main thread.
+    """Runs `command` and runs it again when it exits. On the main thread, except methods marked "Any thread".
 
-    `on_exit(pid, exit_code)` is called on the event loop within milliseconds of a worker's end; it may be set after
-    `start`, and misses nothing if the loop has not turned since. `on_give_up(reason)` is called once, when no further
-    worker will be started: too many crashes, a configuration that cannot work, or a process that cannot be killed.
-    A command is taken for a wrong configuration only until a worker has joined; afterwards whatever keeps it from
-    starting (a volume that is away, a want of memory or processes) is a failed start like any other, tried again.
-    The worker inherits standard output and error, and finds the scheduler's lifeline in its environment.
-    With `standby`, a second process imports what a worker needs and waits (see `lineclear.process.standby`). When the
-    worker ends and the standby is ready, it is promoted; otherwise a new process is started. A standby that ends costs
-    no stream and does not count.
+    `on_exit(pid, exit_code)` is called on the event loop within milliseconds of a worker's exit. It may be set after
+    `start` in the same callback of the loop. `on_give_up(reason)` is called once, when no further worker will start.
+    A command counts as a wrong configuration only until a worker has joined. Later, errors at its start (a missing
+    volume, no memory or processes) are failed starts and are tried again.
+    The worker inherits standard output and error, and the parent-death pipe in its environment.
+    With `standby`, a second process imports a worker's modules and waits (see `lineclear.process.standby`). When the
+    worker exits and the standby is ready, it is promoted; otherwise a new process starts. The exit of a standby ends no
+    stream and is not counted as a crash.
     """
 
     def __init__(
@@ -111,17 +109,17 @@ class WorkerSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker that runs now."""
+        """Process id of the current worker."""
         return None if self._worker is None else self._worker.pid
 
     @property
     def standby_pid(self) -> int | None:
-        """Of the standby that waits, once it is ready."""
+        """Process id of the standby, once it is ready."""
         return self._standby.pid if self._standby is not None and self._standby.is_ready else None
 
     def start(self) -> None:
         """Start the first worker. Needs the running event loop of the main thread."""
-        assert threading.current_thread() is threading.main_thread(), "a worker's life is bound to the starting thread"
+        assert threading.current_thread() is threading.main_thread(), "the worker dies with the thread that starts it"
         self._loop = asyncio.get_running_loop()
         self._death_pipe = ParentDeathPipe()
         if self._wants_standby:
@@ -129,11 +127,11 @@ class WorkerSupervisor:
         self._spawn()
 
     def worker_joined(self, hello: Hello) -> None:
-        """The engine heard a worker's Hello. Any thread."""
+        """A worker has joined. Any thread."""
         self._call(self._on_joined, hello.pid)
 
     def worker_broken(self, hello: Hello, reason: str) -> bool:
-        """The engine will not hear that worker again: kill it if it is ours, and say whether it is. Any thread."""
+        """Kill a lost worker if this supervisor has started it; return whether it has. Any thread."""
         worker = self._worker
         if worker is None or worker.pid != hello.pid:
             return False
@@ -141,7 +139,7 @@ class WorkerSupervisor:
         return True
 
     def crashes_explained(self) -> None:
-        """The ends of workers so far had a cause that is gone: they do not count against the limit. Any thread."""
+        """Forget the crashes so far: the request that caused them has failed. Any thread."""
         self._call(self._budget.progressed)
 
     def worker_progressed(self) -> None:
@@ -149,30 +147,30 @@ class WorkerSupervisor:
         self._call(self._budget.progressed)
 
     def _call(self, action: Callable[..., None], *args: object) -> None:
-        if self._loop is not None:  # else the worker was there before us and is not ours
+        if self._loop is not None:  # else another program has started the worker
             self._loop.call_soon_threadsafe(self._guard, action, *args)
 
     def _guard(self, action: Callable[..., None], *args: object) -> None:
-        """Call `action`. An event loop only logs what a callback raises; a supervisor that failed must not stay on."""
+        """Call `action`. An event loop only logs an error in a callback; a failed supervisor must end the process."""
         try:
             action(*args)
         except Exception as error:
             self._give_up(GiveUpReason.BUG, f"the supervisor failed: {type(error).__name__}: {error}")
 
     def drain(self) -> None:
-        """Do not replace a worker that exits with code 0: it was told to stop too, and no request needs another one.
+        """Do not replace a worker that exits with code 0: it was stopped too, and no request needs another one.
 
-        No standby is started from now on. One that is ready is still promoted when the worker crashes.
+        No further standby starts. A standby that is ready is still promoted when the worker crashes.
         """
         self._draining = True
         if self._standby is not None:
             self._standby.drain()
 
     async def stop(self, *, kill: bool = False) -> bool:
-        """End the worker. False if it could not be killed: then its device is not free.
+        """Stop the worker and start no other one. Return False if it cannot be killed: its device is not free then.
 
-        Nothing is started after this. SIGTERM first, or SIGKILL at once with `kill`: a worker that is told to stop asks
-        the engine whether it may, so this is called before the engine stops, and with `kill` if the engine has died.
+        Sends SIGTERM first, or SIGKILL at once with `kill`. A stopping worker waits for the engine's Goodbye, so call
+        this before the engine stops, and with `kill` if the engine has died.
         """
         self._stopping = True
         self._set_timer(None)
@@ -193,7 +191,7 @@ class WorkerSupervisor:
             self._death_pipe = None
         return killed
 
-    # --- start and end of a worker ----------------------------------------------------------------------------------
+    # --- start and exit of a worker ---------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
         assert self._loop is not None
@@ -232,17 +230,17 @@ class WorkerSupervisor:
         log.info("worker_started", pid=standby.pid, start=self.num_starts, standby=True)
 
     def _on_acknowledged(self, standby: WorkerProcess) -> None:
-        """The promoted standby has written to its line, or closed it."""
+        """Handle that the promoted standby has written to its line or closed it."""
         assert self._loop is not None
         assert standby.line is not None
         if standby.line.receive():
             self._close_line(standby)
             self._set_timer(self._limits.start_timeout_seconds, self._kill, standby.pid, "it did not join in time")
-        else:  # it has ended, which its pidfd tells
+        else:  # the process has exited: its pidfd becomes readable
             self._loop.remove_reader(standby.line.fileno)
 
     def _close_line(self, worker: WorkerProcess) -> None:
-        """From here on `worker` is a worker like any other."""
+        """Close the line to a promoted standby, which is a normal worker now."""
         assert self._loop is not None
         if worker.line is not None:
             self._loop.remove_reader(worker.line.fileno)
@@ -254,7 +252,7 @@ class WorkerSupervisor:
         return WorkerProcess(self._command, self._environment, self._death_pipe, line)
 
     def _on_exit(self, worker: WorkerProcess) -> None:
-        """The worker's pidfd became readable: it is dead, and reaping it does not block."""
+        """Handle that the worker has exited: its pidfd is readable, so reaping does not block."""
         assert self._loop is not None
         self._loop.remove_reader(worker.pidfd)
         was_promoted = worker.line is None
@@ -274,19 +272,20 @@ class WorkerSupervisor:
             self._spawn()
         elif code == ExitCode.CONFIGURATION and not self._has_joined:
             self._give_up(
-                GiveUpReason.CONFIGURATION, "the worker cannot run as it is configured; its last log line says why"
+                GiveUpReason.CONFIGURATION,
+                "the worker cannot run with this configuration; see its last log line",
             )
         else:
             self._restart()
 
     def _restart(self) -> None:
-        """After a death or a failed start: in a while, or never."""
-        if self._budget.died(time.monotonic()):
+        """Start a worker after a pause, or give it up, after a crash or a failed start."""
+        if self._budget.crashed(time.monotonic()):
             limits = self._limits
             self._give_up(
                 GiveUpReason.CRASHES,
-                f"more than {limits.max_crashes} ends of the worker in {limits.crash_window_seconds:g} s without"
-                " progress between them",
+                f"the worker crashed more than {limits.max_crashes} times in {limits.crash_window_seconds:g} s without"
+                " progress between the crashes",
             )
         else:
             pause = self._backoff.next_seconds()
@@ -301,7 +300,7 @@ class WorkerSupervisor:
         log.error("worker_not_restarted", reason=reason)
         self._on_give_up(reason)
 
-    # --- what the engine and the clock say --------------------------------------------------------------------------
+    # --- reports of the engine, and the timer -----------------------------------------------------------------------
 
     def _on_joined(self, pid: int) -> None:
         if self._worker is not None and self._worker.pid == pid:
@@ -318,12 +317,12 @@ class WorkerSupervisor:
             return
         log.warning("worker_killed", pid=pid, reason=reason)
         worker.send(signal.SIGKILL)
-        # A second worker beside one that cannot die would find its device taken.
+        # No second worker while this one may still hold the device.
         seconds = self._limits.reap_timeout_seconds
         self._set_timer(seconds, self._give_up, GiveUpReason.STUCK, f"process {pid} cannot be killed")
 
     def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
-        """One timer for all: it never makes sense to wait for two things at once."""
+        """Replace the only timer: the supervisor waits for one thing at a time."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
