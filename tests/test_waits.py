@@ -18,7 +18,7 @@ BOUNDED = {
     "common/lineclear/process/standby.py:Standby.run_in_background:thread.join()": (
         "the supervisor kills a late standby"
     ),
-    "scheduler_svc/lineclear/scheduler/shutdown.py:ExitGuard._run:self._is_ending.wait()": "a daemon thread",
+    "scheduler_svc/lineclear/scheduler/shutdown.py:ExitGuard._run:self._is_exiting.wait()": "a daemon thread",
     "scheduler_svc/lineclear/scheduler/shutdown.py:ShutdownController.run_unless_forced:task.result()": (
         "the task is done"
     ),

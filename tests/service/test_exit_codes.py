@@ -133,7 +133,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
         ([*spawn, "--model", str(tmp_path / "weights")], "tokenizer.json does not exist"),
         ([*spawn, "--model", "nobody/nothing"], "local cache"),
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
-        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "something else"),
+        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "not a socket of this user"),
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
         (["--listen", "10.0.0.1:1", "--model", str(model)], "--insecure-allow-remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
