@@ -25,7 +25,7 @@ IMPORTED_CHECKS = frozenset({"check", "wait_for", "exit_code", "assert_close", "
 """Imported functions that raise on a wrong value: of tests/support, tests/service, tests/simulation and torch."""
 WITHOUT_ERROR = frozenset(
     {
-        "process/test_worker_link.py::test_a_wait_may_be_asked_to_last_for_any_time",
+        "process/test_worker_link.py::test_wait_accepts_any_time",
         "worker/test_safetensors_check.py::test_no_damage_to_a_header_raises_anything_else",
     }
 )

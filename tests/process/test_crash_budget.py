@@ -37,28 +37,28 @@ def outcome(history: str, *, max_crashes: int = 5, window: float = 600.0, spacin
         ("DDPDDPDDPDDDDDD", 12),
     ],
 )
-def test_only_deaths_without_progress_between_them_end_it(history: str, spent_at: int | None) -> None:
+def test_only_crashes_without_progress_spend_the_budget(history: str, spent_at: int | None) -> None:
     assert outcome(history) == spent_at
 
 
 @pytest.mark.parametrize(("max_crashes", "spent_at"), [(0, 1), (1, 2), (1000, 1001)])
-def test_the_setting_says_how_many_are_survived(max_crashes: int, spent_at: int) -> None:
+def test_max_crashes_are_survived(max_crashes: int, spent_at: int) -> None:
     assert outcome(DIES * 2000, max_crashes=max_crashes, spacing=0.1) == spent_at
 
 
 @pytest.mark.parametrize(("spacing", "spent_at"), [(100.0, 6), (119.0, 6), (120.0, 6), (120.1, None), (1000.0, None)])
-def test_deaths_older_than_the_window_are_forgotten(spacing: float, spent_at: int | None) -> None:
+def test_crashes_older_than_the_window_are_forgotten(spacing: float, spent_at: int | None) -> None:
     assert outcome(DIES * 100, spacing=spacing) == spent_at
 
 
-def test_a_report_of_progress_that_comes_after_the_death_counts() -> None:
+def test_progress_reported_after_the_crash_counts() -> None:
     budget = CrashBudget(0, 600.0)
     assert budget.crashed(1.0)
     budget.progressed()
     assert len(budget) == 0
 
 
-def test_pauses_grow_to_the_longest_and_never_overflow() -> None:
+def test_backoff_grows_to_its_maximum_and_never_overflows() -> None:
     backoff = Backoff(0.1, 10.0)
     pauses = [backoff.next_seconds() for _ in range(2000)]
     assert pauses[:6] == pytest.approx([0.1, 0.4, 1.6, 6.4, 10.0, 10.0])

@@ -85,7 +85,7 @@ def test_stop_tokens_end_an_answer() -> None:
             assert stream.end.reason is FinishReason.STOP_TOKEN
 
 
-def test_a_cancelled_request_ends_and_its_neighbours_do_not_notice() -> None:
+def test_cancel_ends_one_request_only() -> None:
     with World(options=SLOW) as world:
         world.start_worker()
         streams = [world.submit(request(i, max_tokens=50)) for i in range(4)]
@@ -100,7 +100,7 @@ def test_a_cancelled_request_ends_and_its_neighbours_do_not_notice() -> None:
             stream.check(world.options.vocab_size)
 
 
-def test_a_stop_string_found_by_the_service_completes_the_answer() -> None:
+def test_finish_completes_an_answer_at_a_stop_string() -> None:
     with World(options=SLOW) as world:
         world.start_worker()
         stream = world.submit(request(1, max_tokens=200))
@@ -112,7 +112,7 @@ def test_a_stop_string_found_by_the_service_completes_the_answer() -> None:
         assert stream.end.record.completion_tokens == 5
 
 
-def test_a_deadline_passes_without_any_message_to_wake_the_engine() -> None:
+def test_deadline_wakes_an_idle_engine() -> None:
     with World() as world:
         begin = time.monotonic()
         stream = world.submit(Request("late", (1, 2, 3), request(1).sampling, 5, deadline=begin + 0.1))
@@ -121,7 +121,7 @@ def test_a_deadline_passes_without_any_message_to_wake_the_engine() -> None:
         assert 0.1 <= time.monotonic() - begin < SOON_SECONDS
 
 
-def test_a_deadline_years_ahead_is_waited_for_while_there_is_no_worker() -> None:
+def test_deadline_years_ahead_without_a_worker() -> None:
     with World() as world:
         far = Request("far", (1, 2, 3), request(1).sampling, 5, deadline=time.monotonic() + 1e9)
         stream = world.submit(far)
@@ -131,7 +131,7 @@ def test_a_deadline_years_ahead_is_waited_for_while_there_is_no_worker() -> None
         stream.check(world.options.vocab_size)
 
 
-def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
+def test_drain_finishes_running_and_refuses_new_requests() -> None:
     with World(options=SLOW) as world:
         world.start_worker()
         before = world.submit(request(1))
@@ -142,7 +142,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
         assert isinstance(error_of(after), ServerDraining)
 
 
-def test_a_request_the_core_refuses_fails_with_the_reason() -> None:
+def test_request_refused_by_the_core_fails_with_the_reason() -> None:
     with World() as world:
         world.start_worker()
         world.wait_joined()
@@ -151,7 +151,7 @@ def test_a_request_the_core_refuses_fails_with_the_reason() -> None:
         assert isinstance(error_of(stream), PromptTooLong)
 
 
-def test_more_requests_than_the_inbox_holds_are_refused_and_the_rest_are_exact() -> None:
+def test_full_inbox_refuses_requests() -> None:
     with World(max_inbox=10) as world:
         world.start_worker()
         world.wait_joined()
@@ -166,7 +166,7 @@ def test_more_requests_than_the_inbox_holds_are_refused_and_the_rest_are_exact()
 
 
 @pytest.mark.parametrize("size", [1, 3000])
-def test_whoever_may_wait_finds_room_in_the_inbox_and_so_does_the_end_of_each(size: int) -> None:
+def test_inbox_holds_a_submit_and_a_cancel_of_each_request(size: int) -> None:
     settings = SchedulerSettings(model="m", max_queue_size=size, max_batch_size=1)
     with World(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size)) as world:
         world.start_worker()
@@ -180,7 +180,7 @@ def test_whoever_may_wait_finds_room_in_the_inbox_and_so_does_the_end_of_each(si
         assert {type(error_of(stream)) for stream in streams} == {Cancelled}
 
 
-def test_a_full_queue_is_the_cores_word() -> None:
+def test_full_queue_is_refused_by_the_core() -> None:
     with World(core=CoreLimits(max_queue_size=3)) as world:
         streams = [world.submit(request(i)) for i in range(5)]
         world.wait_ended(streams[3:])
@@ -189,7 +189,7 @@ def test_a_full_queue_is_the_cores_word() -> None:
         assert [type(s.end) for s in streams] == [Finished] * 3 + [Failed] * 2
 
 
-def test_the_death_of_the_engine_is_loud() -> None:
+def test_error_on_the_engine_thread_is_fatal() -> None:
     world = World()
     with world:
         world.start_worker()
@@ -205,7 +205,7 @@ def test_the_death_of_the_engine_is_loud() -> None:
         assert world.fatal == [world.engine.failure]
 
 
-def test_a_worker_of_another_release_ends_the_engine_with_both_versions_named() -> None:
+def test_protocol_mismatch_names_both_versions() -> None:
     with World() as world:
         frame = bytearray(encode(Heartbeat(7, 0)))
         frame[4] += 1  # the protocol, little-endian
@@ -219,7 +219,7 @@ def test_a_worker_of_another_release_ends_the_engine_with_both_versions_named() 
         assert f"protocol {PROTOCOL + 1}, this one {PROTOCOL}" in str(world.fatal[0])
 
 
-def test_a_process_that_stood_still_does_not_blame_its_worker() -> None:
+def test_suspended_process_does_not_lose_its_worker() -> None:
     """After a suspend the clock has gone on, and what the worker said is still in the kernel's buffers."""
     ahead = [0.0]
     with World(options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0]) as world:
@@ -252,7 +252,7 @@ def test_plans_are_sent_before_their_events_are_published() -> None:
         assert sent[0] >= 1, "the first events came before the first plan"
 
 
-def test_a_snapshot_tells_what_was_done() -> None:
+def test_snapshot_counts_requests_steps_and_bytes() -> None:
     with World() as world:
         assert world.engine.worker_status.hello is None
         world.start_worker()
@@ -285,7 +285,7 @@ def spoil(world: World) -> None:
 
 
 @pytest.mark.parametrize(("every", "max_tokens"), [(8, 400), (10**6, 1)], ids=["while it runs", "when it is idle"])
-def test_broken_books_end_the_engine(every: int, max_tokens: int) -> None:
+def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> None:
     with World(check_every_steps=every) as world:
         world.start_worker()
         world.wait_joined()
@@ -299,7 +299,7 @@ def test_broken_books_end_the_engine(every: int, max_tokens: int) -> None:
         assert len(stream.tokens) < 400
 
 
-def test_books_are_not_checked_where_that_is_switched_off() -> None:
+def test_invariant_checks_can_be_disabled() -> None:
     with World(check_every_steps=0) as world:
         world.start_worker()
         world.wait_joined()
@@ -309,7 +309,7 @@ def test_books_are_not_checked_where_that_is_switched_off() -> None:
         assert world.engine.snapshot().counters.checks == 0
 
 
-def test_an_idle_engine_turns_only_for_heartbeats() -> None:
+def test_idle_engine_iterates_only_for_heartbeats() -> None:
     with World(options=ToyOptions(heartbeat_seconds=0.1)) as world:
         world.start_worker()
         world.wait_joined()
@@ -323,7 +323,7 @@ def test_an_idle_engine_turns_only_for_heartbeats() -> None:
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
-def test_stop_ends_the_thread_and_leaves_the_link_to_the_caller(num_stops: int) -> None:
+def test_stop_ends_the_thread_and_returns_the_link(num_stops: int) -> None:
     with World() as world:
         for _ in range(num_stops):
             world.engine.stop()
@@ -331,7 +331,7 @@ def test_stop_ends_the_thread_and_leaves_the_link_to_the_caller(num_stops: int) 
         world.engine.submit(request(1))  # into the void, without harm
 
 
-def test_a_worker_that_is_smaller_than_what_is_asked_for_is_a_warning() -> None:
+def test_worker_smaller_than_the_limits_is_a_warning() -> None:
     """In containers of their own the two have flags of their own."""
     limits = CoreLimits(max_batch_size=128, target_batch_tokens=8192)
     with structlog.testing.capture_logs() as lines, World(core=limits, options=ToyOptions(num_slots=64)) as world:
@@ -346,7 +346,7 @@ def test_a_worker_that_is_smaller_than_what_is_asked_for_is_a_warning() -> None:
     assert told[0]["hint"] == "start the worker with --max-batch-size 128, or lower the scheduler's"
 
 
-def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:
+def test_worker_as_large_as_the_limits_is_no_warning() -> None:
     with structlog.testing.capture_logs() as lines, World(core=CoreLimits(max_batch_size=64)) as world:
         world.start_worker()
         world.wait_joined()
@@ -354,7 +354,7 @@ def test_a_worker_that_is_as_large_as_what_is_asked_for_is_none() -> None:
     assert "worker_caps_batches" not in [line["event"] for line in lines]
 
 
-def test_a_thread_that_does_not_end_is_said_and_its_link_is_left_alone() -> None:
+def test_stuck_thread_is_reported_and_keeps_its_link() -> None:
     goes_on = threading.Event()
     with World() as world:
         world.engine.call_on_engine_thread(lambda: goes_on.wait(PATIENCE_SECONDS))

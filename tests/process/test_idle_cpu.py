@@ -58,7 +58,7 @@ def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None
     assert percent[0] < 2.0
 
 
-def test_work_shows_in_the_same_measure(directory: Path) -> None:
+def test_idle_measure_detects_work(directory: Path) -> None:
     """The measure is not blind: with streams running it exceeds the bound of the other tests."""
     with ToyScheduler(directory, 16, IDLE) as scheduler:
         worker = scheduler.hear("joined")

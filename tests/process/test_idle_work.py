@@ -70,14 +70,14 @@ def play(sockets: SocketDir, runner: Preparing, script: Script) -> None:
         loop.close()
 
 
-def test_the_runner_prepares_after_a_while_without_a_plan_slice_by_slice_and_then_rests(sockets: SocketDir) -> None:
+def test_idle_work_runs_slice_by_slice_after_a_pause(sockets: SocketDir) -> None:
     runner, script = Preparing(3), Script(None, None, None, Rejoin(1))
     play(sockets, runner, script)
     assert runner.done == ["slice"] * 3
     assert script.waits == [IDLE, 0.0, 0.0, None], "once all is prepared, whatever comes is waited for in the kernel"
 
 
-def test_a_plan_goes_before_what_is_left_to_prepare(sockets: SocketDir) -> None:
+def test_plan_interrupts_idle_work(sockets: SocketDir) -> None:
     runner, script = Preparing(2), Script(None, StepPlan(1, 1), StepPlan(1, 2), None, None, Rejoin(1))
     play(sockets, runner, script)
     assert runner.done == ["slice", "plan", "plan", "slice", "slice"]
@@ -93,7 +93,7 @@ def is_sent(scheduler: zmq.Socket[bytes], plan: StepPlan) -> bool:
     return True
 
 
-def test_a_socket_is_left_when_nothing_comes_and_gives_at_once_what_is_there(sockets: SocketDir) -> None:
+def test_plan_socket_times_out_or_returns_at_once(sockets: SocketDir) -> None:
     bell = Waker()
     with bare_context() as context, context.socket(zmq.ROUTER) as scheduler:
         scheduler.set(zmq.ROUTER_MANDATORY, 1)

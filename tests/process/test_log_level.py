@@ -29,7 +29,7 @@ def joined(world: World, peer: Callable[[int], Peer], epoch: int) -> Peer:
     return new
 
 
-def test_the_worker_that_is_there_is_told(world: World, peer: Callable[[int], Peer]) -> None:
+def test_log_level_is_sent_to_the_joined_worker(world: World, peer: Callable[[int], Peer]) -> None:
     worker = joined(world, peer, 7)
     world.wait_joined()
     for level in LogLevel:
@@ -37,7 +37,7 @@ def test_the_worker_that_is_there_is_told(world: World, peer: Callable[[int], Pe
         assert worker.hear() == SetLogLevel(7, level)
 
 
-def test_whoever_joins_later_is_told_once_and_before_anything_else(world: World, peer: Callable[[int], Peer]) -> None:
+def test_log_level_is_sent_first_to_a_later_worker(world: World, peer: Callable[[int], Peer]) -> None:
     world.engine.set_log_level("error")
     world.engine.set_log_level("debug")
     for epoch in (7, 9):
@@ -49,13 +49,13 @@ def test_whoever_joins_later_is_told_once_and_before_anything_else(world: World,
         world.wait(lambda epoch=epoch: [lost for _, lost in world.losses][-1:] == [epoch])
 
 
-def test_a_worker_keeps_its_own_level_while_nobody_sets_one(world: World, peer: Callable[[int], Peer]) -> None:
+def test_no_log_level_is_sent_by_default(world: World, peer: Callable[[int], Peer]) -> None:
     worker = joined(world, peer, 7)
     world.submit(request(1, prompt_len=4, max_tokens=4))
     assert isinstance(worker.hear(), StepPlan)
 
 
-def test_a_level_that_found_no_room_is_sent_again(world: World, peer: Callable[[int], Peer]) -> None:
+def test_unsent_log_level_is_sent_again(world: World, peer: Callable[[int], Peer]) -> None:
     worker = joined(world, peer, 7)
     world.wait_joined()
     tell, refused = world.link.send_control, list[SetLogLevel]()

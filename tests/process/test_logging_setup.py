@@ -52,13 +52,13 @@ def test_json_lines_carry_process_level_time_and_fields() -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_what_an_exception_quotes_is_not_logged(form: str) -> None:
+def test_text_of_exceptions_is_not_logged(form: str) -> None:
     lines = "".join(lines_of("info", form))
     assert "KeyError" in lines
     assert "what the user wrote" not in lines
 
 
-def test_console_lines_are_for_people() -> None:
+def test_console_format() -> None:
     lines = lines_of("debug", "console")
     assert "too_fine" in lines[0]
     assert "worker_joined" in lines[1]
@@ -66,7 +66,7 @@ def test_console_lines_are_for_people() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_shows_lines_for_people(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_terminal_gets_the_console_format(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     assert chosen("auto") == ("console" if is_terminal else "json")
     assert WorkerSettings(model="m", socket_directory="d").log_format == "auto"
@@ -118,7 +118,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
             os.dup2(elsewhere.fileno(), target.fileno())  # closing flushes once more
 
 
-def test_a_process_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
+def test_process_survives_a_closed_standard_error(tmp_path: Path) -> None:
     done = tmp_path / "done"
     script = f"""
 import pathlib, structlog
@@ -137,7 +137,7 @@ pathlib.Path({str(done)!r}).touch()
     assert process.returncode == 0
 
 
-def test_standard_error_does_not_block_and_the_lines_still_come_whole() -> None:
+def test_nonblocking_standard_error_gets_whole_lines() -> None:
     """Thousands of lines into a pipe whose reader is slow to begin: more than it holds, and none is cut or lost."""
     script = """
 import os, sys, structlog

@@ -17,7 +17,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 
-def test_only_what_has_not_begun_and_names_no_model_is_answered_by_the_new_one(tmp_path: Path) -> None:
+def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.write_text("")
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model_file=str(model))
@@ -50,7 +50,7 @@ def test_only_what_has_not_begun_and_names_no_model_is_answered_by_the_new_one(t
         supervised(world, body)
 
 
-def test_the_same_model_goes_on_as_ever(tmp_path: Path) -> None:
+def test_same_model_continues_all_requests(tmp_path: Path) -> None:
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model="b")
     with World(options=options) as world:
 
@@ -67,7 +67,7 @@ def test_the_same_model_goes_on_as_ever(tmp_path: Path) -> None:
         supervised(world, body)
 
 
-def test_a_waiting_request_that_was_checked_with_another_vocabulary_may_be_sent_again() -> None:
+def test_new_vocabulary_refuses_waiting_requests_retryably() -> None:
     with World(options=ToyOptions(vocab_size=50)) as world:
         stream = world.submit(replace(request(1), vocabulary=(97, (0,))))
         world.start_worker()

@@ -38,7 +38,7 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("num_streams", [0, 8], ids=["idle", "busy"])
-def test_a_killed_scheduler_takes_its_worker_along(directory: Path, num_streams: int) -> None:
+def test_worker_ends_with_a_killed_scheduler(directory: Path, num_streams: int) -> None:
     with ToyScheduler(directory, num_streams, STEPPING) as scheduler:
         pid = scheduler.hear("joined")
         scheduler.end(signal.SIGKILL)
@@ -47,9 +47,7 @@ def test_a_killed_scheduler_takes_its_worker_along(directory: Path, num_streams:
 
 # The moment itself is the point here: between fork and Hello lie the interpreter's start, imports, arming and the load.
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.12, 0.5])
-def test_a_scheduler_killed_while_its_worker_starts_or_loads_takes_it_along(
-    directory: Path, delay_seconds: float
-) -> None:
+def test_worker_ends_with_its_scheduler_while_it_loads(directory: Path, delay_seconds: float) -> None:
     with ToyScheduler(directory, 0, ToyOptions(load_seconds=3600)) as scheduler:
         pid = scheduler.hear("started")
         time.sleep(delay_seconds)
@@ -57,7 +55,7 @@ def test_a_scheduler_killed_while_its_worker_starts_or_loads_takes_it_along(
         assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
 
 
-def test_the_pipe_alone_is_enough(directory: Path) -> None:
+def test_death_pipe_alone_ends_the_worker(directory: Path) -> None:
     """The scheduler lives on and only lets go of the pipe, so the kernel sends no signal."""
     lifeline = ParentDeathPipe()
     worker = subprocess.Popen(
@@ -69,7 +67,7 @@ def test_the_pipe_alone_is_enough(directory: Path) -> None:
     assert worker.wait(PATIENCE_SECONDS) == ExitCode.ORPHANED
 
 
-def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> None:
+def test_worker_started_by_a_dead_scheduler_exits() -> None:
     reading, writing = os.pipe()
     code = "from lineclear.process.parent_death import die_with_parent; die_with_parent(); print('still here')"
     environment = ENVIRONMENT | {"LINECLEAR_LIFELINE": f"{os.getppid()}:{reading}"}
@@ -79,7 +77,7 @@ def test_a_worker_whose_scheduler_died_before_it_could_arm_leaves_at_once() -> N
     assert (done.returncode, done.stdout) == (ExitCode.ORPHANED, b"")
 
 
-def test_without_a_lifeline_there_is_nothing_to_hold() -> None:
+def test_no_death_pipe_without_a_parent() -> None:
     assert "LINECLEAR_LIFELINE" not in os.environ
     assert die_with_parent() is False
 
@@ -92,7 +90,7 @@ def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(directory: Path) -> 
         assert not (directory / "plan.sock").exists()
 
 
-def test_a_worker_of_its_own_outlives_schedulers_and_joins_the_next(directory: Path) -> None:
+def test_unsupervised_worker_joins_the_next_scheduler(directory: Path) -> None:
     worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)  # before any scheduler
     for _ in range(3):
         with ToyScheduler(directory, 4) as scheduler:
@@ -103,7 +101,7 @@ def test_a_worker_of_its_own_outlives_schedulers_and_joins_the_next(directory: P
     assert worker.wait(PATIENCE_SECONDS) == 0
 
 
-def test_answers_are_exact_on_a_worker_that_served_a_scheduler_before(directory: Path) -> None:
+def test_answers_are_exact_on_a_reused_worker(directory: Path) -> None:
     with ToyScheduler(directory, 8) as scheduler:
         worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)
         assert scheduler.hear("joined") == worker.pid

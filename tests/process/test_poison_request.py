@@ -14,7 +14,7 @@ from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, Worke
 POISON = 96
 
 
-def test_one_poisonous_request_among_sixteen_fails_and_costs_three_workers() -> None:
+def test_poison_request_fails_after_three_crashes() -> None:
     with World(options=ToyOptions(poison_token=POISON)) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -34,7 +34,7 @@ def test_one_poisonous_request_among_sixteen_fails_and_costs_three_workers() -> 
         supervised(world, body)
 
 
-def test_poison_does_not_use_up_the_crashes_that_are_survived() -> None:
+def test_poison_requests_do_not_spend_the_crash_budget() -> None:
     with World(options=ToyOptions(poison_token=POISON)) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:

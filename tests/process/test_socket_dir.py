@@ -69,7 +69,7 @@ def test_a_path_too_long_for_a_socket_is_refused(root: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_somebody_elses_directory_is_refused(root: Path) -> None:
+def test_directory_of_another_user_is_refused(root: Path) -> None:
     (root / "theirs").mkdir(mode=0o700)
     os.chown(root / "theirs", 12345, -1)
     with pytest.raises(SocketError, match="belongs to user 12345"):
@@ -86,7 +86,7 @@ def test_sockets_of_a_dead_scheduler_are_cleared_away(root: Path) -> None:
     assert {p.name for p in root.iterdir()} == {"scheduler.lock"}
 
 
-def test_a_second_scheduler_in_the_same_directory_is_refused_and_disturbs_nothing(root: Path) -> None:
+def test_second_scheduler_in_a_directory_is_refused(root: Path) -> None:
     link = WorkerLink(root)
     before = (root / "plan.sock").stat().st_ino
     with pytest.raises(SocketError, match="another scheduler uses"):
@@ -121,7 +121,7 @@ def test_a_link_leaves_no_descriptor_behind(root: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_link_that_is_forgotten_keeps_nothing_and_nobody(root: Path) -> None:
+def test_dropped_link_releases_its_sockets(root: Path) -> None:
     """In a process of its own, because a collection that waits for the link's sockets would wait for ever."""
     program = f"""
 import gc, os, pathlib

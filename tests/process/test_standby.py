@@ -74,7 +74,7 @@ def test_the_standby_takes_over_and_another_one_is_kept() -> None:
         assert supervisor.num_starts == 4
 
 
-def test_a_standby_that_dies_costs_no_stream_and_no_budget() -> None:
+def test_standby_crash_costs_no_stream_and_no_budget() -> None:
     with World(options=OPTIONS) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -166,7 +166,7 @@ def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, mon
         supervised(world, body, standby=True)
 
 
-def test_a_standby_that_is_ready_when_a_drain_begins_still_takes_over() -> None:
+def test_ready_standby_takes_over_during_a_drain() -> None:
     with World(options=OPTIONS) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -195,7 +195,7 @@ signal.pause()
 """
 
 
-async def test_an_acknowledgement_that_is_read_after_the_join_starts_no_timer() -> None:
+async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
     """The supervisor reads both in one turn of its loop, in either order. A timer set then would kill the worker."""
 
     exits: list[int] = []
@@ -235,7 +235,7 @@ def claimed(line: StandbyLine, monkeypatch: pytest.MonkeyPatch) -> Standby:
     return standby
 
 
-def test_imports_run_at_a_low_priority_and_what_follows_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standby_imports_at_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     line = StandbyLine()
     standby = claimed(line, monkeypatch)
     assert not line.environment().keys() & os.environ.keys()  # a child of the standby is none
@@ -250,7 +250,7 @@ def test_imports_run_at_a_low_priority_and_what_follows_does_not(monkeypatch: py
     line.close()
 
 
-def test_what_imports_raise_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     line = StandbyLine()
     standby = claimed(line, monkeypatch)
 

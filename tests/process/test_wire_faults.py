@@ -138,7 +138,7 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
     assert world.fatal == []
 
 
-def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
+def test_late_hello_of_a_dead_worker_delays_no_join() -> None:
     def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         world.wait_joined()
         (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
@@ -157,7 +157,7 @@ def test_the_last_hello_of_a_worker_that_is_dead_keeps_nobody_waiting() -> None:
     assert world.fatal == []
 
 
-def test_all_that_a_dead_worker_ever_said_changes_nothing_when_it_is_heard_again() -> None:
+def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
     def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         world.wait_joined()
         streams = [world.submit(request(i, max_tokens=120)) for i in range(8)]
@@ -181,7 +181,7 @@ def test_all_that_a_dead_worker_ever_said_changes_nothing_when_it_is_heard_again
     serve(lambda where, frame: (frame,), body)
 
 
-def test_heartbeats_that_are_lost_cost_a_worker_and_no_token() -> None:
+def test_lost_heartbeats_cost_a_worker_and_no_token() -> None:
     """All of them, from the first worker: it is put out as silent while it is idle, and its successor serves."""
     epochs: list[int] = []
 
@@ -202,7 +202,7 @@ def test_heartbeats_that_are_lost_cost_a_worker_and_no_token() -> None:
     assert "silent" in world.broken[0]
 
 
-def test_the_proxy_itself_changes_nothing(tmp_path: Path) -> None:
+def test_proxy_without_faults_changes_nothing(tmp_path: Path) -> None:
     world = serve(lambda where, frame: (frame,), lambda world, proxy, supervisor: all_exact(world))
     assert len(world.joins) == 1
     assert world.broken == []

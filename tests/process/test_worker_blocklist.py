@@ -65,7 +65,7 @@ def scene() -> Iterator[Scene]:
         yield Scene(world, peer)
 
 
-def test_a_process_that_is_being_killed_is_not_let_in_again(scene: Scene) -> None:
+def test_condemned_process_may_not_join_again(scene: Scene) -> None:
     scene.world.is_killing = True
     scene.impossible_result()
     assert "being killed" in scene.first.hear_a(Goodbye).reason
@@ -74,7 +74,7 @@ def test_a_process_that_is_being_killed_is_not_let_in_again(scene: Scene) -> Non
     scene.successor_answers()
 
 
-def test_a_hello_right_behind_what_condemns_is_not_believed(scene: Scene) -> None:
+def test_hello_right_behind_a_failed_step_is_rejected(scene: Scene) -> None:
     """Both are received in one iteration of the engine."""
     world = scene.world
     world.is_killing = True
@@ -86,7 +86,7 @@ def test_a_hello_right_behind_what_condemns_is_not_believed(scene: Scene) -> Non
     scene.successor_answers()
 
 
-def test_a_process_that_has_ended_is_not_let_in_by_what_it_said_before(scene: Scene) -> None:
+def test_late_hello_of_an_exited_process_is_rejected(scene: Scene) -> None:
     """Its memory ran out, so it was to join again; then something killed it."""
     world = scene.world
     scene.first.say(StepError(7, 1, StepErrorKind.OUT_OF_MEMORY))
@@ -96,7 +96,7 @@ def test_a_process_that_has_ended_is_not_let_in_by_what_it_said_before(scene: Sc
     scene.successor_answers()
 
 
-def test_another_process_of_the_same_pid_is_let_in(scene: Scene) -> None:
+def test_another_process_with_the_same_pid_may_join(scene: Scene) -> None:
     """In containers of their own, all of them have the same."""
     world = scene.world
     world.is_killing = True
@@ -107,7 +107,7 @@ def test_another_process_of_the_same_pid_is_let_in(scene: Scene) -> None:
     assert successor.hear_a(StepPlan).epoch == 9
 
 
-def test_who_is_condemned_and_not_being_killed_may_join_again(scene: Scene) -> None:
+def test_unhealthy_process_without_a_supervisor_may_join_again(scene: Scene) -> None:
     """Where nobody supervises it there would be no other."""
     scene.impossible_result()
     assert scene.first.hear_a(Rejoin) == Rejoin(7)
@@ -117,7 +117,7 @@ def test_who_is_condemned_and_not_being_killed_may_join_again(scene: Scene) -> N
     assert again.hear_a(StepPlan).epoch == 9
 
 
-def test_a_worker_that_hears_that_it_is_being_killed_leaves() -> None:
+def test_condemned_worker_exits_by_itself() -> None:
     """Nobody kills this one."""
     with World() as world:
         world.options = ToyOptions(fault="tokens", fault_step=5, fault_once=str(world.root / "once"))

@@ -30,7 +30,7 @@ def num_tokens(streams: list[Stream]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None:
+def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None:
     chance = random.Random(seed)
     num_kills = 3
     with World(options=SLOW) as world:
@@ -58,7 +58,7 @@ def test_killed_at_random_points_and_every_stream_stays_exact(seed: int) -> None
         assert world.engine.snapshot().worker.num_joins == num_kills + 1
 
 
-def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
+def test_silent_worker_is_killed() -> None:
     with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -78,7 +78,7 @@ def test_a_stopped_worker_is_silent_and_gets_killed() -> None:
         assert all("silent" in reason for reason in world.broken)  # on a busy machine maybe more than one
 
 
-def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -> None:
+def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
     """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
     with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
         worker = world.start_worker()
@@ -100,7 +100,7 @@ def test_a_hung_worker_that_nobody_supervises_is_told_until_somebody_ends_it() -
         assert not world.engine.worker_status.is_hung
 
 
-def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_believed() -> None:
+def test_hung_worker_that_wakes_joins_again() -> None:
     with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
         worker = world.start_worker()
         world.wait_joined()
@@ -116,7 +116,7 @@ def test_a_worker_that_hung_and_woke_joins_anew_and_its_late_results_are_not_bel
         assert not world.engine.worker_status.is_hung
 
 
-def test_killed_again_while_it_catches_up() -> None:
+def test_worker_killed_again_during_recovery() -> None:
     """Each successor dies as soon as it has joined, when all it may do is recompute what was lost."""
     with World(options=SLOW) as world:
 
@@ -137,7 +137,7 @@ def test_killed_again_while_it_catches_up() -> None:
         assert len(world.joins) == 4
 
 
-def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> None:
+def test_hanging_step_with_heartbeats_is_killed_at_its_timeout() -> None:
     with World(timeouts=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
         world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
 
@@ -152,7 +152,7 @@ def test_a_step_that_hangs_while_the_heart_beats_is_ended_by_its_deadline() -> N
         assert "step 7 is not done" in world.broken[0]
 
 
-def test_a_long_step_is_left_alone_before_its_deadline() -> None:
+def test_long_step_may_run_until_its_timeout() -> None:
     step_seconds = SHORT_SILENCE.heartbeat_timeout_seconds + 0.5
     options = ToyOptions(min_step_seconds=step_seconds, max_step_seconds=step_seconds)
     with World(options=options, timeouts=SHORT_SILENCE) as world:
@@ -167,7 +167,7 @@ def test_a_long_step_is_left_alone_before_its_deadline() -> None:
     ("fault", "reason"),
     [("exception", "exception"), ("assertion", "exception"), ("tokens", "cannot be"), ("exit", None)],
 )
-def test_a_worker_that_breaks_is_replaced(fault: str, reason: str | None) -> None:
+def test_failing_worker_is_replaced(fault: str, reason: str | None) -> None:
     with World() as world:
         world.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(world.root / "once"))
 
@@ -196,7 +196,7 @@ def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
         assert world.broken == []
 
 
-def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
+def test_requests_wait_for_the_first_worker() -> None:
     with World() as world:
         streams = [world.submit(request(i)) for i in range(5)]
         eventually(lambda: world.engine.snapshot().core.requests_waiting == 5)
@@ -206,7 +206,7 @@ def test_requests_submitted_while_no_worker_is_there_wait_for_one() -> None:
             stream.check(world.options.vocab_size)
 
 
-def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> None:
+def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
     """With a drain timeout of 0; else it would finish what its scheduler runs."""
     anomalies: list[str] = []
     with World(on_anomaly=anomalies.append) as world:
@@ -227,7 +227,7 @@ def test_a_worker_told_to_stop_finishes_its_step_says_goodbye_and_exits_0() -> N
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_pipeline_of_one_and_of_four_answer_alike(depth: int) -> None:
+def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
     deepest = 0
     with World(core=CoreLimits(pipeline_depth=depth), options=SLOW) as world:
 
@@ -246,7 +246,7 @@ def test_a_pipeline_of_one_and_of_four_answer_alike(depth: int) -> None:
         assert world.losses == []
 
 
-def test_streams_only_pause() -> None:
+def test_streams_pause_and_continue_after_a_kill() -> None:
     """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
     with World(options=SLOW) as world:
 

@@ -23,7 +23,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-def test_streams_finish_on_a_worker_that_is_told_to_stop(world: World) -> None:
+def test_streams_finish_on_a_stopping_worker(world: World) -> None:
     worker = world.start_worker()
     streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
     world.wait(lambda: all(stream.tokens for stream in streams))
@@ -52,7 +52,7 @@ def test_a_worker_that_has_not_joined_exits_at_once(world: World) -> None:
     assert worker.wait(SOON_SECONDS) == 0
 
 
-def test_a_worker_whose_scheduler_is_lost_during_the_drain_exits(world: World) -> None:
+def test_draining_worker_without_a_scheduler_exits(world: World) -> None:
     worker = world.start_worker()
     stream = world.submit(request(0, max_tokens=400))
     world.wait(lambda: len(stream.tokens) > 0)
@@ -73,7 +73,7 @@ def test_a_second_signal_ends_the_drain(world: World) -> None:
     assert worker.wait(SOON_SECONDS) == -signal.SIGTERM
 
 
-def test_after_the_drain_timeout_streams_go_on_at_the_next_worker(world: World) -> None:
+def test_streams_move_to_the_next_worker_after_the_drain_timeout(world: World) -> None:
     worker = world.start_worker(replace(LONG_DRAIN, drain_timeout_seconds=0.2))
     streams = [world.submit(request(i, max_tokens=400)) for i in range(8)]
     world.wait(lambda: all(stream.tokens for stream in streams))
@@ -87,7 +87,7 @@ def test_after_the_drain_timeout_streams_go_on_at_the_next_worker(world: World) 
         stream.check(world.options.vocab_size)
 
 
-def test_requests_that_come_during_the_drain_are_run(world: World) -> None:
+def test_requests_during_a_worker_drain_run(world: World) -> None:
     worker = world.start_worker()
     first = world.submit(request(0, max_tokens=100))
     world.wait(lambda: len(first.tokens) > 0)
@@ -116,7 +116,7 @@ def test_a_released_worker_is_sent_one_goodbye(world: World, has_request: bool) 
         assert not world.engine.worker_status.is_stopping
 
 
-def test_requests_of_a_stopping_worker_that_is_killed_are_no_suspects() -> None:
+def test_killed_stopping_worker_makes_no_request_a_suspect() -> None:
     """As when a container runtime's patience is shorter than the drain timeout."""
     anomalies: list[str] = []
     with World(options=LONG_DRAIN, on_anomaly=anomalies.append) as world:

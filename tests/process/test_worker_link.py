@@ -114,7 +114,7 @@ def station() -> Iterator[Station]:
     shutil.rmtree(station.directory)
 
 
-def test_plans_go_out_and_results_come_in_order(station: Station) -> None:
+def test_plans_and_results_keep_their_order(station: Station) -> None:
     peer = station.joined(7)
     station.link.send(plan(7, 1))
     station.link.send(plan(7, 2))
@@ -138,7 +138,7 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
 
 
 @pytest.mark.parametrize("message", [Heartbeat(9, 0), StepResult(9, 1, (1,))], ids=lambda m: type(m).__name__)
-def test_a_stranger_is_told_to_join_again(station: Station, message: Message) -> None:
+def test_unknown_epoch_is_sent_rejoin(station: Station, message: Message) -> None:
     peer = station.peer(9)
     eventually(lambda: station.link.is_reachable(9))
     counters = station.workers.counters
@@ -151,7 +151,7 @@ def test_a_stranger_is_told_to_join_again(station: Station, message: Message) ->
     assert counters.stale_messages == 2
 
 
-def test_results_of_a_dropped_epoch_are_not_believed(station: Station) -> None:
+def test_results_of_an_ended_epoch_are_dropped(station: Station) -> None:
     peer = station.joined(7)
     now = time.monotonic()
     station.link.perform(station.workers.on_bad_result("9 tokens", now))
@@ -174,7 +174,7 @@ def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -
     assert station.workers.counters.refused_joins == 1
 
 
-def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
+def test_closed_connection_is_a_loss(station: Station) -> None:
     peer = station.joined(7)
     begin = time.monotonic()
     peer.leave()
@@ -183,7 +183,7 @@ def test_a_worker_whose_connection_closes_has_left(station: Station) -> None:
     station.joined(9)
 
 
-def test_last_words_count_that_come_after_the_other_connection_closed(station: Station) -> None:
+def test_last_messages_after_the_plan_socket_closed_count(station: Station) -> None:
     """A worker that leaves closes both; which of them is seen first is chance."""
     peer = station.joined(7)
     station.is_timing_out = False
@@ -197,7 +197,7 @@ def test_last_words_count_that_come_after_the_other_connection_closed(station: S
     successor.leave()
 
 
-def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
+def test_plan_for_a_disconnected_worker_raises(station: Station) -> None:
     peer = station.joined(7)
     peer.plans.close()
 
@@ -219,9 +219,7 @@ def test_a_plan_for_a_worker_that_is_gone_raises(station: Station) -> None:
     ],
     ids=["StepError", "Goodbye"],
 )
-def test_after_its_last_word_the_same_worker_may_join_again_at_once(
-    station: Station, last: Message, outputs: list[Fact]
-) -> None:
+def test_worker_may_join_again_after_its_last_message(station: Station, last: Message, outputs: list[Fact]) -> None:
     peer = station.joined(7)
     second = station.peer(9)
     peer.say(last, hello(9))
@@ -230,7 +228,7 @@ def test_after_its_last_word_the_same_worker_may_join_again_at_once(
     assert second.hear() == plan(9)
 
 
-def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Station) -> None:
+def test_send_raises_instead_of_blocking(station: Station) -> None:
     station.joined(7)  # never reads
     rows = tuple(Row(i, 0, 1, True) for i in range(256))
 
@@ -242,7 +240,7 @@ def test_more_plans_than_can_be_in_flight_are_no_reason_to_block(station: Statio
         flood()
 
 
-def test_an_order_that_finds_no_room_says_so_and_blocks_nobody(station: Station) -> None:
+def test_unsent_control_message_returns_false(station: Station) -> None:
     station.joined(7)  # never reads
     order = SetLogLevel(7, LogLevel.INFO)
     assert station.link.send_control(order)
@@ -274,7 +272,7 @@ def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> 
     assert station.link.counters.bad_frames == sent
 
 
-def test_peers_that_do_not_speak_zeromq_are_ignored(station: Station) -> None:
+def test_peers_without_zeromq_are_ignored(station: Station) -> None:
     peer = station.joined(7)
     strangers = []
     for name in ("plan.sock", "result.sock"):
@@ -290,7 +288,7 @@ def test_peers_that_do_not_speak_zeromq_are_ignored(station: Station) -> None:
         stranger.close()
 
 
-def test_a_message_over_the_limit_costs_its_sender_the_connection(station: Station) -> None:
+def test_oversized_message_closes_its_connection(station: Station) -> None:
     strict = WorkerLink(station.directory / "strict", max_message_bytes=1000)
     peer = Peer(station.context, station.directory / "strict", 7)
     disconnected = peer.results.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -307,14 +305,14 @@ def _other_release(message: Message) -> bytes:
     return bytes(frame)
 
 
-def test_a_worker_of_another_release_is_fatal_when_it_is_the_only_one(station: Station) -> None:
+def test_other_release_is_fatal_without_a_joined_worker(station: Station) -> None:
     peer = station.peer(7)
     peer.results.send(_other_release(hello(7)))
     with pytest.raises(ProtocolMismatch, match=f"protocol {PROTOCOL + 1}, this one {PROTOCOL}"):
         station.expect(1)
 
 
-def test_a_worker_of_another_release_is_noise_while_a_right_one_is_joined(station: Station) -> None:
+def test_other_release_is_noise_beside_a_joined_worker(station: Station) -> None:
     peer = station.joined(7)
     peer.results.send(_other_release(hello(9)))
     assert station.settle(0.1, until=lambda: station.link.counters.bad_frames > 0) == []
@@ -331,12 +329,12 @@ def test_wake_works_before_and_during_a_wait(station: Station) -> None:
 
 
 @pytest.mark.parametrize("until", [2**31 / 1000, 30 * 86_400.0, 1e18, 1e308, math.inf, None])
-def test_a_wait_may_be_asked_to_last_for_any_time(station: Station, until: float | None) -> None:
+def test_wait_accepts_any_time(station: Station, until: float | None) -> None:
     threading.Timer(0.05, station.link.wake).start()
     station.link.wait(None if until is None else time.monotonic() + until)
 
 
-def test_a_moment_in_the_far_past_is_not_waited_for(station: Station) -> None:
+def test_wait_until_the_past_returns(station: Station) -> None:
     station.link.wait(-1e308)
 
 
@@ -395,7 +393,7 @@ def join(scheduler: FakeScheduler) -> int:
     return epoch
 
 
-def test_a_worker_told_to_rejoin_forgets_and_takes_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
+def test_rejoin_starts_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     world.start_worker()
     first = join(scheduler)
@@ -410,7 +408,7 @@ def test_a_worker_told_to_rejoin_forgets_and_takes_a_new_epoch(staged: tuple[Wor
     assert world.workers[0].wait(PATIENCE_SECONDS) == 70
 
 
-def test_a_gap_in_the_plans_breaks_the_worker(staged: tuple[World, FakeScheduler]) -> None:
+def test_missing_plan_ends_the_worker(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     world.start_worker()
     epoch = join(scheduler)
@@ -433,7 +431,7 @@ def test_noise_on_the_plan_socket_is_dropped(staged: tuple[World, FakeScheduler]
     assert scheduler.hear(StepResult) == StepResult(epoch, 1, ())
 
 
-def test_a_scheduler_of_another_release_ends_the_worker_for_good(staged: tuple[World, FakeScheduler]) -> None:
+def test_scheduler_of_another_release_ends_the_worker(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     world.start_worker()
     epoch = join(scheduler)
@@ -441,7 +439,7 @@ def test_a_scheduler_of_another_release_ends_the_worker_for_good(staged: tuple[W
     assert world.workers[0].wait(PATIENCE_SECONDS) == 78
 
 
-def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeScheduler]) -> None:
+def test_heartbeats_carry_the_current_step(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     world.start_worker(ToyOptions(min_step_seconds=0.6, max_step_seconds=0.6, heartbeat_seconds=0.05))
     epoch = join(scheduler)
@@ -455,7 +453,7 @@ def test_heartbeats_say_what_the_worker_works_on(staged: tuple[World, FakeSchedu
     assert 0 < busy.busy_seconds < time.monotonic() - sent_at
 
 
-def test_a_refused_worker_takes_over_at_once() -> None:
+def test_waiting_worker_takes_over_at_once() -> None:
     """It is asked, and does not ask again itself: that would be in ten minutes."""
     with World(options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)) as world:
         workers = [world.start_worker()]
@@ -476,7 +474,7 @@ def test_a_refused_worker_takes_over_at_once() -> None:
         assert [worker.poll() for worker in workers].count(None) == 1
 
 
-def test_a_refused_worker_asks_again_by_itself_too() -> None:
+def test_waiting_worker_asks_again_by_itself() -> None:
     """Where the scheduler that refused it has forgotten it."""
     with World(options=ToyOptions(standby_seconds=0.2)) as world:
         world.start_worker()
@@ -493,14 +491,14 @@ def refused(world: World, scheduler: FakeScheduler) -> tuple[subprocess.Popen[by
     return worker, epoch
 
 
-def test_a_refused_worker_that_is_asked_comes_with_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
+def test_waiting_worker_rejoins_with_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     _, epoch = refused(world, scheduler)
     scheduler.send(epoch, encode(Rejoin(epoch)))
     assert join(scheduler) != epoch
 
 
-def test_a_refused_worker_asks_the_next_scheduler_at_once(staged: tuple[World, FakeScheduler]) -> None:
+def test_waiting_worker_asks_the_next_scheduler_at_once(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     _, epoch = refused(world, scheduler)
     scheduler.close()
@@ -511,7 +509,7 @@ def test_a_refused_worker_asks_the_next_scheduler_at_once(staged: tuple[World, F
         successor.close()
 
 
-def test_a_refused_worker_that_is_told_to_stop_stops(staged: tuple[World, FakeScheduler]) -> None:
+def test_waiting_worker_stops_on_sigterm(staged: tuple[World, FakeScheduler]) -> None:
     world, scheduler = staged
     worker, _ = refused(world, scheduler)
     time.sleep(0.2)  # it has read its refusal by then, and waits
@@ -519,7 +517,7 @@ def test_a_refused_worker_that_is_told_to_stop_stops(staged: tuple[World, FakeSc
     assert worker.wait(PATIENCE_SECONDS) == 0
 
 
-def test_the_place_is_offered_to_each_waiting_worker_when_it_is_free(station: Station) -> None:
+def test_free_place_is_offered_to_each_waiting_worker(station: Station) -> None:
     first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
     for peer, epoch in zip(waiting, (9, 11), strict=True):
         peer.say(hello(epoch))

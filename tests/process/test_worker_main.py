@@ -21,7 +21,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_holds_on_to_its_scheduler_before_it_imports_what_takes_long() -> None:
+def test_death_pipe_is_armed_before_slow_imports() -> None:
     done = run("""
 import sys
 from lineclear.process import parent_death
@@ -36,7 +36,7 @@ main([])
     assert (done.returncode, done.stdout) == (9, "[] True\n"), done.stderr
 
 
-def test_nothing_that_waits_at_the_interpreters_end_keeps_it() -> None:
+def test_exit_waits_for_no_thread() -> None:
     """A library's exit handler that takes an hour, and a thread that never ends."""
     done = run("""
 import atexit, threading, time
@@ -52,7 +52,7 @@ main.run()
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
 
 
-def test_what_imports_leave_behind_is_not_looked_through_for_garbage() -> None:
+def test_imported_objects_are_not_garbage_collected() -> None:
     """Modules that make many objects which stay, as torch and transformers do: not one collection, and none later that
     would look at these objects; while a model is loaded there are collections again."""
     done = run("""
@@ -80,7 +80,7 @@ sys.exit(app.serve(["--model", "absent", "--socket-directory", "absent"], False)
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(form: str) -> None:
+def test_settings_are_logged_once_and_changed_ones_on_the_console(form: str) -> None:
     done = run(f"""
 import sys, types
 from lineclear.process import settings_base

@@ -70,7 +70,7 @@ Scenario = Callable[[], Coroutine[object, object, None]]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-async def test_a_death_is_seen_at_once_and_followed_by_a_new_worker(run: Callable[..., None]) -> None:
+async def test_crash_starts_a_new_worker_at_once(run: Callable[..., None]) -> None:
     calls = Calls()
     supervisor = make(FOR_EVER, calls)
     supervisor.start()
@@ -86,7 +86,7 @@ async def test_a_death_is_seen_at_once_and_followed_by_a_new_worker(run: Callabl
     assert supervisor.num_starts == 2
 
 
-async def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_budget_is_spent() -> None:
+async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
     calls = Calls()
 
     supervisor = make(["/bin/false"], calls, max_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
@@ -103,7 +103,7 @@ async def test_a_worker_that_ends_at_once_is_tried_again_ever_slower_until_the_b
         assert backoff <= pause < backoff + SOON_SECONDS
 
 
-async def test_ends_outside_the_window_are_forgiven() -> None:
+async def test_crashes_outside_the_window_are_forgotten() -> None:
     calls = Calls()
 
     supervisor = make(["/bin/false"], calls, max_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
@@ -113,7 +113,7 @@ async def test_ends_outside_the_window_are_forgiven() -> None:
     assert calls.give_ups == []
 
 
-async def test_progress_between_them_makes_any_number_of_ends_survivable() -> None:
+async def test_any_number_of_crashes_with_progress_is_survived() -> None:
     calls = Calls()
 
     supervisor = make(FOR_EVER, calls, max_crashes=1, min_backoff_seconds=0.001)
@@ -131,7 +131,7 @@ async def test_progress_between_them_makes_any_number_of_ends_survivable() -> No
     assert calls.give_ups == []
 
 
-async def test_a_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
+async def test_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
     """As when the volume with the model is away for a while: every start ends with 78, which alone is no reason."""
     calls, away = Calls(), tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
@@ -152,7 +152,7 @@ async def test_a_configuration_that_has_served_is_tried_again(tmp_path: Path) ->
     assert calls.give_ups == []
 
 
-async def test_a_configuration_that_has_served_and_never_comes_back_spends_the_budget(tmp_path: Path) -> None:
+async def test_configuration_that_stays_broken_spends_the_budget(tmp_path: Path) -> None:
     calls, away = Calls(), tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
@@ -171,7 +171,7 @@ async def test_a_configuration_that_has_served_and_never_comes_back_spends_the_b
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 @pytest.mark.parametrize("what", ["subprocess.Popen", "os.pidfd_open"])
-async def test_a_want_of_processes_memory_or_descriptors_is_waited_out(
+async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
     calls, asked = Calls(), []
@@ -217,7 +217,7 @@ async def test_a_worker_that_joined_resets_the_back_off() -> None:
         (["/nonexistent"], "cannot start /nonexistent"),
     ],
 )
-async def test_what_cannot_work_is_not_tried_again(command: list[str], reason: str) -> None:
+async def test_wrong_configuration_is_not_tried_again(command: list[str], reason: str) -> None:
     calls = Calls()
 
     supervisor = make(command, calls)
@@ -238,7 +238,7 @@ async def test_a_worker_that_never_joins_is_killed_and_started_again() -> None:
     await supervisor.stop()
 
 
-async def test_a_worker_that_joined_has_all_the_time() -> None:
+async def test_joined_worker_has_no_start_timeout() -> None:
     calls = Calls()
 
     supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
@@ -250,7 +250,7 @@ async def test_a_worker_that_joined_has_all_the_time() -> None:
     await supervisor.stop()
 
 
-async def test_the_engine_can_have_its_worker_killed_and_no_other() -> None:
+async def test_engine_kills_only_the_supervised_worker() -> None:
     calls = Calls()
 
     supervisor = make(FOR_EVER, calls)
@@ -265,7 +265,7 @@ async def test_the_engine_can_have_its_worker_killed_and_no_other() -> None:
     await supervisor.stop()
 
 
-async def test_stop_is_patient_and_then_is_not(tmp_path: Path) -> None:
+async def test_stop_sends_sigterm_then_sigkill(tmp_path: Path) -> None:
     calls = Calls()
     armed = tmp_path / "armed"
 
@@ -295,7 +295,7 @@ def has_ended(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-async def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
+async def test_on_exit_set_after_start_misses_no_exit() -> None:
     """The worker has ended by then, and the loop has not turned: the engine is made while the worker is starting."""
     calls = Calls()
 
@@ -310,7 +310,7 @@ async def test_whoever_begins_to_listen_after_the_start_misses_no_end() -> None:
     await supervisor.stop()
 
 
-async def test_a_callback_that_fails_is_not_swallowed() -> None:
+async def test_failing_callback_ends_the_supervisor() -> None:
     give_ups: list[str] = []
 
     def fail(pid: int, exit_code: int) -> None:
@@ -376,7 +376,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_a_spent_budget_is_told_while_requests_wait() -> None:
+def test_spent_budget_is_reported_while_requests_wait() -> None:
     with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_isolated_crashes=10)) as world:
 
         def body(supervisor: WorkerSupervisor) -> None:

@@ -157,7 +157,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_all_settings_are_logged_once_and_people_read_only_what_they_changed(occupied: str, form: str) -> None:
+def test_settings_are_logged_once_and_changed_ones_on_the_console(occupied: str, form: str) -> None:
     process = Process(["--demo", "--listen", occupied, "--log-format", form])
     try:
         assert process.exit_code() == 78
