@@ -179,7 +179,7 @@ async def slow_readers(model: str, seconds: float) -> list[Figure]:
             begun = await asyncio.gather(*(_begin(call) for call in calls))
             beside = await _cadence(service, seconds)
             async with asyncio.timeout(_UNREAD_SECONDS):
-                while (await service.client.stats()).gauges.requests_running:  # noqa: ASYNC110  # asked of a process
+                while (await service.client.stats()).gauges.num_requests_running:  # noqa: ASYNC110  # asked of a process
                     await asyncio.sleep(_LOOK_SECONDS)
             held = rss_bytes(service.pid) - before
             late = [first + await _rest(call) for first, call in zip(begun, calls, strict=True)]

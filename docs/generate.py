@@ -27,7 +27,10 @@ from lineclear.exit_codes import TABLE, of_grpc
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.setting_fields import flag_of, groups
 from lineclear.process.settings_help import description
+from lineclear.scheduler.metrics import VLLM_NAMES, families
+from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.v1 import inference_pb2 as pb2
 from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,6 +169,31 @@ def exit_codes() -> str:
     return "\n".join(lines)
 
 
+def metrics() -> str:
+    """Return the page of Prometheus metrics."""
+    lines = [
+        "# Metrics",
+        "",
+        "Made from `lineclear.scheduler.metrics` by `docs/generate.py`; do not edit.",
+        "",
+        "`--metrics-listen HOST:PORT` serves these at any path, in the text format 0.0.4; `?name[]=...` selects some.",
+        "A metric that vLLM has with the same meaning appears under both names. Histograms count requests that",
+        "finished. No label has a request id, a tenant, a model name or content.",
+        "",
+        "| metric | type | meaning | vLLM's name |",
+        "|---|---|---|---|",
+    ]
+    for family in families(pb2.GetStatsResponse(), ServerStats(0.0), certificate_expires_at=0.0):
+        if family.name.startswith("lineclear"):
+            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+            labels = "".join(f"{{{label}}}" for label in getattr(family, "_labelnames", ()))
+            theirs = f"`{VLLM_NAMES[family.name]}{suffix}`" if family.name in VLLM_NAMES else ""
+            lines.append(
+                f"| `{family.name}{suffix}{labels}` | {family.type} | {_cell(family.documentation)} | {theirs} |"
+            )
+    return "\n".join([*lines, ""])
+
+
 def _file(file: pb.FileDescriptorProto) -> Iterator[str]:
     comments = {tuple(where.path): where.leading_comments.strip() for where in file.source_code_info.location}
     for s, service in enumerate(file.service):
@@ -212,6 +240,7 @@ def main() -> None:
     out = parser.parse_args().out
     (out / "configuration.md").write_text(configuration(), encoding="utf-8")
     (out / "exit-codes.md").write_text(exit_codes(), encoding="utf-8")
+    (out / "metrics.md").write_text(metrics(), encoding="utf-8")
     (out / "protocol.md").write_text(protocol(), encoding="utf-8")
     (out / "reliability.md").write_text(reliability.page(), encoding="utf-8")
 

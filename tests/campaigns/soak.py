@@ -245,9 +245,9 @@ class _Soak:
 def _held(client: Client) -> int:
     """Return the number of blocks and streams still held once no client is left."""
     end = time.monotonic() + BOUND_SECONDS
-    while (g := client.stats().gauges).blocks_used + g.streams_open and time.monotonic() < end:
+    while (g := client.stats().gauges).blocks_used + g.open_streams and time.monotonic() < end:
         time.sleep(0.05)
-    return g.blocks_used + g.streams_open
+    return g.blocks_used + g.open_streams
 
 
 def soak(

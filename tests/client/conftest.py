@@ -159,9 +159,9 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
 
     def GetStats(self, request: pb.GetStatsRequest, context: grpc.ServicerContext) -> pb.GetStatsResponse:
         answer = pb.GetStatsResponse(
-            totals=pb.Totals(requests_finished=17),
-            gauges=pb.Gauges(requests_running=3, draining=True),
-            queue_seconds=pb.Quantiles(p50=0.25, count=8),
+            counters=pb.Counters(requests_finished=17),
+            gauges=pb.Gauges(num_requests_running=3, draining=True),
+            request_queue_time_seconds=pb.Quantiles(p50=0.25, count=8),
             server_version="9.9",
         )
         answer.uptime.FromMilliseconds(1500)

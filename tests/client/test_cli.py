@@ -321,7 +321,7 @@ def test_stats_as_a_table_as_json_and_again_and_again(cli: Any) -> None:
     for figure in ("9.9", "draining", "17", "250.00"):
         assert figure in table
     found = lines(cli("stats", "--json", "--watch", "--count", "3", "--interval", "0.05").stdout)
-    assert [line["totals"]["requests_finished"] for line in found] == [17, 17, 17]
+    assert [line["counters"]["requests_finished"] for line in found] == [17, 17, 17]
     assert "between tokens" in cli("stats", "--watch", "--count", "2", "--interval", "0.05").stdout
 
 

@@ -77,7 +77,7 @@ def test_the_other_calls(client: Any) -> None:
     model = client.model()
     assert (model.model_id, model.eos_token_ids, model.limits.num_blocks) == ("tiny", (2, 7), 99)
     stats = client.stats()
-    assert (stats.uptime_seconds, stats.totals.requests_finished, stats.gauges.draining) == (1.5, 17, True)
+    assert (stats.uptime_seconds, stats.counters.requests_finished, stats.gauges.draining) == (1.5, 17, True)
 
 
 @pytest.mark.parametrize(

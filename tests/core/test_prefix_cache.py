@@ -17,7 +17,7 @@ def test_same_prompt_hits_full_blocks_but_not_last_token() -> None:
     harness.submit("c", [*prompt, 9], max_tokens=1)
     harness.run()
     assert harness.end("c").record.cached_tokens == 8
-    assert (harness.counters.cached_tokens, harness.counters.looked_up_tokens) == (12, 25)
+    assert (harness.counters.prefix_cache_hits, harness.counters.prefix_cache_queries) == (12, 25)
     assert harness.outputs("b") == harness.outputs("a")
 
 

@@ -171,11 +171,11 @@ def test_adaptive_keeps_target_and_admits_more_with_longer_queue() -> None:
     harness.submit("c", 1, max_tokens=60)
     harness.step()
     harness.step()
-    assert harness.core.snapshot().requests_running == 2
+    assert harness.core.snapshot().num_requests_running == 2
     for number in range(30):
         harness.submit(f"crowd{number}", 1, max_tokens=60)
     harness.step()
-    assert harness.core.snapshot().requests_running == 8
+    assert harness.core.snapshot().num_requests_running == 8
 
 
 # --- timers ----------------------------------------------------------------------------------------------------------

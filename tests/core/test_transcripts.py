@@ -78,8 +78,8 @@ class Player:
     def _state(self) -> list[str]:
         s = self.harness.core.snapshot()
         return [
-            f"waiting {s.requests_waiting}, running {s.requests_running}, in flight {s.steps_in_flight}; "
-            f"blocks used {s.blocks_used} of {s.blocks_total}, cached {s.blocks_cached}"
+            f"waiting {s.num_requests_waiting}, running {s.num_requests_running}, in flight {s.steps_in_flight}; "
+            f"blocks used {s.blocks_used} of {s.num_blocks}, cached {s.blocks_cached}"
         ]
 
 

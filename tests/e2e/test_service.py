@@ -89,7 +89,7 @@ def test_the_worker_has_no_socket_of_the_network(service: Service) -> None:
 def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
     want = [reference(p, 60) for p in PROMPTS]
     seeded = service.client.generate(PROMPTS[1], ignore_eos=True, max_tokens=60, **SEEDED).token_ids
-    incarnation = service.client.stats().worker.incarnation
+    incarnation = service.client.stats().worker.joins
     seen = threading.Event()
 
     def read(prompt: str, params: dict[str, Any]) -> Generation:
@@ -107,12 +107,12 @@ def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
         assert [a.result().token_ids for a in answers] == want
         assert sampled.result().token_ids == seeded
     assert max(a.result().timings.recoveries for a in answers) == 1
-    assert service.client.stats().worker.incarnation == incarnation + 1
+    assert service.client.stats().worker.joins == incarnation + 1
 
 
 def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Service) -> None:
     draw = random.Random(1)
-    tasks = service.client.stats().gauges.tasks
+    tasks = service.client.stats().gauges.asyncio_tasks
     wanted = {prompt: reference(prompt, 30) for prompt in PROMPTS}  # before the threads: loading is not made for many
     plans = [(draw.choice(PROMPTS), draw.randint(1, 30), draw.random() < 0.2, draw.randint(0, 8)) for _ in range(64)]
 
@@ -129,7 +129,7 @@ def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Servi
         finished = sum(pool.map(one, plans))
     assert 32 <= finished < 64
     wait_for(service.is_idle, "nothing left of 64 streams")
-    wait_for(lambda: service.client.stats().gauges.tasks <= tasks, "no task left of 64 streams")
+    wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 64 streams")
 
 
 def test_what_a_client_is_told(service: Service) -> None:
@@ -187,7 +187,7 @@ def test_a_full_queue_says_so() -> None:
         endless = {"max_tokens": 900, "ignore_eos": True}
         next(stack.enter_context(service.client.stream("Hello", **endless)))  # it has left the queue
         stack.enter_context(service.client.stream("Hello", **endless))
-        wait_for(lambda: service.client.stats().gauges.requests_waiting == 1, "one running, one waiting")
+        wait_for(lambda: service.client.stats().gauges.num_requests_waiting == 1, "one running, one waiting")
         with pytest.raises(errors.QueueFull) as caught:
             service.client.generate("Hello")
         assert caught.value.retry_after_seconds is not None
@@ -198,7 +198,7 @@ def test_preemption_changes_no_token() -> None:
     with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size", "4")) as service:
         answers = all_at_once(service.client, **greedy(40))
         assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
-        assert service.client.stats().totals.preemptions > 0
+        assert service.client.stats().counters.preemptions > 0
 
 
 def test_both_processes_are_told_to_stop_at_once_and_every_stream_completes() -> None:

@@ -28,7 +28,7 @@ def test_answers_are_those_of_generate_and_stats_say_what_computed_them(service:
     assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
     stats = service.client.stats()
     assert stats.worker.attention_backend == "torch_paged"
-    assert stats.totals.preemptions > 0
+    assert stats.counters.preemptions > 0
 
 
 def test_a_seed_gives_one_answer_alone_and_in_company(service: Service) -> None:
@@ -47,11 +47,11 @@ def test_the_successor_of_a_worker_that_was_killed_has_none_either(service: Serv
                     seen.set()
         return stream.result.token_ids
 
-    incarnation = service.client.stats().worker.incarnation
+    incarnation = service.client.stats().worker.joins
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = [pool.submit(read, p) for p in PROMPTS]
         assert seen.wait(PATIENCE_SECONDS)
         os.kill(service.worker_pid, signal.SIGKILL)
         assert [a.result() for a in answers] == [reference(p, 60) for p in PROMPTS]
     worker = service.client.stats().worker
-    assert (worker.incarnation, worker.attention_backend) == (incarnation + 1, "torch_paged")
+    assert (worker.joins, worker.attention_backend) == (incarnation + 1, "torch_paged")

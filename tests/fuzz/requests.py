@@ -211,7 +211,7 @@ async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float 
             await asyncio.gather(*(cancel(numbers) for _ in range(_CONCURRENCY)))
             await _settled(client, most=1)  # the canary's request
 
-        made = (await client.stats()).totals.output_tokens
+        made = (await client.stats()).counters.generation_tokens
         async with run_canary(service.target) as during:
             begin = time.monotonic()
             await cancel_all(iter(range(count // 10)))
@@ -221,7 +221,7 @@ async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float 
         held = await _settled(client, most=0)
         grown = look(service.pid, 0).private_bytes - before
         canary_tokens = len(during) * TOKENS // (TOKENS - 1)  # each answer of the canary has one gap less than tokens
-        made = (await client.stats()).totals.output_tokens - made - canary_tokens
+        made = (await client.stats()).counters.generation_tokens - made - canary_tokens
         return CancelledCalls(count, seconds, _p99(quiet), _p99(during), grown, held, made)
 
 
@@ -230,7 +230,7 @@ async def _settled(client: AsyncClient, most: int) -> int:
     end = time.monotonic() + _SETTLE_SECONDS
     while True:
         gauges = (await client.stats()).gauges
-        held = gauges.requests_running + gauges.requests_waiting
+        held = gauges.num_requests_running + gauges.num_requests_waiting
         if held <= most or time.monotonic() > end:
             return held
         await asyncio.sleep(0.01)

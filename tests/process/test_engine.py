@@ -261,7 +261,7 @@ def test_snapshot_counts_requests_steps_and_bytes() -> None:
         eventually(lambda: world.engine.snapshot().core.counters.requests_finished == 30)
         snapshot = world.engine.snapshot()
         assert snapshot.worker == world.engine.worker_status
-        assert snapshot.core.steps_in_flight == snapshot.core.requests_running == 0
+        assert snapshot.core.steps_in_flight == snapshot.core.num_requests_running == 0
         steps = snapshot.core.counters.steps
         assert snapshot.link.plans == steps == len(snapshot.step_times)
         assert [t.step for t in snapshot.step_times] == list(range(1, steps + 1))

@@ -129,7 +129,7 @@ def test_requests_that_waited_outlive_the_scheduler(
     with toy_service(tmp_path, "--max-batch-size", "1", **STEP) as service, Client(service.target) as watching:
         everybody = threading.Thread(target=run, args=(service.target,))
         everybody.start()
-        until(lambda: watching.stats().gauges.requests_waiting == 3)
+        until(lambda: watching.stats().gauges.num_requests_waiting == 3)
         service.kill()
         until(lambda: len([1 for count in failed.values() if count > policy.max_attempts]) >= 3)
         service.start()

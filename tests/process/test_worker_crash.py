@@ -199,7 +199,7 @@ def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
 def test_requests_wait_for_the_first_worker() -> None:
     with World() as world:
         streams = [world.submit(request(i)) for i in range(5)]
-        eventually(lambda: world.engine.snapshot().core.requests_waiting == 5)
+        eventually(lambda: world.engine.snapshot().core.num_requests_waiting == 5)
         world.start_worker()
         world.wait_ended(streams)
         for stream in streams:

@@ -183,7 +183,7 @@ async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
         await s.engine.next_request(1)
         assert (await error_of(s.generate(long))).reason == "QUEUE_FULL"
         stats = await s.stub.GetStats(pb.GetStatsRequest())
-        assert stats.totals.requests_rejected == 1
+        assert stats.counters.requests_rejected == 1
         first.cancel()
 
 
@@ -203,7 +203,7 @@ async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(t
         session.cancel()
         assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
         stats = await s.stub.GetStats(pb.GetStatsRequest())
-        assert stats.totals.requests_rejected == 1
+        assert stats.counters.requests_rejected == 1
         first.cancel()
 
 

@@ -185,7 +185,7 @@ async def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None
         cancelled = {int(key[1:].partition("~")[0]) for key in s.engine.cancelled}
         assert cancelled <= leavers
         stats = await s.stub.GetStats(pb.GetStatsRequest())
-        assert stats.gauges.streams_open == 0
+        assert stats.gauges.open_streams == 0
 
 
 async def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_while_no_worker_is_there_requests_wait_and_the_last_model_is_told(servi
 
         asking = threading.Thread(target=ask)
         asking.start()
-        eventually(lambda: client.stats().gauges.requests_waiting > 0)
+        eventually(lambda: client.stats().gauges.num_requests_waiting > 0)
         assert client.model().model_fingerprint == fingerprint("")
         model.write_text("b")
         asking.join(PATIENCE_SECONDS)

@@ -43,11 +43,11 @@ def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> 
         assert responses[-1].finished.usage.completion_tokens == len(tokens)
         total += len(tokens)
     stats = server.stub.GetStats(pb.GetStatsRequest())
-    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).totals.requests_finished == 6)
+    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).counters.requests_finished == 6)
     stats = server.stub.GetStats(pb.GetStatsRequest())
-    assert stats.totals.output_tokens == total
-    assert stats.totals.prompt_tokens == 6 * len(prompt)
-    assert (stats.gauges.requests_running, stats.gauges.requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
+    assert stats.counters.generation_tokens == total
+    assert stats.counters.prompt_tokens == 6 * len(prompt)
+    assert (stats.gauges.num_requests_running, stats.gauges.num_requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
     assert stats.step_seconds.count > 0
     model = server.stub.GetModel(pb.GetModelRequest())
     assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
@@ -64,9 +64,9 @@ def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(sta
 
     list(server.stub.Generate(pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3})))
     found = figures()
-    assert found["lineclear_requests_finished_total"] == found["lineclear_total_seconds_count"] == 1
-    assert found["lineclear_worker_joined"] == 1
-    until(lambda: figures().get('lineclear_requests_ended_total{outcome="length"}') == 1)
+    assert found["lineclear_requests_finished_total"] == found["lineclear_e2e_request_latency_seconds_count"] == 1
+    assert found["lineclear_worker_up"] == 1
+    until(lambda: figures().get('lineclear_requests_total{finish_reason="length"}') == 1)
     call = server.stub.Generate(endless())
     next(call)
     server.popen.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_is_exact(start: Callable[
     tokens = [t for r in responses for t in r.token_ids]
     assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
     assert responses[-1].finished.timings.recoveries == 1
-    assert server.stub.GetStats(pb.GetStatsRequest()).worker.incarnation == 2
+    assert server.stub.GetStats(pb.GetStatsRequest()).worker.joins == 2
 
 
 def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_where_the_time_went() -> None:
         arrival=10.5, prompt_tokens=3, completion_tokens=5, started_at=11.0, first_token_at=12.0, last_token_at=14.0
     )
     assert request_timings(record, 10.0, 5, 15.0) == RequestTimings(
-        queue=1.0, first_token=2.0, decode=2.0, total=5.0, inter_token=0.5
+        queue_time=1.0, time_to_first_token=2.0, decode_time=2.0, e2e_latency=5.0, mean_inter_token_latency=0.5
     )
 
 
@@ -49,17 +49,17 @@ def test_a_request_that_never_ran_only_has_a_total() -> None:
 
 def test_one_token_has_no_gap() -> None:
     record = RequestStats(0.0, 3, completion_tokens=1, started_at=1.0, first_token_at=2.0, last_token_at=2.0)
-    assert request_timings(record, 0.0, 1, 3.0).inter_token is None
+    assert request_timings(record, 0.0, 1, 3.0).mean_inter_token_latency is None
 
 
 def test_the_window_forgets() -> None:
     stats = ServerStats(0.0)
     for n in range(WINDOW_REQUESTS + 10):
         stats.add_finished(RequestTimings(None, None, None, float(n), None))
-    found = stats.window("total")
+    found = stats.window("e2e_latency")
     assert found.count == WINDOW_REQUESTS
     assert found.max == WINDOW_REQUESTS + 9
-    assert stats.window("queue") == Quantiles()
+    assert stats.window("queue_time") == Quantiles()
 
 
 def test_the_window_is_that_of_the_last_requests() -> None:
@@ -72,8 +72,8 @@ def test_the_window_is_that_of_the_last_requests() -> None:
         added.append(RequestTimings(queue, None, None, round(dice.random(), 1), None))
         stats.add_finished(added[-1])
     last = added[-WINDOW_REQUESTS:]
-    assert stats.window("total") == quantiles(spent.total for spent in last)
-    assert stats.window("queue") == quantiles(spent.queue for spent in last if spent.queue is not None)
+    assert stats.window("e2e_latency") == quantiles(spent.e2e_latency for spent in last)
+    assert stats.window("queue_time") == quantiles(spent.queue_time for spent in last if spent.queue_time is not None)
 
 
 def test_the_rate_is_of_the_last_ten_seconds() -> None:

@@ -208,13 +208,13 @@ async def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, tok
         s.engine.answer = lambda request: SMILE_IDS
         assert [r async for r in s.generate(text_request("secret " * 9), **of("alice"))]
         after = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
-        assert after.worker.joined
-        assert (after.batching_strategy, after.order) == ("continuous", "fifo")
+        assert after.worker.up
+        assert (after.batching_strategy, after.scheduling_policy) == ("continuous", "fifo")
         assert after.uptime.ToNanoseconds() > 0
         after.uptime.CopyFrom(before.uptime)
         assert after == before
-        assert not after.HasField("totals")
-        assert not after.HasField("total_seconds")
+        assert not after.HasField("counters")
+        assert not after.HasField("e2e_request_latency_seconds")
 
 
 @pytest.mark.parametrize("settings", [{"share_stats_across_tenants": True}, {"token_file": ""}])
@@ -225,5 +225,5 @@ async def test_figures_are_whole_where_nobody_is_kept_apart(
         s.engine.answer = lambda request: SMILE_IDS
         assert [r async for r in s.generate(**of("alice"))]
         stats = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
-        assert stats.total_seconds.count == 1
-        assert stats.output_tokens_per_second > 0
+        assert stats.e2e_request_latency_seconds.count == 1
+        assert stats.generation_tokens_per_second > 0

@@ -105,7 +105,7 @@ async def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_a
         await until(lambda: sum(code.done() for code in codes) == excess)
         assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         stats = await s.stub.GetStats(pb.GetStatsRequest(), timeout=BOUND_SECONDS)
-        assert stats.gauges.streams_open == room
+        assert stats.gauges.open_streams == room
         waiting = next(number for number, code in enumerate(codes) if not code.done())
         order = pb.CancelRequest(request_id=f"r{waiting}")
         assert (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found

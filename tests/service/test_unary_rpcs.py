@@ -62,16 +62,18 @@ async def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
 async def test_statistics_count_what_happened(tmp_path: Path) -> None:
     async with serving(tmp_path, scheduling_policy="shortest") as s:
         empty = await s.stub.GetStats(pb.GetStatsRequest())
-        assert empty.total_seconds == pb.Quantiles()
+        assert empty.e2e_request_latency_seconds == pb.Quantiles()
         s.engine.answer = lambda request: HELLO_IDS
         for _ in range(3):
             await read_all(s.generate())
         stats = await s.stub.GetStats(pb.GetStatsRequest())
-        assert stats.total_seconds.count == 3
-        assert 0 < stats.total_seconds.p50 <= stats.total_seconds.p99 <= stats.total_seconds.max
-        assert stats.first_token_seconds.count == stats.inter_token_seconds.count == stats.total_seconds.count
-        assert stats.output_tokens_per_second > 0
-        assert stats.worker.joined
+        total = stats.e2e_request_latency_seconds
+        assert total.count == 3
+        assert 0 < total.p50 <= total.p99 <= total.max
+        assert stats.time_to_first_token_seconds.count == 3
+        assert stats.request_mean_inter_token_latency_seconds.count == 3
+        assert stats.generation_tokens_per_second > 0
+        assert stats.worker.up
         assert stats.worker.pid == HELLO.pid
-        assert (stats.order, stats.batching_strategy) == ("shortest", "continuous")
-        assert stats.gauges.tasks > 0
+        assert (stats.scheduling_policy, stats.batching_strategy) == ("shortest", "continuous")
+        assert stats.gauges.asyncio_tasks > 0

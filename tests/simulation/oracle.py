@@ -186,7 +186,7 @@ class Oracle:
             sequence.num_outputs += 1
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
-            self.state.counters.output_tokens += 1
+            self.state.counters.generation_tokens += 1
         tainted = {s for i, s in enumerate(step.samples) if i in result.bad_rows}
         tokens = enumerate(result.tokens)
         tainted |= {step.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
@@ -225,12 +225,12 @@ class Oracle:
         for name in _COUNTERS:
             reported, counted = getattr(snapshot.counters, name), getattr(self.state.counters, name)
             require(reported == counted, "I21", f"{name} is {reported}, {counted} counted")
-        require(snapshot.requests_running == len(self.state.running), "I11", "running requests")
+        require(snapshot.num_requests_running == len(self.state.running), "I11", "running requests")
         require(
-            snapshot.requests_waiting == len(self.state.fresh) + len(self.state.resuming), "I11", "waiting requests"
+            snapshot.num_requests_waiting == len(self.state.fresh) + len(self.state.resuming), "I11", "waiting requests"
         )
         waiting = sum(len(s.request.prompt) + s.num_outputs for s in (*self.state.fresh, *self.state.resuming))
-        require(snapshot.tokens_waiting == waiting, "I12", "tokens of waiting requests")
+        require(snapshot.num_tokens_waiting == waiting, "I12", "tokens of waiting requests")
         used, cached = self.state.blocks.num_used, self.state.blocks.num_cached
         require(snapshot.blocks_used == used, "I1", "used blocks are those in block tables")
         require(snapshot.blocks_cached == cached, "I4", "free blocks that keep a prefix")

@@ -211,8 +211,8 @@ class PlanChecks:
         self.state.blocks.share(init.blocks, sequence)
         sequence.num_planned = sequence.num_computed = sequence.num_shared = len(hits) * self.state.blocks.size
         sequence.num_known = len(init.tokens)
-        self.state.counters.looked_up_tokens += len(init.tokens)
-        self.state.counters.cached_tokens += sequence.num_planned
+        self.state.counters.prefix_cache_queries += len(init.tokens)
+        self.state.counters.prefix_cache_hits += sequence.num_planned
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
             self.state.counters.prompt_tokens += init.prompt_len

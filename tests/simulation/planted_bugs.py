@@ -390,7 +390,7 @@ _STRATEGIES = (
 
 _COUNTERS = (
     Bug("recomputed tokens are not counted", StepPlanner._add, drop("sequence.recomputed_tokens += again")),
-    Bug("cached tokens are not counted", StepPlanner._start, drop("state.counters.cached_tokens += start")),
+    Bug("cached tokens are not counted", StepPlanner._start, drop("state.counters.prefix_cache_hits += start")),
     Bug(
         "a random slot",
         RunningBatch.admit,

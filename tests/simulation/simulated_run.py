@@ -314,9 +314,9 @@ class SimulatedRun:
         require(not self.scheduler.live and self.scheduler.core.num_live == 0, "I22", "all requests have ended")
         idle = (0, 0, 0, 0, 0)
         gauges = (
-            snapshot.requests_waiting,
-            snapshot.tokens_waiting,
-            snapshot.requests_running,
+            snapshot.num_requests_waiting,
+            snapshot.num_tokens_waiting,
+            snapshot.num_requests_running,
             snapshot.steps_in_flight,
             snapshot.blocks_used,
         )

@@ -49,7 +49,9 @@ class Service:
 def is_idle(stats: Stats) -> bool:
     """Whether the server holds no request, block or stream."""
     g = stats.gauges
-    return not (g.requests_waiting or g.requests_running or g.steps_in_flight or g.blocks_used or g.streams_open)
+    return not (
+        g.num_requests_waiting or g.num_requests_running or g.steps_in_flight or g.blocks_used or g.open_streams
+    )
 
 
 @contextlib.contextmanager

@@ -23,11 +23,11 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     """`make stubs` writes them."""
     command = [sys.executable, str(PROTOS / "generate.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
-    made = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*_pb2*")}
+    made = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*.py*")}
     kept = {
         p.relative_to(REPOSITORY): p.read_text()
         for root in ("protos", "common")
-        for p in (REPOSITORY / root).rglob("*_pb2*")
+        for p in [*(REPOSITORY / root).rglob("*_pb2*.py*"), *(REPOSITORY / root).rglob("stats_help.py")]
         if "__pycache__" not in p.parts
     }
     assert sorted(made) == sorted(kept)

@@ -98,47 +98,47 @@ def summary(result: Generation) -> str:
 
 def stats_view(stats: Stats) -> Group:
     """All of GetStats on a screen."""
-    gauges, totals, worker = stats.gauges, stats.totals, stats.worker
-    state = "draining" if gauges.draining else "joined" if worker.joined else "no worker"
+    counters, gauges, worker = stats.counters, stats.gauges, stats.worker
+    state = "draining" if gauges.draining else "joined" if worker.up else "no worker"
     head = Text.assemble(
         ("lineclear ", "bold"),
         strip_control_chars(f"{stats.server_version}  up {_span(stats.uptime_seconds)}  worker {state}"),
         strip_control_chars(
-            f" (#{worker.incarnation}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
+            f" (#{worker.joins}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
         ),
-        strip_control_chars(f"\nstrategy {stats.batching_strategy}, order {stats.order}, "),
-        (f"{stats.output_tokens_per_second:.1f} output tokens/s", "bold green"),
+        strip_control_chars(f"\nstrategy {stats.batching_strategy}, scheduling {stats.scheduling_policy}, "),
+        (f"{stats.generation_tokens_per_second:.1f} tokens/s", "bold green"),
     )
     now = _table("now", "")
     _rows(
         now,
-        ("running", gauges.requests_running),
-        ("waiting", f"{gauges.requests_waiting} ({gauges.tokens_waiting} tokens)"),
+        ("running", gauges.num_requests_running),
+        ("waiting", f"{gauges.num_requests_waiting} ({gauges.num_tokens_waiting} tokens)"),
         ("steps in flight", gauges.steps_in_flight),
-        ("streams", gauges.streams_open),
-        ("blocks used", f"{gauges.blocks_used} / {gauges.blocks_total}"),
+        ("streams", gauges.open_streams),
+        ("blocks used", f"{gauges.blocks_used} / {gauges.num_blocks}"),
         ("blocks cached", gauges.blocks_cached),
-        ("prefix hit rate", f"{totals.prefix_hit_rate:.1%}"),
-        ("mean batch size", f"{totals.mean_batch_size:.2f}"),
+        ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
+        ("mean batch size", f"{stats.mean_batch_size:.2f}"),
     )
     ever = _table("since start", "")
     _rows(
         ever,
-        ("admitted", totals.requests_admitted),
-        ("finished", totals.requests_finished),
-        ("rejected / failed", f"{totals.requests_rejected} / {totals.requests_failed}"),
-        ("cancelled / expired", f"{totals.requests_cancelled} / {totals.requests_expired}"),
-        ("prompt tokens (cached)", f"{totals.prompt_tokens} ({totals.cached_tokens})"),
-        ("output tokens", totals.output_tokens),
-        ("preemptions (recomputed)", f"{totals.preemptions} ({totals.recomputed_tokens})"),
-        ("steps / rows / wasted", f"{totals.steps} / {totals.rows} / {totals.wasted_samples}"),
+        ("admitted", counters.requests_admitted),
+        ("finished", counters.requests_finished),
+        ("rejected / failed", f"{counters.requests_rejected} / {counters.requests_failed}"),
+        ("cancelled / expired", f"{counters.requests_cancelled} / {counters.requests_expired}"),
+        ("prompt tokens (cached)", f"{counters.prompt_tokens} ({counters.prefix_cache_hits})"),
+        ("generated tokens", counters.generation_tokens),
+        ("preemptions (recomputed)", f"{counters.preemptions} ({counters.recomputed_tokens})"),
+        ("steps / rows / wasted", f"{counters.steps} / {counters.rows} / {counters.wasted_samples}"),
     )
     times = _table("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
     for name, quantiles in (
-        ("in the queue", stats.queue_seconds),
-        ("to the first token", stats.first_token_seconds),
-        ("between tokens", stats.inter_token_seconds),
-        ("in all", stats.total_seconds),
+        ("in the queue", stats.request_queue_time_seconds),
+        ("to the first token", stats.time_to_first_token_seconds),
+        ("between tokens", stats.request_mean_inter_token_latency_seconds),
+        ("in all", stats.e2e_request_latency_seconds),
         ("a step", stats.step_seconds),
     ):
         times.add_row(name, *_milliseconds(quantiles))

@@ -188,8 +188,8 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters since the scheduler started."""
+class Counters:
+    """Counters since the scheduler started; see `Counters` in inference.proto for each."""
 
     requests_admitted: int
     requests_rejected: int
@@ -198,30 +198,30 @@ class Totals:
     requests_expired: int
     requests_failed: int
     prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
+    generation_tokens: int
+    prefix_cache_hits: int
+    prefix_cache_queries: int
     recomputed_tokens: int
     preemptions: int
     steps: int
     rows: int
     wasted_samples: int
-    prefix_hit_rate: float
-    mean_batch_size: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """Figures of this moment."""
+    """Gauges of this moment; see `Gauges` in inference.proto for each."""
 
-    requests_waiting: int
-    tokens_waiting: int
-    requests_running: int
+    num_requests_waiting: int
+    num_tokens_waiting: int
+    num_requests_running: int
     steps_in_flight: int
-    blocks_total: int
+    num_blocks: int
     blocks_used: int
     blocks_cached: int
-    streams_open: int
-    tasks: int
+    kv_cache_usage_ratio: float
+    open_streams: int
+    asyncio_tasks: int
     draining: bool
 
 
@@ -241,8 +241,8 @@ class Quantiles:
 class WorkerStatus:
     """The worker process, and its step-time model: seconds = base + per_token * tokens + per_kv_token * KV read."""
 
-    joined: bool
-    incarnation: int
+    up: bool
+    joins: int
     pid: int
     device: str
     dtype: str
@@ -259,18 +259,20 @@ class Stats:
     """What the server is doing and how it has been doing."""
 
     uptime_seconds: float
-    totals: Totals
+    counters: Counters
     gauges: Gauges
-    queue_seconds: Quantiles
-    first_token_seconds: Quantiles
-    inter_token_seconds: Quantiles
-    total_seconds: Quantiles
+    request_queue_time_seconds: Quantiles
+    time_to_first_token_seconds: Quantiles
+    request_mean_inter_token_latency_seconds: Quantiles
+    e2e_request_latency_seconds: Quantiles
     step_seconds: Quantiles
-    output_tokens_per_second: float
+    generation_tokens_per_second: float
     worker: WorkerStatus
     batching_strategy: str
-    order: str
+    scheduling_policy: str
     server_version: str
+    mean_batch_size: float
+    prefix_cache_hit_ratio: float
 
 
 def from_proto(kind: type[T], message: Message) -> T:

@@ -1387,7 +1387,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
-    """Nothing to choose yet."""
+    """GetStats has no parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1404,63 +1404,78 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """Counters since the scheduler started, gauges of now, and quantiles of the
-    last requests that finished (at most 1024). A caller with a token or a
-    certificate of its own sees, where there is no address for operators and
-    share_stats_across_tenants is off: uptime, requests waiting and running, draining, worker
-    without its step times, policies and release; the other fields are unset.
+    """Counters since the scheduler started, gauges of this moment, and quantiles
+    of the last 1024 requests that finished.
+
+    A client with its own token or certificate receives only uptime, the
+    gauges num_requests_waiting, num_requests_running and draining, worker
+    (without its step times), batching_strategy, scheduling_policy and
+    server_version. It receives everything on the admin address, and where the
+    setting share_stats is on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UPTIME_FIELD_NUMBER: _builtins.int
-    TOTALS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
-    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
-    INTER_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
-    TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    REQUEST_QUEUE_TIME_SECONDS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    REQUEST_MEAN_INTER_TOKEN_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
+    E2E_REQUEST_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     BATCHING_STRATEGY_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
+    SCHEDULING_POLICY_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
-    output_tokens_per_second: _builtins.float
-    """Output tokens per second over the last ten seconds."""
+    MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HIT_RATIO_FIELD_NUMBER: _builtins.int
+    generation_tokens_per_second: _builtins.float
+    """Generated tokens per second over the last ten seconds."""
     batching_strategy: _builtins.str
-    """Policies in force."""
-    order: _builtins.str
-    """Which waiting request is next."""
+    """Batching strategy in use, a value of the setting batching_strategy."""
+    scheduling_policy: _builtins.str
+    """Policy that picks the next request of the queue, a value of the setting
+    scheduling_policy.
+    """
     server_version: _builtins.str
-    """The release of lineclear."""
+    """Release of lineclear."""
+    mean_batch_size: _builtins.float
+    """Mean rows of a step since the scheduler started."""
+    prefix_cache_hit_ratio: _builtins.float
+    """Tokens found in the prefix cache since the scheduler started, as a share
+    of the tokens looked up, 0 to 1.
+    """
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
-        """Since the scheduler started."""
+        """Time since the scheduler started."""
 
     @_builtins.property
-    def totals(self) -> Global___Totals:
-        """Since the scheduler started."""
+    def counters(self) -> Global___Counters:
+        """Counters since the scheduler started."""
 
     @_builtins.property
     def gauges(self) -> Global___Gauges:
-        """Now."""
+        """Gauges of this moment."""
 
     @_builtins.property
-    def queue_seconds(self) -> Global___Quantiles:
-        """Seconds in the queue."""
+    def request_queue_time_seconds(self) -> Global___Quantiles:
+        """Seconds from the arrival of a request to its first admission."""
 
     @_builtins.property
-    def first_token_seconds(self) -> Global___Quantiles:
-        """Seconds to the first token."""
+    def time_to_first_token_seconds(self) -> Global___Quantiles:
+        """Seconds from the arrival of a request to its first token."""
 
     @_builtins.property
-    def inter_token_seconds(self) -> Global___Quantiles:
-        """Seconds between two tokens of one request."""
+    def request_mean_inter_token_latency_seconds(self) -> Global___Quantiles:
+        """Mean seconds between two tokens of a request: one value per request, not
+        per token.
+        """
 
     @_builtins.property
-    def total_seconds(self) -> Global___Quantiles:
-        """Seconds from arrival to end."""
+    def e2e_request_latency_seconds(self) -> Global___Quantiles:
+        """Seconds from the arrival of a request to its end."""
 
     @_builtins.property
     def step_seconds(self) -> Global___Quantiles:
@@ -1468,36 +1483,40 @@ class GetStatsResponse(_message.Message):
 
     @_builtins.property
     def worker(self) -> Global___WorkerStatus:
-        """Who computes."""
+        """The worker process."""
 
     def __init__(
         self,
         *,
         uptime: _duration_pb2.Duration | None = ...,
-        totals: Global___Totals | None = ...,
+        counters: Global___Counters | None = ...,
         gauges: Global___Gauges | None = ...,
-        queue_seconds: Global___Quantiles | None = ...,
-        first_token_seconds: Global___Quantiles | None = ...,
-        inter_token_seconds: Global___Quantiles | None = ...,
-        total_seconds: Global___Quantiles | None = ...,
+        request_queue_time_seconds: Global___Quantiles | None = ...,
+        time_to_first_token_seconds: Global___Quantiles | None = ...,
+        request_mean_inter_token_latency_seconds: Global___Quantiles | None = ...,
+        e2e_request_latency_seconds: Global___Quantiles | None = ...,
         step_seconds: Global___Quantiles | None = ...,
-        output_tokens_per_second: _builtins.float = ...,
+        generation_tokens_per_second: _builtins.float = ...,
         worker: Global___WorkerStatus | None = ...,
         batching_strategy: _builtins.str = ...,
-        order: _builtins.str = ...,
+        scheduling_policy: _builtins.str = ...,
         server_version: _builtins.str = ...,
+        mean_batch_size: _builtins.float = ...,
+        prefix_cache_hit_ratio: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_seconds", b"first_token_seconds", "gauges", b"gauges", "inter_token_seconds", b"inter_token_seconds", "queue_seconds", b"queue_seconds", "step_seconds", b"step_seconds", "total_seconds", b"total_seconds", "totals", b"totals", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "e2e_request_latency_seconds", b"e2e_request_latency_seconds", "gauges", b"gauges", "request_mean_inter_token_latency_seconds", b"request_mean_inter_token_latency_seconds", "request_queue_time_seconds", b"request_queue_time_seconds", "step_seconds", b"step_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching_strategy", b"batching_strategy", "first_token_seconds", b"first_token_seconds", "gauges", b"gauges", "inter_token_seconds", b"inter_token_seconds", "order", b"order", "output_tokens_per_second", b"output_tokens_per_second", "queue_seconds", b"queue_seconds", "server_version", b"server_version", "step_seconds", b"step_seconds", "total_seconds", b"total_seconds", "totals", b"totals", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching_strategy", b"batching_strategy", "counters", b"counters", "e2e_request_latency_seconds", b"e2e_request_latency_seconds", "gauges", b"gauges", "generation_tokens_per_second", b"generation_tokens_per_second", "mean_batch_size", b"mean_batch_size", "prefix_cache_hit_ratio", b"prefix_cache_hit_ratio", "request_mean_inter_token_latency_seconds", b"request_mean_inter_token_latency_seconds", "request_queue_time_seconds", b"request_queue_time_seconds", "scheduling_policy", b"scheduling_policy", "server_version", b"server_version", "step_seconds", b"step_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
-class Totals(_message.Message):
-    """Counters."""
+class Counters(_message.Message):
+    """Counters since the scheduler started. In Prometheus they are
+    lineclear_<field>_total.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1508,47 +1527,48 @@ class Totals(_message.Message):
     REQUESTS_EXPIRED_FIELD_NUMBER: _builtins.int
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     WASTED_SAMPLES_FIELD_NUMBER: _builtins.int
-    PREFIX_HIT_RATE_FIELD_NUMBER: _builtins.int
-    MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
-    """Taken into the queue."""
+    """Requests admitted to the queue."""
     requests_rejected: _builtins.int
-    """Refused at the door."""
+    """Calls and session commands answered with an error before a request was
+    admitted.
+    """
     requests_finished: _builtins.int
-    """Answered to the end."""
+    """Requests that completed their answer."""
     requests_cancelled: _builtins.int
-    """Given up by their callers."""
+    """Requests cancelled by their client."""
     requests_expired: _builtins.int
-    """Ended by their deadlines."""
+    """Requests ended by their deadline."""
     requests_failed: _builtins.int
-    """Ended by an error of the server."""
+    """Requests ended by an error of the server."""
     prompt_tokens: _builtins.int
-    """Of admitted requests."""
-    output_tokens: _builtins.int
-    """Sampled and kept."""
-    cached_tokens: _builtins.int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens of requests that left the queue."""
+    generation_tokens: _builtins.int
+    """Generated tokens."""
+    prefix_cache_hits: _builtins.int
+    """Tokens found in the prefix cache."""
+    prefix_cache_queries: _builtins.int
+    """Tokens looked up in the prefix cache."""
     recomputed_tokens: _builtins.int
-    """Positions computed again after a preemption or a worker restart."""
+    """Tokens computed again after a preemption or a worker restart."""
     preemptions: _builtins.int
-    """How often a request gave its blocks to an older one."""
+    """Preemptions: a request gave its KV blocks to another request and is
+    computed again later.
+    """
     steps: _builtins.int
-    """Results that came back."""
+    """Steps with a result."""
     rows: _builtins.int
-    """Rows of all steps together: the work that was done."""
+    """Rows of all steps: one per request and step."""
     wasted_samples: _builtins.int
-    """Samples that came back for a request that had ended meanwhile."""
-    prefix_hit_rate: _builtins.float
-    """Of the prompt tokens looked up in the prefix cache, the share found."""
-    mean_batch_size: _builtins.float
-    """Rows of a step, on average."""
+    """Sampled tokens dropped because their request had ended."""
     def __init__(
         self,
         *,
@@ -1559,77 +1579,80 @@ class Totals(_message.Message):
         requests_expired: _builtins.int = ...,
         requests_failed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
-        output_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
+        generation_tokens: _builtins.int = ...,
+        prefix_cache_hits: _builtins.int = ...,
+        prefix_cache_queries: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         steps: _builtins.int = ...,
         rows: _builtins.int = ...,
         wasted_samples: _builtins.int = ...,
-        prefix_hit_rate: _builtins.float = ...,
-        mean_batch_size: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "mean_batch_size", b"mean_batch_size", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prefix_hit_rate", b"prefix_hit_rate", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Totals: _TypeAlias = Totals  # noqa: Y015
+Global___Counters: _TypeAlias = Counters  # noqa: Y015
 
 @_typing.final
 class Gauges(_message.Message):
-    """Gauges."""
+    """Gauges of this moment. In Prometheus they are lineclear_<field>."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
-    TOKENS_WAITING_FIELD_NUMBER: _builtins.int
-    REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
-    STREAMS_OPEN_FIELD_NUMBER: _builtins.int
-    TASKS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_RATIO_FIELD_NUMBER: _builtins.int
+    OPEN_STREAMS_FIELD_NUMBER: _builtins.int
+    ASYNCIO_TASKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
-    requests_waiting: _builtins.int
-    """In the queue."""
-    tokens_waiting: _builtins.int
-    """Prompt tokens of the queue."""
-    requests_running: _builtins.int
-    """Holding a slot."""
+    num_requests_waiting: _builtins.int
+    """Requests in the queue."""
+    num_tokens_waiting: _builtins.int
+    """Prompt tokens of the requests in the queue."""
+    num_requests_running: _builtins.int
+    """Requests that hold a slot of the batch."""
     steps_in_flight: _builtins.int
-    """Sent to the worker, result not yet back."""
-    blocks_total: _builtins.int
-    """Blocks of the whole pool."""
+    """Steps sent to the worker without a result yet."""
+    num_blocks: _builtins.int
+    """KV blocks of the whole pool."""
     blocks_used: _builtins.int
-    """Held by running requests."""
+    """KV blocks held by running requests."""
     blocks_cached: _builtins.int
-    """Free to take, but still holding a prefix that may be wanted."""
-    streams_open: _builtins.int
-    """Calls of Generate that are open."""
-    tasks: _builtins.int
-    """Tasks of the server's event loop."""
+    """Free KV blocks that still hold a cached prefix."""
+    kv_cache_usage_ratio: _builtins.float
+    """KV blocks held by running requests, as a share of the pool, 0 to 1."""
+    open_streams: _builtins.int
+    """Requests whose answer is still delivered to a client."""
+    asyncio_tasks: _builtins.int
+    """Tasks of the server's asyncio event loop."""
     draining: _builtins.bool
-    """No new requests are taken."""
+    """Whether the server drains: it admits no new requests."""
     def __init__(
         self,
         *,
-        requests_waiting: _builtins.int = ...,
-        tokens_waiting: _builtins.int = ...,
-        requests_running: _builtins.int = ...,
+        num_requests_waiting: _builtins.int = ...,
+        num_tokens_waiting: _builtins.int = ...,
+        num_requests_running: _builtins.int = ...,
         steps_in_flight: _builtins.int = ...,
-        blocks_total: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
         blocks_used: _builtins.int = ...,
         blocks_cached: _builtins.int = ...,
-        streams_open: _builtins.int = ...,
-        tasks: _builtins.int = ...,
+        kv_cache_usage_ratio: _builtins.float = ...,
+        open_streams: _builtins.int = ...,
+        asyncio_tasks: _builtins.int = ...,
         draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "steps_in_flight", b"steps_in_flight", "streams_open", b"streams_open", "tasks", b"tasks", "tokens_waiting", b"tokens_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1637,7 +1660,7 @@ Global___Gauges: _TypeAlias = Gauges  # noqa: Y015
 
 @_typing.final
 class Quantiles(_message.Message):
-    """Of a window; all zero when it is empty."""
+    """Statistics of a window of values. All zero for an empty window."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1648,17 +1671,17 @@ class Quantiles(_message.Message):
     MAX_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
-    """The average."""
+    """Arithmetic mean."""
     p50: _builtins.float
-    """The median."""
+    """Median."""
     p90: _builtins.float
-    """Nine of ten are not above."""
+    """90th percentile."""
     p99: _builtins.float
-    """Ninety-nine of a hundred are not above."""
+    """99th percentile."""
     max: _builtins.float
-    """The largest."""
+    """Largest value."""
     count: _builtins.int
-    """How many values the window holds."""
+    """Number of values."""
     def __init__(
         self,
         *,
@@ -1683,8 +1706,8 @@ class WorkerStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    JOINED_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    JOINS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
@@ -1694,35 +1717,37 @@ class WorkerStatus(_message.Message):
     STEP_BASE_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_KV_TOKEN_FIELD_NUMBER: _builtins.int
-    joined: _builtins.bool
-    """Whether a worker is there now."""
-    incarnation: _builtins.int
-    """How many workers have joined since the scheduler started."""
+    up: _builtins.bool
+    """Whether a worker has joined and is connected."""
+    joins: _builtins.int
+    """Workers that have joined since the scheduler started."""
     pid: _builtins.int
-    """Its process id, in its own namespace."""
+    """Process id of the worker, in the worker's PID namespace."""
     device: _builtins.str
-    """"cpu", "cuda" ..."""
+    """Device of the worker: "cpu" or "cuda"."""
     dtype: _builtins.str
-    """Of the weights."""
+    """Data type of the weights: "float32", "bfloat16", "int8" ..."""
     attention_backend: _builtins.str
-    """In use."""
+    """Attention backend in use."""
     torch_version: _builtins.str
-    """Of PyTorch."""
+    """Version of PyTorch."""
     transformers_version: _builtins.str
-    """Of Hugging Face transformers."""
+    """Version of Hugging Face transformers."""
     step_base_seconds: _builtins.float
-    """Step-time model fitted online: seconds = base + per_token * tokens +
-    per_kv_token * keys and values read. This is the base.
+    """Step time predicted for an empty step. The three step fields are a linear
+    model fitted to the measured steps: seconds = step_base_seconds +
+    step_seconds_per_token * computed tokens + step_seconds_per_kv_token *
+    KV entries read.
     """
     step_seconds_per_token: _builtins.float
-    """For each position that is computed."""
+    """Predicted seconds per computed token."""
     step_seconds_per_kv_token: _builtins.float
-    """For each cached position that is read."""
+    """Predicted seconds per KV entry that attention reads."""
     def __init__(
         self,
         *,
-        joined: _builtins.bool = ...,
-        incarnation: _builtins.int = ...,
+        up: _builtins.bool = ...,
+        joins: _builtins.int = ...,
         pid: _builtins.int = ...,
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
@@ -1735,7 +1760,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "dtype", b"dtype", "incarnation", b"incarnation", "joined", b"joined", "pid", b"pid", "step_base_seconds", b"step_base_seconds", "step_seconds_per_kv_token", b"step_seconds_per_kv_token", "step_seconds_per_token", b"step_seconds_per_token", "torch_version", b"torch_version", "transformers_version", b"transformers_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "dtype", b"dtype", "joins", b"joins", "pid", b"pid", "step_base_seconds", b"step_base_seconds", "step_seconds_per_kv_token", b"step_seconds_per_kv_token", "step_seconds_per_token", b"step_seconds_per_token", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "up", b"up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,15 @@
-"""The figures of GetStats in the form that Prometheus reads: which they are and what they are called.
+"""Prometheus metrics, made from the fields of GetStatsResponse.
 
-A counter or gauge that joins GetStats is here with it. Nothing about requests, callers or content: no label has a value
-from outside; those of `outcome` are words of ours, finish reasons and reasons of errors. How they are fetched is in
-`scrapes`.
+A field of Counters or Gauges is a metric of the same name; its comment in inference.proto is the help text. A metric
+that vLLM has with the same meaning also appears under vLLM's name, for dashboards, autoscalers and the endpoint pickers
+of the Kubernetes Gateway API. Labels have fixed words only: finish reasons and reasons of errors.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
@@ -19,50 +21,75 @@ from prometheus_client.core import (
     Metric,
 )
 
-from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, Histogram, ServerStats
+from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1.stats_help import HELP
+
+VLLM_NAMES = {
+    "lineclear_num_requests_running": "vllm:num_requests_running",
+    "lineclear_num_requests_waiting": "vllm:num_requests_waiting",
+    "lineclear_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "lineclear_prompt_tokens": "vllm:prompt_tokens",
+    "lineclear_generation_tokens": "vllm:generation_tokens",
+    "lineclear_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "lineclear_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "lineclear_preemptions": "vllm:num_preemptions",
+    "lineclear_requests": "vllm:request_success",
+    "lineclear_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "lineclear_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "lineclear_request_mean_inter_token_latency_seconds": "vllm:request_time_per_output_token_seconds",
+    "lineclear_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+}
+"""The metric of vLLM that has the same meaning. Counters have the suffix `_total` besides."""
+_VLLM_FINISH_REASONS = {
+    "stop_eos": "stop",
+    "stop_token": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "cancelled": "abort",
+}
 
 
 def families(
-    stats: pb.GetStatsResponse, figures: ServerStats, *, certificate_expires_at: float | None = None
+    stats: pb.GetStatsResponse, server: ServerStats, *, certificate_expires_at: float | None = None
 ) -> Iterator[Metric]:
-    """All there is. Of `figures` what is counted since the start. The time is in seconds of the Unix epoch."""
-    if certificate_expires_at is not None:
-        text = "When the certificate of the listeners expires, as a Unix timestamp."
-        yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
-    for name, value in _numbers(stats.totals):
-        # A share can be had from the counters, over any time; rejected requests are counted by reason below.
-        if isinstance(value, int) and name != "requests_rejected":
-            yield CounterMetricFamily(f"lineclear_{name}", f"Totals.{name} of GetStats.", value=value)
+    """Yield every metric. `server` has histograms and counters by label, `certificate_expires_at` is a Unix time."""
+    for metric in _families(stats, server, certificate_expires_at):
+        yield metric
+        if metric.name == "lineclear_requests":
+            yield _request_success(server.ended)
+        elif metric.name in VLLM_NAMES:
+            yield _renamed(metric, VLLM_NAMES[metric.name])
+
+
+def _families(
+    stats: pb.GetStatsResponse, server: ServerStats, certificate_expires_at: float | None
+) -> Iterator[Metric]:
+    for name, value in _numbers(stats.counters):
+        if name != "requests_rejected":  # counted by reason below
+            yield CounterMetricFamily(f"lineclear_{name}", HELP[f"Counters.{name}"], value=value)
     for name, value in _numbers(stats.gauges):
-        yield GaugeMetricFamily(f"lineclear_{name}", f"Gauges.{name} of GetStats.", value=value)
-    ended = CounterMetricFamily("lineclear_requests_ended", "Of those that were let in, by how.", labels=["outcome"])
-    for outcome, count in figures.ended.items():
-        ended.add_metric([outcome], count)
-    yield ended
-    text = "Calls of any method, and orders of Sessions, answered with an error before a request was let in; by reason."
-    rejected = CounterMetricFamily("lineclear_requests_rejected", text, labels=["reason"])
-    for reason, count in figures.rejected.items():
-        rejected.add_metric([reason], count)
-    yield rejected
-    for name, spread in figures.histograms.items():
-        yield _histogram(name, spread)
-    yield GaugeMetricFamily("lineclear_step_seconds_p99", "Quantiles.p99 of step_seconds.", stats.step_seconds.p99)
+        yield GaugeMetricFamily(f"lineclear_{name}", HELP[f"Gauges.{name}"], value=value)
+    yield _labelled("lineclear_requests", "Requests that ended, by finish reason or reason of the error.", server.ended)
+    text = f"{HELP['Counters.requests_rejected']} By reason of the error."
+    yield _labelled("lineclear_requests_rejected", text, server.rejected, label="reason")
+    for name, histogram in server.histograms.items():
+        buckets = list(zip([*map(str, BOUNDS_SECONDS), "+Inf"], itertools.accumulate(histogram.counts), strict=True))
+        text = f"{HELP[f'GetStatsResponse.{name}_seconds']} Requests that finished."
+        yield HistogramMetricFamily(f"lineclear_{name}_seconds", text, buckets, histogram.sum_seconds)
+    text = f"{HELP['GetStatsResponse.step_seconds']} 99th percentile of the last 1024 steps."
+    yield GaugeMetricFamily("lineclear_step_seconds_p99", text, stats.step_seconds.p99)
     uptime_seconds = stats.uptime.ToTimedelta().total_seconds()
-    yield GaugeMetricFamily("lineclear_uptime_seconds", "Since the scheduler started.", uptime_seconds)
-    yield GaugeMetricFamily("lineclear_worker_joined", "Whether a worker is there.", int(stats.worker.joined))
-    yield CounterMetricFamily("lineclear_workers_joined", "Since the scheduler started.", stats.worker.incarnation)
-    what = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
-    yield InfoMetricFamily("lineclear", "What is running.", what)
-    yield from _names_elsewhere(stats.gauges)
-
-
-def _names_elsewhere(gauges: pb.Gauges) -> Iterator[Metric]:
-    """What autoscalers and the endpoint pickers of the Gateway API look for, whoever the server is."""
-    usage = gauges.blocks_used / max(1, gauges.blocks_total)
-    yield GaugeMetricFamily("vllm:num_requests_running", "As lineclear_requests_running.", gauges.requests_running)
-    yield GaugeMetricFamily("vllm:num_requests_waiting", "As lineclear_requests_waiting.", gauges.requests_waiting)
-    yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Blocks used, as a share of all.", usage)
+    yield GaugeMetricFamily("lineclear_uptime_seconds", HELP["GetStatsResponse.uptime"], uptime_seconds)
+    yield GaugeMetricFamily("lineclear_worker_up", HELP["WorkerStatus.up"], int(stats.worker.up))
+    yield CounterMetricFamily("lineclear_worker_joins", HELP["WorkerStatus.joins"], stats.worker.joins)
+    versions = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
+    yield InfoMetricFamily(
+        "lineclear", "Release of lineclear, device of the worker, data type of the weights.", versions
+    )
+    if certificate_expires_at is not None:
+        text = "Unix time at which the certificate of the listeners expires."
+        yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
 
 
 def _numbers(message: Message) -> Iterator[tuple[str, float]]:
@@ -71,8 +98,24 @@ def _numbers(message: Message) -> Iterator[tuple[str, float]]:
         yield field.name, int(value) if isinstance(value, bool) else value
 
 
-def _histogram(name: str, spread: Histogram) -> Metric:
-    bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
-    buckets = list(zip(bounds, itertools.accumulate(spread.counts), strict=True))
-    text = f"Seconds, of requests that finished; {name}_seconds of GetStats."
-    return HistogramMetricFamily(f"lineclear_{name}_seconds", text, buckets=buckets, sum_value=spread.sum_seconds)
+def _labelled(name: str, text: str, counts: Counter[str], label: str = "finish_reason") -> CounterMetricFamily:
+    metric = CounterMetricFamily(name, text, labels=[label])
+    for word, count in counts.items():
+        metric.add_metric([word], count)
+    return metric
+
+
+def _request_success(ended: Counter[str]) -> Metric:
+    counts: Counter[str] = Counter()
+    for reason, word in _VLLM_FINISH_REASONS.items():
+        counts[word] += ended[reason]
+    return _labelled(
+        VLLM_NAMES["lineclear_requests"], "As lineclear_requests, in vLLM's words.", counts, "finished_reason"
+    )
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    alias = copy.copy(metric)
+    alias.name, alias.documentation = name, f"As {metric.name}."
+    alias.samples = [sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in metric.samples]
+    return alias

@@ -1,115 +1,111 @@
-"""The listener that Prometheus fetches figures from: plain HTTP on its own address, thread and event loop.
-
-Each connection has one request, and a few seconds for it. Of too many connections the oldest is closed, so slow callers
-do not keep others away. The page is always in Prometheus' text format 0.0.4, which every release of it reads: in
-OpenMetrics the client library changes the colon in the names that vLLM has.
-"""
+"""HTTP server for Prometheus: prometheus_client's page on the threading server of wsgiref."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import io
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from http import HTTPStatus
-from urllib.parse import parse_qs, urlsplit
+from socketserver import TCPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import parse_address
 
-REQUEST_SECONDS = 5.0
-"""For a request and its answer together."""
 MAX_CONNECTIONS = 16
-_MAX_HEAD_BYTES = 16 * 1024
 
 
-class MetricsServer(Collector):
-    """Answers from the moment it is made until `close`. `collect` is called on its thread and may raise."""
+class _Handler(WSGIRequestHandler):
+    timeout = 5.0  # seconds for each read of the request, and for the write of the response
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def get_stderr(self) -> Any:
+        return io.StringIO()  # wsgiref prints a traceback for a client that does not read
+
+
+class MetricsServer(ThreadingWSGIServer, Collector):
+    """Serves the metrics of `collect` until `close`, with a thread for each of at most MAX_CONNECTIONS.
+
+    Of too many connections the oldest is closed, so slow clients do not keep others away.
+    """
+
+    request_queue_size = 64  # connections that wait to be accepted
 
     def __init__(self, address: str, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Raises ConfigurationError where `address`, a host:port, cannot be listened on."""
-        self._collect = collect
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
+        """Listen on `address`, a host:port. Raises ConfigurationError if that fails. `collect` may raise."""
         parsed = parse_address(address)
-        assert not isinstance(parsed, str), "the settings let only host:port through"
-        host, port = parsed[0].strip("[]"), parsed[1]
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        assert not isinstance(parsed, str), "the settings accept only host:port"
+        self.address_family = socket.AF_INET6 if ":" in parsed[0] else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, port), family=family)
+            super().__init__((parsed[0].strip("[]"), parsed[1]), _Handler)
         except OSError:
             raise ConfigurationError(f"cannot listen on {address}: in use, or not an address of this machine") from None
-        self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
-        self._loop = asyncio.new_event_loop()
-        self._closed = asyncio.Event()
-        # A daemon, and never joined: whatever a caller does, the process can exit.
-        threading.Thread(target=self._run, name="scrapes", daemon=True).start()
+        self.address = f"{address.rpartition(':')[0]}:{self.server_port}"
+        self._collect = collect
+        self._collecting = threading.Lock()
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections: dict[socket.socket, None] = {}  # the oldest first
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._page = make_wsgi_app(registry, disable_compression=True)
+        self.set_app(self._answer)
+        threading.Thread(target=self._serve, name="metrics", daemon=True).start()
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry asks for."""
+        """Yield the metrics; the registry calls it."""
         yield from self._collect()
 
     def close(self) -> None:
         """Stop answering, soon. Any thread; does not wait."""
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(self._closed.set)
+        threading.Thread(target=self.shutdown, daemon=True).start()
 
-    def _run(self) -> None:
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._serve())
+    def _serve(self) -> None:
+        with self:
+            self.serve_forever()
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._socket, limit=_MAX_HEAD_BYTES)
-        await self._closed.wait()
-        server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._connections) >= MAX_CONNECTIONS:
-            next(iter(self._connections)).cancel()
-        self._connections[task] = None
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        # Always the text format 0.0.4, which every release of Prometheus reads: OpenMetrics has no colons in names.
+        environ["HTTP_ACCEPT"] = "text/plain; version=0.0.4"
         try:
-            # OSError: the caller has gone. The others: it sent no request, or not in time. None is worth a log line.
-            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-                async with asyncio.timeout(REQUEST_SECONDS):
-                    await self._answer(reader, writer)
-        except asyncio.CancelledError:
-            pass  # closed in favour of another connection, or of the exit
-        finally:
-            del self._connections[task]
-            writer.transport.abort()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        status, body = self._page(head.split(b"\r\n", 1)[0].decode("latin-1").split(" "))
-        fields = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4, "Content-Length": str(len(body)), "Connection": "close"}
-        lines = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
-        writer.transport.set_write_buffer_limits(high=0)  # drain waits until all is handed to the kernel
-        writer.write("\r\n".join(lines).encode("latin-1") + (b"" if head.startswith(b"HEAD ") else body))
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    def _page(self, request: list[str]) -> tuple[HTTPStatus, bytes]:
-        if len(request) != 3 or not request[2].startswith("HTTP/1."):
-            return HTTPStatus.BAD_REQUEST, b"this is an HTTP/1.1 address for Prometheus\n"
-        if request[0] not in ("GET", "HEAD"):
-            return HTTPStatus.METHOD_NOT_ALLOWED, b"GET is answered\n"
-        names = parse_qs(urlsplit(request[1]).query).get("name[]")
-        try:
-            return HTTPStatus.OK, generate_latest(
-                self._registry.restricted_registry(names) if names else self._registry
-            )
+            with self._collecting:
+                return list(self._page(environ, start_response))
         except Exception:
-            return HTTPStatus.SERVICE_UNAVAILABLE, b"the figures did not come in time\n"
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"the engine did not answer in time\n"]
+
+    def server_bind(self) -> None:
+        """Bind without the name look-up of HTTPServer, which waits for DNS."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a thread for the connection. If there is none, close the oldest connection and wait for its thread."""
+        if self._free.acquire(blocking=False):
+            return True
+        with contextlib.suppress(StopIteration, OSError):
+            next(iter(self._connections)).shutdown(socket.SHUT_RDWR)
+        return self._free.acquire(timeout=_Handler.timeout)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection."""
+        self._connections[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, at the end of its thread."""
+        super().shutdown_request(request)
+        if self._connections.pop(request, request) is None:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: the client has gone, or is too slow."""

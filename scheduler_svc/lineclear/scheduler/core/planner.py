@@ -315,8 +315,8 @@ class StepPlanner:
         positions = sequence.max_len - 1 if sequence.pinned else sequence.num_known
         taken = self._batch.admit(sequence, shared, positions)
         start = sequence.num_planned
-        state.counters.looked_up_tokens += len(sequence.tokens)
-        state.counters.cached_tokens += start
+        state.counters.prefix_cache_queries += len(sequence.tokens)
+        state.counters.prefix_cache_hits += start
         if sequence.started_at is None:
             state.queue_order.on_start(sequence)
             sequence.started_at = self._now

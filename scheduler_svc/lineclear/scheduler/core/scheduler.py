@@ -334,7 +334,7 @@ class Scheduler:
         if rows:
             decode_batch.on_result(flight.decode_step, flight.step, now)
             candidates = tokens.add_decode_rows(flight, left)
-            self._counters.output_tokens += len(rows) - len(left)
+            self._counters.generation_tokens += len(rows) - len(left)
         singles = [(row, rows[row]) for row in left]
         for row, sequence in (*singles, *enumerate(flight.chunk_samples, len(rows))):
             if sequence.state is State.FINISHED:
@@ -358,7 +358,7 @@ class Scheduler:
             sequence.first_token_at = now
         sequence.last_token_at = now
         sequence.last_step = step
-        self._counters.output_tokens += 1
+        self._counters.generation_tokens += 1
 
     def _finish_complete(self, candidates: list[Sequence], now: float) -> list[Event]:
         """Finish the sequences whose last token completes the answer."""
@@ -411,11 +411,11 @@ class Scheduler:
         pool = self._batch.pool
         return CoreSnapshot(
             counters=self._counters.copy(),
-            requests_waiting=len(self._fresh) + len(self._resuming),
-            tokens_waiting=self._fresh.num_tokens + self._resuming.num_tokens,
-            requests_running=len(self._batch.running),
+            num_requests_waiting=len(self._fresh) + len(self._resuming),
+            num_tokens_waiting=self._fresh.num_tokens + self._resuming.num_tokens,
+            num_requests_running=len(self._batch.running),
             steps_in_flight=len(self._inflight),
-            blocks_total=pool.num_blocks,
+            num_blocks=pool.num_blocks,
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             draining=self._state.draining,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the core was created. `cached_tokens` of `looked_up_tokens` were prefix-cache hits."""
+    """Counters since the core was created; `Counters` in inference.proto says what each counts."""
 
     requests_admitted: int = 0
     requests_rejected: int = 0
@@ -16,9 +16,9 @@ class Counters:
     requests_expired: int = 0
     requests_failed: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    looked_up_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_hits: int = 0
+    prefix_cache_queries: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -35,11 +35,11 @@ class CoreSnapshot:
     """Counters and gauges at one moment."""
 
     counters: Counters
-    requests_waiting: int
-    tokens_waiting: int
-    requests_running: int
+    num_requests_waiting: int
+    num_tokens_waiting: int
+    num_requests_running: int
     steps_in_flight: int
-    blocks_total: int
+    num_blocks: int
     blocks_used: int
     blocks_cached: int
     draining: bool

@@ -379,8 +379,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._stats,
             self._clock(),
             num_rejected=self.quota.num_rejected,
-            streams_open=len(self.streams),
-            tasks=len(asyncio.all_tasks()),
+            open_streams=len(self.streams),
+            asyncio_tasks=len(asyncio.all_tasks()),
             version=VERSION,
         )
 

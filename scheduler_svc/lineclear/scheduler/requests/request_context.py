@@ -190,7 +190,7 @@ class RequestContext:
                 "recoveries": stats.recoveries,
             }
         else:
-            fields["total_seconds"] = round(now - self.arrival, 6)
+            fields["e2e_latency_seconds"] = round(now - self.arrival, 6)
         log.info("request_ended", **fields)
 
 

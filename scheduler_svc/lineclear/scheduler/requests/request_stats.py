@@ -59,11 +59,20 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
 class RequestTimings(NamedTuple):
     """Where the time of one request went, in seconds from its arrival; None where it never came to that."""
 
-    queue: float | None
-    first_token: float | None
-    decode: float | None
-    total: float
-    inter_token: float | None
+    queue_time: float | None
+    time_to_first_token: float | None
+    decode_time: float | None
+    e2e_latency: float
+    mean_inter_token_latency: float | None
+
+
+HISTOGRAMS = {
+    "request_queue_time": "queue_time",
+    "time_to_first_token": "time_to_first_token",
+    "request_mean_inter_token_latency": "mean_inter_token_latency",
+    "e2e_request_latency": "e2e_latency",
+}
+"""Fields of GetStatsResponse and metrics, without `_seconds`: the field of RequestTimings that each has."""
 
 
 def request_timings(record: RequestStats, arrival: float, completion_tokens: int, now: float) -> RequestTimings:
@@ -71,11 +80,13 @@ def request_timings(record: RequestStats, arrival: float, completion_tokens: int
     first, last, started = record.first_token_at, record.last_token_at, record.started_at
     decode = None if first is None or last is None else last - first
     return RequestTimings(
-        queue=None if started is None else started - arrival,
-        first_token=None if first is None else first - arrival,
-        decode=decode,
-        total=now - arrival,
-        inter_token=decode / (completion_tokens - 1) if decode is not None and completion_tokens > 1 else None,
+        queue_time=None if started is None else started - arrival,
+        time_to_first_token=None if first is None else first - arrival,
+        decode_time=decode,
+        e2e_latency=now - arrival,
+        mean_inter_token_latency=decode / (completion_tokens - 1)
+        if decode is not None and completion_tokens > 1
+        else None,
     )
 
 
@@ -97,7 +108,7 @@ class ServerStats:
 
     def __init__(self, now: float) -> None:
         self._since = now
-        self.histograms = {name: Histogram() for name in ("queue", "first_token", "inter_token", "total")}
+        self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.ended: Counter[str] = Counter()
         """How many of those that were let in ended how: by finish reason, or by the reason of their error."""
         self.rejected: Counter[str] = Counter()
@@ -117,9 +128,9 @@ class ServerStats:
             for name, seconds in self._window.popleft()._asdict().items():
                 if seconds is not None:
                     del self._ordered[name][bisect.bisect_left(self._ordered[name], seconds)]
-        for name, spread in self.histograms.items():
-            if (seconds := getattr(spent, name)) is not None:
-                spread.add(seconds)
+        for name, histogram in self.histograms.items():
+            if (seconds := getattr(spent, HISTOGRAMS[name])) is not None:
+                histogram.add(seconds)
 
     def add_ended(self, outcome: str) -> None:
         """A request that was let in is over, one way or another."""
@@ -149,7 +160,7 @@ class ServerStats:
         return now - self._since
 
     def window(self, name: str) -> Quantiles:
-        """Quantiles of one field of Durations over the last requests that finished."""
+        """Return quantiles of one field of RequestTimings over the last requests that finished."""
         return _of_ordered(self._ordered[name])
 
     def _expire_window(self, now: float) -> None:

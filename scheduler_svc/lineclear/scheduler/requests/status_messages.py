@@ -6,7 +6,7 @@ import dataclasses
 
 from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
-from lineclear.scheduler.requests.request_stats import Quantiles, ServerStats, quantiles
+from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
@@ -59,44 +59,44 @@ def stats(
     now: float,
     *,
     num_rejected: int,
-    streams_open: int,
-    tasks: int,
+    open_streams: int,
+    asyncio_tasks: int,
     version: str,
 ) -> pb.GetStatsResponse:
-    """The engine's figures and ours. `num_rejected` are those that the core never saw."""
+    """The engine's figures and ours. `num_rejected` requests never reached the core."""
+    counters = snapshot.core.counters
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
-        totals=_totals(snapshot.core, num_rejected),
-        gauges=_gauges(snapshot.core, streams_open, tasks),
-        queue_seconds=_quantiles(figures.window("queue")),
-        first_token_seconds=_quantiles(figures.window("first_token")),
-        inter_token_seconds=_quantiles(figures.window("inter_token")),
-        total_seconds=_quantiles(figures.window("total")),
+        counters=_counters(snapshot.core, num_rejected),
+        gauges=_gauges(snapshot.core, open_streams, asyncio_tasks),
+        **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
-        output_tokens_per_second=figures.tokens_per_second(now),
+        generation_tokens_per_second=figures.tokens_per_second(now),
         worker=_worker_status(snapshot),
         batching_strategy=settings.batching_strategy,
-        order=settings.scheduling_policy,
+        scheduling_policy=settings.scheduling_policy,
         server_version=version,
+        mean_batch_size=counters.rows / max(1, counters.steps),
+        prefix_cache_hit_ratio=counters.prefix_cache_hits / max(1, counters.prefix_cache_queries),
     )
 
 
 def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
     """Return what one tenant may see: how busy the server is and what it runs on.
 
-    Totals, quantiles, rates and gauges in tokens or blocks are left out: before and after another tenant's request
+    Counters, quantiles, rates and gauges in tokens or blocks are left out: before and after another tenant's request
     they tell how long its prompt and its answer were.
     """
     shown = pb.GetStatsResponse(
         uptime=stats.uptime,
         gauges=pb.Gauges(
-            requests_waiting=stats.gauges.requests_waiting,
-            requests_running=stats.gauges.requests_running,
+            num_requests_waiting=stats.gauges.num_requests_waiting,
+            num_requests_running=stats.gauges.num_requests_running,
             draining=stats.gauges.draining,
         ),
         worker=stats.worker,
         batching_strategy=stats.batching_strategy,
-        order=stats.order,
+        scheduling_policy=stats.scheduling_policy,
         server_version=stats.server_version,
     )
     for name in ("step_base_seconds", "step_seconds_per_token", "step_seconds_per_kv_token"):
@@ -104,27 +104,24 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
     return shown
 
 
-def _totals(core: CoreSnapshot, num_rejected: int) -> pb.Totals:
-    counters = core.counters
-    names = [field.name for field in dataclasses.fields(counters) if field.name in pb.Totals.DESCRIPTOR.fields_by_name]
-    totals = pb.Totals(**{name: getattr(counters, name) for name in names})
-    totals.requests_rejected += num_rejected  # before they came to the core
-    totals.prefix_hit_rate = counters.cached_tokens / max(1, counters.looked_up_tokens)
-    totals.mean_batch_size = counters.rows / max(1, counters.steps)
-    return totals
+def _counters(core: CoreSnapshot, num_rejected: int) -> pb.Counters:
+    counters = pb.Counters(**dataclasses.asdict(core.counters))
+    counters.requests_rejected += num_rejected
+    return counters
 
 
-def _gauges(core: CoreSnapshot, streams_open: int, tasks: int) -> pb.Gauges:
+def _gauges(core: CoreSnapshot, open_streams: int, asyncio_tasks: int) -> pb.Gauges:
     return pb.Gauges(
-        requests_waiting=core.requests_waiting,
-        tokens_waiting=core.tokens_waiting,
-        requests_running=core.requests_running,
+        num_requests_waiting=core.num_requests_waiting,
+        num_tokens_waiting=core.num_tokens_waiting,
+        num_requests_running=core.num_requests_running,
         steps_in_flight=core.steps_in_flight,
-        blocks_total=core.blocks_total,
+        num_blocks=core.num_blocks,
         blocks_used=core.blocks_used,
         blocks_cached=core.blocks_cached,
-        streams_open=streams_open,
-        tasks=tasks,
+        kv_cache_usage_ratio=core.blocks_used / max(1, core.num_blocks),
+        open_streams=open_streams,
+        asyncio_tasks=asyncio_tasks,
         draining=core.draining,
     )
 
@@ -133,8 +130,8 @@ def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
     base, per_token, per_kv_token = snapshot.core.step_time
     hello = snapshot.worker.hello
     status = pb.WorkerStatus(
-        joined=hello is not None,
-        incarnation=snapshot.worker.num_joins,
+        up=hello is not None,
+        joins=snapshot.worker.num_joins,
         step_base_seconds=base,
         step_seconds_per_token=per_token,
         step_seconds_per_kv_token=per_kv_token,
