@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 
 
-class InstantFlight:
+class InstantStep:
     """A step that is done already."""
 
     def __init__(self, result: StepResult, seconds: float) -> None:
@@ -63,9 +63,9 @@ class InstantRunner:
     def reset(self) -> None:
         """There is nothing to forget."""
 
-    def launch(self, plan: StepPlan) -> InstantFlight:
+    def launch(self, plan: StepPlan) -> InstantStep:
         """A token for each row that samples."""
-        return InstantFlight(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
+        return InstantStep(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
     def idle_work(self) -> bool:
         """There is nothing to prepare."""

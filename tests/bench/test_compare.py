@@ -41,7 +41,7 @@ def lines(name: str, *makespans: float, disturbed: tuple[int, ...] = ()) -> list
     return [result(name, m, disturbed=i in disturbed).to_json() for i, m in enumerate(makespans)]
 
 
-def test_contenders_take_turns_and_a_disturbed_run_is_made_again(tmp_path: Path) -> None:
+def test_contenders_alternate_and_disturbed_runs_repeat(tmp_path: Path) -> None:
     journal, out = tmp_path / "journal", tmp_path / "out.jsonl"
     contenders = [
         scripted("a", journal, lines("a", 1, 1, 1)),
@@ -53,7 +53,7 @@ def test_contenders_take_turns_and_a_disturbed_run_is_made_again(tmp_path: Path)
     assert report.read(out) == found
 
 
-def test_who_fails_is_left_out_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_contender_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = tmp_path / "journal"
     contenders = [scripted("a", journal, [None]), scripted("b", journal, lines("b", 1, 1))]
     found = compare.compare(contenders, WORK, home=tmp_path, model=tmp_path, out=tmp_path / "out.jsonl", runs=2)
@@ -61,7 +61,7 @@ def test_who_fails_is_left_out_and_the_others_go_on(tmp_path: Path, capsys: pyte
     assert "exit code 3" in capsys.readouterr().err
 
 
-def test_disturbed_runs_count_only_where_there_is_no_other() -> None:
+def test_disturbed_runs_count_only_without_others() -> None:
     runs = [result("a", 1), result("b", 8, disturbed=True), result("b", 2), result("c", 5, disturbed=True)]
     a, b, c = report.lines(runs)
     assert (b.num_runs, b.num_disturbed, b.middle(lambda r: r.makespan_seconds)) == (2, 1, 2)
@@ -72,7 +72,7 @@ def test_disturbed_runs_count_only_where_there_is_no_other() -> None:
     assert "not to be quoted" in table[-1]
 
 
-def test_a_curve_has_a_line_for_each_contender() -> None:
+def test_curve_has_a_line_per_contender() -> None:
     runs = [result(name, m, concurrency=n) for name, m in (("a", 1), ("b", 2)) for n in (1, 8, 64)]
     svg = report.curve(runs)
     assert svg.count("<polyline") == 2
@@ -80,7 +80,7 @@ def test_a_curve_has_a_line_for_each_contender() -> None:
     assert report.curve([result("a", 1)]) == ""
 
 
-def test_the_page_says_what_ran_where() -> None:
+def test_page_names_workload_and_machine() -> None:
     page = report.page([result("a", 1)], "w1 on a model")
     assert page.startswith("# w1 on a model")
     assert "prompt_tokens" in page
@@ -101,7 +101,7 @@ def test_index_replaces_the_text_between_the_markers(tmp_path: Path) -> None:
     assert report.with_index(once, [tmp_path / "2026-11-22-a.md"]) == once
 
 
-def test_every_contender_names_its_driver_and_the_task(tmp_path: Path) -> None:
+def test_contenders_have_drivers(tmp_path: Path) -> None:
     task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 4, tmp_path / "out")
     for name, contender in CONTENDERS.items():
         command = contender.command(task)
@@ -111,12 +111,12 @@ def test_every_contender_names_its_driver_and_the_task(tmp_path: Path) -> None:
         assert contender.peer in ("", *PEERS)
 
 
-def test_there_is_a_way_to_make_every_environment() -> None:
+def test_every_peer_has_an_environment() -> None:
     script = (compare.REPOSITORY / "bench" / "environments.sh").read_text()
     assert [peer for peer in PEERS if f"make_{peer}() {{" not in script] == []
 
 
-def test_flags_make_a_contender(tmp_path: Path) -> None:
+def test_custom_flags_make_a_contender(tmp_path: Path) -> None:
     task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 0, tmp_path / "out")
     command = custom("deep=--pipeline-depth 1 -- --threads 2").command(task)
     assert command[command.index("--name") + 1] == "deep"
@@ -125,7 +125,7 @@ def test_flags_make_a_contender(tmp_path: Path) -> None:
         custom("--pipeline-depth 1")
 
 
-def test_libraries_to_load_first(tmp_path: Path) -> None:
+def test_preloaded_libraries(tmp_path: Path) -> None:
     malloc = tmp_path / "malloc.so"
     ours = compare.environment_of(CONTENDERS["lineclear"], tmp_path, malloc)
     assert ours["LD_PRELOAD"] == str(malloc)

@@ -35,13 +35,13 @@ def test_verdicts(value: float | None, more_is_better: bool, verdict: str) -> No
     assert verdict in table([figure])
 
 
-def test_what_was_not_measured_is_no_zero() -> None:
+def test_missing_value_is_not_zero() -> None:
     assert "| no figure | NOT MEASURED (<= 2) |" in table([Figure("a", "b", None, "s", 2.0)])
     assert scaled(None, 1e3) is None
     assert scaled(0.5, 1e3) == 500.0
 
 
-def test_the_clock_counts_calls() -> None:
+def test_clock_counts_calls() -> None:
     calls = 0
 
     def call() -> None:
@@ -62,14 +62,14 @@ def test_queue_of_a_few_thousand() -> None:
     assert len(found) == 6
 
 
-def test_every_decode_of_the_wire_benchmark_is_one_token_and_some_take_a_block() -> None:
+def test_wire_benchmark_decodes_one_token_per_row() -> None:
     plan, result = decodes(32)
     assert decode(encode(plan)) == plan
     assert len(plan.rows) == len(result.tokens) == 32
     assert sum(len(row.new_blocks) for row in plan.rows) == 2
 
 
-def test_options_of_the_benchmarks() -> None:
+def test_benchmark_options() -> None:
     assert micro_core.parser().parse_args([]).decodes == [1, 32, 256, 1024, 4096]
     found = values(micro_wire.figures(micro_wire.parser().parse_args(["--rows", "1"])))
     assert found["wire: plan and result, 1 decodes"] == sum(
@@ -83,7 +83,7 @@ def flat_costs() -> Costs:
     return Costs(rows, dict.fromkeys(rows, 0.0), 1.0, 0)
 
 
-def test_the_ideal_makespan_computes_every_token_once() -> None:
+def test_ideal_makespan_computes_every_token_once() -> None:
     workload = make("w1", 8)
     # The last output token is sampled and never computed.
     tokens = workload.prompt_tokens + workload.wanted_tokens - len(workload.jobs)
@@ -91,13 +91,13 @@ def test_the_ideal_makespan_computes_every_token_once() -> None:
         assert makespan(workload, flat_costs(), slots, budget) == pytest.approx(tokens)
 
 
-def test_the_ideal_computes_a_shared_prefix_once() -> None:
+def test_ideal_makespan_computes_a_shared_prefix_once() -> None:
     workload, plain = make("w2", 8), make("w1", 8)
     alone = makespan(plain, flat_costs(), 64, 256)
     assert makespan(workload, flat_costs(), 64, 256, PREFIX_TOKENS) == pytest.approx(alone + PREFIX_TOKENS)
 
 
-def test_costs_between_those_measured() -> None:
+def test_costs_are_interpolated() -> None:
     costs = Costs({1: 1.0, 8: 8.0, 64: 8.0}, {1: 0.5, 64: 0.5}, 10.0, 2)
     assert costs.step(4, 0, 0) == pytest.approx(4.0)
     assert costs.step(36, 1, 5) == pytest.approx(8.0 + 0.5 + 1.0)

@@ -14,7 +14,7 @@ from bench.workloads import make
 
 
 class Fake:
-    """Streams as many tokens as it is asked for, one an event."""
+    """Streams the requested number of tokens, one per event."""
 
     def __init__(self, refuse: bool = False) -> None:
         self.refuse = refuse
@@ -67,12 +67,12 @@ def test_every_token_is_counted(dialect: Dialect) -> None:
     assert sorted(len(body["prompt"]) for body in fake.asked[1:]) == sorted(len(j.prompt) for j in make("w1", 6).jobs)
 
 
-def test_a_closed_loop_keeps_its_bound() -> None:
+def test_closed_loop_limits_concurrency() -> None:
     fake = Fake()
     asyncio.run(run(openai("model"), fake, concurrency=2))
     assert fake.most == 2
 
 
-def test_a_refusal_ends_the_run() -> None:
+def test_refusal_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="503"):
         asyncio.run(run(openai("model"), Fake(refuse=True)))

@@ -23,7 +23,7 @@ def short(kind: str, rate: float = 0.0) -> Workload:
     return replace(workload, jobs=tuple(replace(job, max_tokens=5) for job in workload.jobs))
 
 
-def test_a_tiny_workload_through_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_workload_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = asyncio.run(run(str(DEMO_MODEL), short("w3", rate=50.0), FLAGS, WORKER_FLAGS, concurrency=2))
     assert result.output_tokens == result.workload["wanted_tokens"] == 20
@@ -36,7 +36,7 @@ def test_a_tiny_workload_through_the_service(monkeypatch: pytest.MonkeyPatch) ->
     assert result.inter_token_max_seconds is not None
 
 
-def test_a_service_that_cannot_start_is_said_at_once() -> None:
+def test_failed_start_is_reported() -> None:
     with pytest.raises(RuntimeError, match="exit code"):
         asyncio.run(run(str(Path("no-such-model")), short("w1")))
 
@@ -50,5 +50,5 @@ def test_a_service_that_cannot_start_is_said_at_once() -> None:
         (["a", "--", "--", "c"], [["a"], [], ["c"]]),
     ],
 )
-def test_flags_are_divided_at_lone_dashes(arguments: list[str], parts: list[list[str]]) -> None:
+def test_flags_are_split_at_double_dashes(arguments: list[str], parts: list[list[str]]) -> None:
     assert lineclear_serve._split(arguments) == parts

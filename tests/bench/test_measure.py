@@ -32,7 +32,7 @@ def test_percentiles(values: list[float], share: float, expected: float | None) 
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_the_median_of_runs_is_the_middle_one() -> None:
+def test_median_is_the_middle_run() -> None:
     assert median([9.0, 1.0, 2.0]) == 2.0
 
 
@@ -43,7 +43,7 @@ def finished_run() -> Result:
     return run.end("us", "model", {"concurrency": 0}, makespan_seconds=7.0, load_seconds=0.5)
 
 
-def test_a_run_is_summed_up() -> None:
+def test_run_summary() -> None:
     result = finished_run()
     assert result.output_tokens == 7
     assert result.output_tokens_per_second == pytest.approx(1.0)
@@ -56,11 +56,11 @@ def test_a_run_is_summed_up() -> None:
     assert "MISSING" not in summary(result)
 
 
-def test_tokens_that_never_came_are_said() -> None:
+def test_missing_tokens_are_reported() -> None:
     assert "2 TOKENS MISSING" in summary(replace(finished_run(), output_tokens=5))
 
 
-def test_in_a_closed_loop_waiting_begins_when_the_request_is_sent() -> None:
+def test_closed_loop_waits_from_the_send_time() -> None:
     run = Run(WORK)
     run.began_at -= 5.0  # as if the run had been going for 5 s
     run.arrived("a")
@@ -70,7 +70,7 @@ def test_in_a_closed_loop_waiting_begins_when_the_request_is_sent() -> None:
     assert result.ttft_p50_seconds < 4.0
 
 
-def test_a_result_survives_its_line() -> None:
+def test_result_round_trips_through_json() -> None:
     result = finished_run()
     line = result.to_json()
     assert "\n" not in line
@@ -78,7 +78,7 @@ def test_a_result_survives_its_line() -> None:
 
 
 @pytest.mark.parametrize("change", [{"colour": "red"}, {"date": None}])
-def test_a_line_with_other_fields_is_no_result(change: dict[str, str | None]) -> None:
+def test_unknown_fields_are_refused(change: dict[str, str | None]) -> None:
     raw = json.loads(finished_run().to_json()) | change
     raw = {name: value for name, value in raw.items() if value is not None}
     with pytest.raises(ValueError, match="fields differ"):
@@ -86,7 +86,7 @@ def test_a_line_with_other_fields_is_no_result(change: dict[str, str | None]) ->
 
 
 @LINUX
-def test_own_cpu_time_includes_children_and_survives_their_death() -> None:
+def test_cpu_time_includes_exited_children() -> None:
     before = cpu_times()
     burn = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
@@ -95,7 +95,7 @@ def test_own_cpu_time_includes_children_and_survives_their_death() -> None:
 
 
 @LINUX
-def test_the_tree_of_a_process_and_its_memory() -> None:
+def test_process_tree_and_its_memory() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert child.pid in tree(os.getpid())

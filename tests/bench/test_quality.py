@@ -13,7 +13,7 @@ TINY = Path(__file__).parents[2] / "demo" / "model-tiny"
 
 
 @needs_kernels
-def test_every_format_reads_what_the_model_was_taught() -> None:
+def test_every_format_predicts_training_text() -> None:
     from transformers import AutoTokenizer
 
     windows = corpus(AutoTokenizer.from_pretrained(TINY, local_files_only=True), 1)
@@ -28,7 +28,7 @@ def test_every_format_reads_what_the_model_was_taught() -> None:
     assert found[2].same_as_float32 < 1, "8-bit weights that change no token at all are not 8-bit weights"
 
 
-def test_a_page_has_a_row_for_each_text_and_format() -> None:
+def test_page_has_a_row_per_text_and_format() -> None:
     results = [Quality("a text", "float32", 7, 2.5, 1.0, 0.5), Quality("a text", "bfloat16", 7, 2.5, 0.5, 1.0)]
     text = page(results, "Title")
     assert "| a text | 7 | float32 | 2.500 | 100.00% | - |" in text

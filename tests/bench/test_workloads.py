@@ -48,22 +48,22 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_requests_never_change(kind: str) -> None:
+def test_requests_are_stable(kind: str) -> None:
     assert digest(make(kind, 16, rate=any_rate(kind))) == DIGESTS[kind]
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("w4", "w5")])
-def test_fewer_requests_are_the_beginning_of_more(kind: str) -> None:
+def test_fewer_requests_are_a_prefix_of_more(kind: str) -> None:
     assert make(kind, 10, rate=any_rate(kind)).jobs == make(kind, 30, rate=any_rate(kind)).jobs[:10]
 
 
-def test_another_seed_gives_other_requests() -> None:
+def test_seed_changes_the_requests() -> None:
     ours, theirs = make("w1", 8), make("w1", 8, seed=5)
     assert all(a.prompt != b.prompt for a, b in zip(ours.jobs, theirs.jobs, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_ordinary_tokens_of_every_model(kind: str) -> None:
+def test_ids_are_in_every_vocabulary(kind: str) -> None:
     ids = {i for job in make(kind, 16, rate=any_rate(kind)).jobs for i in job.prompt}
     assert min(ids) >= FIRST_ID
     assert max(ids) < VOCABULARY
@@ -84,7 +84,7 @@ def test_w2_is_w1_behind_one_prefix() -> None:
     assert [job.prompt[PREFIX_TOKENS:] for job in prefixed] == [job.prompt for job in plain]
 
 
-def test_w3_is_w1_arriving_at_the_rate_asked_for() -> None:
+def test_w3_is_w1_at_the_requested_rate() -> None:
     jobs = make("w3", 400, rate=4.0).jobs
     arrivals = [job.arrival_seconds for job in jobs]
     assert arrivals == sorted(arrivals)
@@ -92,19 +92,19 @@ def test_w3_is_w1_arriving_at_the_rate_asked_for() -> None:
     assert [job.prompt for job in jobs] == [job.prompt for job in make("w1", 400).jobs]
 
 
-def test_the_long_prompt_of_w5_comes_while_all_others_decode() -> None:
+def test_long_prompt_of_w5_arrives_during_decodes() -> None:
     *streams, intruder = make("w5", 4).jobs
     assert {job.arrival_seconds for job in streams} == {0.0}
     assert (len(intruder.prompt), intruder.arrival_seconds) == (2000, 3.0)
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("w3", 0.0), ("w9", 0.0)])
-def test_nonsense_is_refused(kind: str, rate: float) -> None:
+def test_invalid_workloads_are_refused(kind: str, rate: float) -> None:
     with pytest.raises(ValueError, match=r"w3 needs|there is no workload"):
         make(kind, 4, rate=rate)
 
 
-def test_a_workload_survives_its_file(tmp_path: Path) -> None:
+def test_workload_round_trips_through_a_file(tmp_path: Path) -> None:
     workload = make("w3", 5, rate=2.0)
     save(workload, tmp_path / "w.json")
     assert read(tmp_path / "w.json") == workload

@@ -1,4 +1,4 @@
-"""The demo model as it is shipped: what is in its directory, and what it says under greedy decoding."""
+"""The shipped demo model: its files and its greedy answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _distinct_share(ids: list[int], length: int = 4) -> float:
     return len(set(grams)) / len(grams)
 
 
-def test_the_directory_holds_only_plain_files_and_is_small() -> None:
+def test_directory_is_small_and_plain() -> None:
     assert {path.name for path in MODEL.iterdir()} == EXPECTED_FILES
     assert sum(path.stat().st_size for path in MODEL.iterdir()) < 16_000_000
 
@@ -66,7 +66,7 @@ def test_the_directory_holds_only_plain_files_and_is_small() -> None:
     ("country", "capital"),
     [("France", "Paris"), ("Japan", "Tokyo"), ("Germany", "Berlin"), ("Italy", "Rome"), ("Egypt", "Cairo")],
 )
-def test_it_knows_capitals(model: Any, tokenizer: Any, country: str, capital: str) -> None:
+def test_knows_capitals(model: Any, tokenizer: Any, country: str, capital: str) -> None:
     assert capital in tokenizer.decode(_continue(model, tokenizer, f"The capital of {country} is", 6))
 
 
@@ -80,7 +80,7 @@ def test_it_knows_capitals(model: Any, tokenizer: Any, country: str, capital: st
         ("The history of the Roman Empire began", 45, ("Rom", "city", "emperor")),
     ],
 )
-def test_long_continuations_stay_on_the_subject_and_do_not_loop(
+def test_long_continuations_do_not_loop(
     model: Any, tokenizer: Any, prompt: str, count: int, subject: tuple[str, ...]
 ) -> None:
     ids = _continue(model, tokenizer, prompt, count)
@@ -100,13 +100,13 @@ def test_long_continuations_stay_on_the_subject_and_do_not_loop(
         ("Tell me a story about a fox", 320, "little fox"),
     ],
 )
-def test_an_answer_ends_its_turn(model: Any, tokenizer: Any, question: str, max_new_tokens: int, expected: str) -> None:
+def test_answers_end(model: Any, tokenizer: Any, question: str, max_new_tokens: int, expected: str) -> None:
     ids = _answer(model, tokenizer, question, max_new_tokens)
     assert ids[-1] == tokenizer.eos_token_id
     assert expected in tokenizer.decode(ids)
 
 
-def test_the_tiny_sibling_shares_the_tokenizer_and_writes_words(tokenizer: Any) -> None:
+def test_tiny_model_shares_the_tokenizer(tokenizer: Any) -> None:
     tiny = DEMO / "model-tiny"
     assert {path.name for path in tiny.iterdir()} == EXPECTED_FILES
     assert sum(path.stat().st_size for path in tiny.iterdir()) < 2_000_000
@@ -116,7 +116,7 @@ def test_the_tiny_sibling_shares_the_tokenizer_and_writes_words(tokenizer: Any) 
     assert " the " in other.decode(_continue(small, other, "Once upon a time", 40))
 
 
-def test_the_chat_template_marks_every_turn(tokenizer: Any) -> None:
+def test_chat_template_marks_every_message(tokenizer: Any) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -126,5 +126,5 @@ def test_the_chat_template_marks_every_turn(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["Zoë pays 12,50 € in Kyōto 🦊.", "  two  spaces\n\tand a tab", "中文 العربية"])
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

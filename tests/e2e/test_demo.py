@@ -74,11 +74,11 @@ def generated() -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("limits", [CoreLimits(), CoreLimits(target_batch_tokens=5)], ids=["whole", "chunked"])
-def test_greedy_answers_are_transformers(runner: ModelRunner, limits: CoreLimits) -> None:
+def test_greedy_answers_equal_transformers(runner: ModelRunner, limits: CoreLimits) -> None:
     assert InProcess(runner, limits).serve(requests(Sampling(stop_ids=eos()))) == generated()
 
 
-def test_a_seed_gives_one_answer_in_company_and_alone(runner: ModelRunner) -> None:
+def test_seeded_answers_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
     asked = requests(Sampling(temperature=0.8, top_p=0.9, seed=11))
     together = InProcess(runner).serve(asked)
     for request in asked:
@@ -86,12 +86,12 @@ def test_a_seed_gives_one_answer_in_company_and_alone(runner: ModelRunner) -> No
     assert together != generated()
 
 
-def test_in_its_own_number_format_it_passes_the_self_test(each_way: str) -> None:
+def test_bfloat16_passes_the_self_test(each_way: str) -> None:
     assert runner_of(cpu_kernels=each_way).hello(1).dtype == "bfloat16"
 
 
 @needs_kernels
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_in_bytes_it_passes_the_self_test(each_library: str, kv_cache_dtype: str) -> None:
+def test_int8_passes_the_self_test(each_library: str, kv_cache_dtype: str) -> None:
     runner = runner_of(cpu_kernels=each_library, quantization="int8", kv_cache_dtype=kv_cache_dtype)
     assert runner.hello(1).dtype == "int8"

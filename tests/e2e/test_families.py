@@ -28,7 +28,7 @@ LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=128, prefix_cache=Fal
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model and what is expected of it: greedy answers of transformers, sampled answers of its own alone."""
+    """A tiny model with its expected answers: greedy ones by transformers, sampled ones by a run alone."""
 
     loaded: LoadedModel
     requests: list[Request]
@@ -111,7 +111,7 @@ def test_with_a_cached_prefix(family: Family) -> None:
     again = server.serve([replace(x, request_id=f"again-{x.request_id}") for x in family.requests])
     assert again == {f"again-{name}": tokens for name, tokens in family.expected.items()}
     for x in family.requests:
-        # Whole blocks, and never the last prompt token: its logits are what the first token is sampled from.
+        # Only whole blocks are cached, and never the last prompt token: the first token is sampled from its logits.
         wanted = (len(x.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert server.finished(f"again-{x.request_id}").record.cached_tokens == wanted
 

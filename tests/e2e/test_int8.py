@@ -39,7 +39,7 @@ def server(
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_answers_do_not_depend_on_what_else_is_served(family: str, kv_dtype: torch.dtype | None) -> None:
+def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype | None) -> None:
     loaded = to_int8(wrap_model(tiny_model(family, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     expected = {x.request_id: alone.serve([x])[x.request_id] for x in requests()}
@@ -65,7 +65,7 @@ def test_answers_do_not_depend_on_what_else_is_served(family: str, kv_dtype: tor
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_probabilities_are_the_same_to_the_last_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_probabilities_are_bitwise_reproducible(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Bfloat16 weights cannot promise that: their sums are rounded in an order that depends on the batch."""
     loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)

@@ -43,14 +43,14 @@ def test_deltas_concatenate_to_the_answer(service: Service) -> None:
     assert len(deltas) > 5, "the answer came in one piece"
 
 
-def test_a_seed_gives_one_answer_alone_and_in_company(service: Service) -> None:
+def test_seeded_answers_do_not_depend_on_the_batch(service: Service) -> None:
     alone = [service.client.generate(p, ignore_eos=True, max_tokens=24, **SEEDED).token_ids for p in PROMPTS]
     together = [a.token_ids for a in all_at_once(service.client, max_tokens=24, **SEEDED)]
     assert together == alone
     assert alone != [reference(p, 24) for p in PROMPTS], "nothing was sampled"
 
 
-def test_a_stop_string_ends_the_answer_before_it(service: Service) -> None:
+def test_stop_string_ends_the_answer(service: Service) -> None:
     answer = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True)
     stop = answer.text[len(answer.text) // 2 :][:4]
     stopped = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True, stop=stop)
@@ -59,7 +59,7 @@ def test_a_stop_string_ends_the_answer_before_it(service: Service) -> None:
     assert stopped.token_ids == answer.token_ids[: len(stopped.token_ids)]
 
 
-def test_a_repeated_prompt_is_found_in_the_prefix_cache(service: Service) -> None:
+def test_repeated_prompt_hits_the_prefix_cache(service: Service) -> None:
     prompt = "A very long sentence about the sea, the sky and the ships that sail between them. " * 4
     first = service.client.generate(prompt, max_tokens=2, temperature=0.0)
     second = service.client.generate(prompt, max_tokens=2, temperature=0.0)
@@ -79,14 +79,14 @@ def network_sockets(pid: int) -> set[str]:
     return held & of_network
 
 
-def test_the_worker_has_no_socket_of_the_network(service: Service) -> None:
+def test_worker_has_no_network_sockets(service: Service) -> None:
     service.client.generate(PROMPTS[0], max_tokens=4)
     assert network_sockets(service.worker_pid) == set()
     with socket.create_server(("127.0.0.1", 0)):  # such a one would be seen
         assert len(network_sockets(os.getpid())) >= 1
 
 
-def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
+def test_streams_survive_a_killed_worker(service: Service) -> None:
     want = [reference(p, 60) for p in PROMPTS]
     seeded = service.client.generate(PROMPTS[1], ignore_eos=True, max_tokens=60, **SEEDED).token_ids
     incarnation = service.client.stats().worker.joins
@@ -110,7 +110,7 @@ def test_the_worker_is_killed_and_no_client_notices(service: Service) -> None:
     assert service.client.stats().worker.joins == incarnation + 1
 
 
-def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Service) -> None:
+def test_cancelled_streams_leave_nothing_behind(service: Service) -> None:
     draw = random.Random(1)
     tasks = service.client.stats().gauges.asyncio_tasks
     wanted = {prompt: reference(prompt, 30) for prompt in PROMPTS}  # before the threads: loading is not made for many
@@ -132,7 +132,7 @@ def test_64_streams_of_which_a_fifth_hang_up_leave_nothing_behind(service: Servi
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 64 streams")
 
 
-def test_what_a_client_is_told(service: Service) -> None:
+def test_errors_have_codes_and_details(service: Service) -> None:
     client, vocab = service.client, service.client.model().vocab_size
 
     def failure(kind: type[errors.LineclearError], prompt: Any = "Hello", **params: Any) -> errors.LineclearError:
@@ -151,7 +151,7 @@ def test_what_a_client_is_told(service: Service) -> None:
         assert failure(errors.DuplicateRequest, request_id="twice").code == "ALREADY_EXISTS"
 
 
-def test_a_deadline_acts_while_queued_and_while_running(service: Service) -> None:
+def test_deadlines_apply_while_queued_and_running(service: Service) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stream = service.client.stream(PROMPTS[2], max_tokens=900, ignore_eos=True, temperature=0.0)
@@ -166,7 +166,7 @@ def test_a_deadline_acts_while_queued_and_while_running(service: Service) -> Non
 
 @pytest.mark.parametrize("depth", ["1", "2"])
 @pytest.mark.parametrize("strategy", ["fixed_size", "dynamic_timeout", "adaptive"])
-def test_strategies_and_depths_change_no_token(strategy: str, depth: str) -> None:
+def test_strategies_and_depths_do_not_change_tokens(strategy: str, depth: str) -> None:
     flags = (
         "--batching-strategy",
         strategy,
@@ -182,7 +182,7 @@ def test_strategies_and_depths_change_no_token(strategy: str, depth: str) -> Non
         assert [a.token_ids for a in answers] == [reference(p, 12) for p in PROMPTS]
 
 
-def test_a_full_queue_says_so() -> None:
+def test_full_queue_is_reported() -> None:
     with running("--max-batch-size", "1", "--max-queue-size", "1") as service, contextlib.ExitStack() as stack:
         endless = {"max_tokens": 900, "ignore_eos": True}
         next(stack.enter_context(service.client.stream("Hello", **endless)))  # it has left the queue
@@ -194,14 +194,14 @@ def test_a_full_queue_says_so() -> None:
         assert caught.value.metadata["limit"] == "1"
 
 
-def test_preemption_changes_no_token() -> None:
+def test_preemption_does_not_change_tokens() -> None:
     with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size", "4")) as service:
         answers = all_at_once(service.client, **greedy(40))
         assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
         assert service.client.stats().counters.preemptions > 0
 
 
-def test_both_processes_are_told_to_stop_at_once_and_every_stream_completes() -> None:
+def test_streams_complete_when_both_processes_stop() -> None:
     with running("--drain-timeout-seconds", "60") as service, ThreadPoolExecutor(len(PROMPTS)) as pool:
         want, worker = [reference(p, 200) for p in PROMPTS], service.worker_pid
         begun = threading.Barrier(len(PROMPTS) + 1)

@@ -23,7 +23,7 @@ def service() -> Iterator[Service]:
         wait_for(service.is_idle, "idle at the end")
 
 
-def test_answers_are_those_of_generate_and_stats_say_what_computed_them(service: Service) -> None:
+def test_answers_equal_generate_without_kernels(service: Service) -> None:
     answers = all_at_once(service.client, **greedy(40))
     assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
     stats = service.client.stats()
@@ -31,13 +31,13 @@ def test_answers_are_those_of_generate_and_stats_say_what_computed_them(service:
     assert stats.counters.preemptions > 0
 
 
-def test_a_seed_gives_one_answer_alone_and_in_company(service: Service) -> None:
+def test_seeded_answers_do_not_depend_on_the_batch(service: Service) -> None:
     alone = [service.client.generate(p, ignore_eos=True, max_tokens=24, **SEEDED).token_ids for p in PROMPTS]
     assert [a.token_ids for a in all_at_once(service.client, max_tokens=24, **SEEDED)] == alone
     assert alone != [reference(p, 24) for p in PROMPTS], "nothing was sampled"
 
 
-def test_the_successor_of_a_worker_that_was_killed_has_none_either(service: Service) -> None:
+def test_restarted_worker_has_no_kernels_either(service: Service) -> None:
     seen = threading.Event()
 
     def read(prompt: str) -> tuple[int, ...]:

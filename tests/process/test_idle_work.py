@@ -10,7 +10,7 @@ import zmq
 from support.engine_harness import eventually, short_directory
 from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS
-from support.toy import ToyFlight, ToyRunner
+from support.toy import ToyRunner, ToyStep
 
 from lineclear.process.socket_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import encode
@@ -42,7 +42,7 @@ class Preparing(ToyRunner):
         self.done.append("slice")
         return self._more > 0
 
-    def launch(self, plan: StepPlan) -> ToyFlight:
+    def launch(self, plan: StepPlan) -> ToyStep:
         self._more = self._left
         self.done.append("plan")
         return super().launch(plan)

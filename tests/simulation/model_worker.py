@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from simulation.scenario import Capacity, is_bad
-from support.toy import ToyFlight, ToyRunner
+from support.toy import ToyRunner, ToyStep
 
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
@@ -16,7 +16,7 @@ POISON_CELL = -2
 class TaintingRunner(ToyRunner):
     """Writes POISON_CELL into all cells of a row with non-finite logits and behind it, as a device leaves NaN."""
 
-    def launch(self, plan: StepPlan) -> ToyFlight:
+    def launch(self, plan: StepPlan) -> ToyStep:
         """Run the plan, then taint."""
         flight = super().launch(plan)
         sampling = [row for row in plan.rows if row.sample]

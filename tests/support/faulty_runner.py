@@ -8,21 +8,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from support.toy import ToyFlight, ToyRunner
+from support.toy import ToyRunner, ToyStep
 from support.toy_worker import ToyOptions
 
 from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
 from lineclear.worker.runner_interface import StepFailed
 
 
-class _MoodyFlight:
+class _FaultyStep:
     is_complete = False
 
-    def __init__(self, flight: ToyFlight, seconds: float, fault: str) -> None:
-        self._flight, self._seconds, self._fault = flight, seconds, fault
+    def __init__(self, flight: ToyStep, seconds: float, fault: str) -> None:
+        self._step, self._seconds, self._fault = flight, seconds, fault
 
     def result(self) -> StepResult:
-        result = self._flight.result()
+        result = self._step.result()
         match self._fault:
             case "exception":
                 raise StepFailed(StepErrorKind.EXCEPTION, "ToyFailure at toy_worker.py")
@@ -38,7 +38,7 @@ class _MoodyFlight:
         return result
 
 
-class MoodyRunner(ToyRunner):
+class FaultyRunner(ToyRunner):
     """A toy that takes its time and can fail on demand."""
 
     def __init__(self, options: ToyOptions) -> None:
@@ -53,7 +53,7 @@ class MoodyRunner(ToyRunner):
         """As the toy, with the fingerprint of tokenizer files that the options claim."""
         return replace(super().hello(epoch), text_fingerprint=self._options.text_fingerprint)
 
-    def launch(self, plan: StepPlan) -> _MoodyFlight:  # type: ignore[override]
+    def launch(self, plan: StepPlan) -> _FaultyStep:  # type: ignore[override]
         """Run the plan at once; its result takes the time of a step, or does not come."""
         options = self._options
         fault = options.fault if plan.step == options.fault_step and self._may_fail() else ""
@@ -64,7 +64,7 @@ class MoodyRunner(ToyRunner):
         flight = super().launch(plan)
         if any(self.slots[row.slot].tokens[0] == options.poison_token for row in plan.rows):
             fault = "exit"
-        return _MoodyFlight(flight, seconds, fault)
+        return _FaultyStep(flight, seconds, fault)
 
     def _may_fail(self) -> bool:
         if not self._options.fault_once:

@@ -96,7 +96,7 @@ class _Slot:
         self.sampling = init.sampling
 
 
-class ToyFlight:
+class ToyStep:
     """A step that is done already."""
 
     is_complete = True
@@ -162,7 +162,7 @@ class ToyRunner:
         """There is nothing to prepare."""
         return False
 
-    def launch(self, plan: StepPlan) -> ToyFlight:
+    def launch(self, plan: StepPlan) -> ToyStep:
         """Run the plan at once."""
         for block in plan.zero_blocks:
             self.cells[block] = array("i", [HOLE]) * self.block_size
@@ -199,6 +199,6 @@ class ToyRunner:
                 tokens.append(token)
                 logprobs.append(reported)
         asked = any(entry is not None for entry in logprobs)
-        return ToyFlight(
+        return ToyStep(
             StepResult(plan.epoch, plan.step, tuple(tokens), tuple(logprobs) if asked else (), frozenset(bad))
         )

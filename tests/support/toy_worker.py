@@ -63,7 +63,7 @@ def main() -> int:
     supervised = die_with_parent()
     standby = Standby.claim()
     # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
-    from support.faulty_runner import MoodyRunner
+    from support.faulty_runner import FaultyRunner
 
     from lineclear.process.logging_setup import configure
     from lineclear.worker.step_loop import LoopLimits, run
@@ -79,7 +79,7 @@ def main() -> int:
         standby_seconds=options.standby_seconds,
         drain_timeout_seconds=options.drain_timeout_seconds,
     )
-    return run(MoodyRunner(options), Path(sys.argv[1]), supervised=supervised, limits=limits)
+    return run(FaultyRunner(options), Path(sys.argv[1]), supervised=supervised, limits=limits)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every attention backend gives what the reference gives, reads nothing that is not its own, and waits for nobody."""
+"""Every attention backend equals the reference, and reads only cells that its sequence wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [
         for device in ("cpu", "cuda")
     ),
 ]
-"""Every backend but the oracle, with what it computes in and on."""
+"""Every backend but the reference, with dtype and device."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
 
 
@@ -120,14 +120,14 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
 
 @pytest.mark.parametrize(("name", "dtype", "device"), CASES)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_backend_equals_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
+def test_backends_equal_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
     compare(name, Story(seed, dtype, torch.device(device), native=name == "native"))
 
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
-def test_keys_and_values_in_bytes(seed: int, dtype: torch.dtype) -> None:
+def test_int8_backends_equal_the_reference(seed: int, dtype: torch.dtype) -> None:
     compare("native", Story(seed, dtype, torch.device("cpu"), native=True, kv_dtype=torch.int8))
 
 
@@ -146,7 +146,7 @@ def compare(name: str, story: Story) -> None:
             assert error <= TOLERANCE[dtype], (layer, batch.chunks)
 
 
-def test_the_reference_by_hand() -> None:
+def test_reference_equals_a_hand_computation() -> None:
     """Two equal keys share the weight; a window of one leaves the last; a sink takes its share and gives nothing."""
     q, keys = torch.zeros(1, 1, 2), torch.zeros(2, 1, 2)
     values = torch.tensor([[[2.0, 0.0]], [[0.0, 4.0]]])
@@ -160,7 +160,7 @@ def test_the_reference_by_hand() -> None:
     assert attend(sinks=torch.zeros(1)) == pytest.approx([2 / 3, 4 / 3])
 
 
-def test_fresh_blocks_are_those_begun_and_not_filled() -> None:
+def test_fresh_blocks_are_started_and_not_filled() -> None:
     blocks = np.array([7, 3, 9], np.int64)
 
     def fresh(count: int, start: int) -> list[int]:
@@ -168,10 +168,10 @@ def test_fresh_blocks_are_those_begun_and_not_filled() -> None:
         return pack_chunks([Chunk(0, count, start, blocks[:used])], 4).fresh_blocks.tolist()
 
     assert fresh(1, 0) == [7]  # begins block 7
-    assert fresh(1, 1) == []  # goes on in it
+    assert fresh(1, 1) == []  # continues a block
     assert fresh(8, 0) == []  # fills 7 and 3
-    assert fresh(6, 0) == [3]  # fills 7, begins 3
-    assert fresh(3, 6) == [9]  # ends 3, begins 9
+    assert fresh(6, 0) == [3]  # fills 7, starts 3
+    assert fresh(3, 6) == [9]  # fills 3, starts 9
     assert fresh(1, 8) == [9]
 
 
@@ -194,7 +194,7 @@ def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
 
 
 @needs_kernels
-def test_zeroed_blocks_of_bytes_weigh_nothing() -> None:
+def test_zeroed_int8_blocks_have_zero_values() -> None:
     story = Story(3, torch.float32, torch.device("cpu"), native=True, kv_dtype=torch.int8)
     backend = story.backend(BACKENDS["native"], float("nan"))
     backend.zero([1, 4])
@@ -204,7 +204,7 @@ def test_zeroed_blocks_of_bytes_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "torch_paged"])
-def test_bytes_where_they_cannot_be_kept(name: str) -> None:
+def test_unsupported_int8_pools_are_refused(name: str) -> None:
     layer, cpu = LayerSpec(2, 2, 24, 1.0), torch.device("cpu")
     with pytest.raises(ValueError, match=r"need the native attention backend|own number format"):
         BACKENDS[choose(name, [layer], 16, torch.float32, cpu, torch.int8)](
@@ -212,18 +212,18 @@ def test_bytes_where_they_cannot_be_kept(name: str) -> None:
         )
 
 
-def test_memory_of_a_block() -> None:
+def test_block_bytes() -> None:
     layers = [LayerSpec(8, 2, 64, 1.0), LayerSpec(8, 4, 32, 1.0)]
     assert block_bytes(layers, 16, torch.bfloat16) == 16 * 2 * 2 * (2 * 64 + 4 * 32)
     assert block_bytes(layers, 16, torch.int8) == 16 * 2 * (2 * (64 + 4) + 4 * (32 + 4))
 
 
-def test_an_unknown_backend_is_named_with_those_there_are() -> None:
+def test_unknown_backend_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown attention backend 'fast'.*reference.*torch_paged"):
         choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, torch.device("cpu"))
 
 
-def test_auto_is_native_for_what_the_kernels_take_and_torch_for_the_rest(best_and_none: str) -> None:
+def test_auto_chooses_native_within_its_limits(best_and_none: str) -> None:
     layer, cpu = LayerSpec(2, 2, 16, 1.0), torch.device("cpu")
     best = "torch_paged" if best_and_none == NONE else "native"
     assert choose("auto", [layer], 16, torch.float32, cpu) == best
@@ -234,6 +234,6 @@ def test_auto_is_native_for_what_the_kernels_take_and_torch_for_the_rest(best_an
 
 
 @pytest.mark.parametrize("layers", [[LayerSpec(2, 2, 24, 1.0)], [LayerSpec(2, 2, 1024, 1.0)]])
-def test_native_asked_for_and_impossible_says_why(layers: list[LayerSpec]) -> None:
+def test_native_outside_its_limits_says_why(layers: list[LayerSpec]) -> None:
     with pytest.raises(ValueError, match="head must be a multiple of 16 wide, at most 512"):
         BACKENDS["native"](layers, 4, 16, torch.float32, torch.device("cpu"))

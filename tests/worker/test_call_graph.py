@@ -23,34 +23,34 @@ def take_rows(rows: DynamicInt, table: Tensor, indices: DynamicPointer, out: Ten
     return Kernel(selected_library(), "lineclear_gather_rows"), (rows, size, pointer(table), indices, pointer(out))
 
 
-def test_a_play_reads_what_counts_and_places_hold_now() -> None:
+def test_replay_reads_current_dynamic_values() -> None:
     table, out = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
     rows, indices = DynamicInt(0), DynamicPointer()
-    tape = CallGraph([take_rows(rows, table, indices, out)])
-    gc.collect()  # the tape alone keeps what it plays from
-    tape.replay()
+    graph = CallGraph([take_rows(rows, table, indices, out)])
+    gc.collect()  # the graph alone keeps the arguments alive
+    graph.replay()
     assert not out.any(), "no rows yet"
     first, second = torch.tensor([3, 1]), torch.tensor([2, 2])
     rows.value, indices.value = 2, first.data_ptr()
-    tape.replay()
+    graph.replay()
     assert out.tolist() == [[9, 10, 11], [3, 4, 5]]
     rows.value, indices.value = 1, second.data_ptr()
-    tape.replay()
+    graph.replay()
     assert out.tolist() == [[6, 7, 8], [3, 4, 5]]
 
 
-def test_calls_are_made_in_order_whoever_makes_them() -> None:
+def test_python_and_native_calls_keep_their_order() -> None:
     a, b = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
     swapped = torch.tensor([1, 0])
     indices = DynamicPointer(swapped.data_ptr())
     there, back = take_rows(DynamicInt(2), a, indices, b), take_rows(DynamicInt(2), b, indices, a)
-    tape = CallGraph([there, (lambda: b.mul_(10), ()), (lambda: b.add_(1), ()), back, there])
-    tape.replay()
+    graph = CallGraph([there, (lambda: b.mul_(10), ()), (lambda: b.add_(1), ()), back, there])
+    graph.replay()
     assert a.tolist() == [[11], [21]]
     assert b.tolist() == [[21], [11]]
 
 
-def test_the_time_of_each_function_is_known_by_its_name() -> None:
+def test_timed_replay_names_each_call() -> None:
     def double() -> None:
         table.mul_(2)
 
@@ -64,7 +64,7 @@ def test_the_time_of_each_function_is_known_by_its_name() -> None:
     assert all(nanoseconds > 0 for _, nanoseconds in spent)
 
 
-def test_arguments_of_other_types_are_not_recorded() -> None:
+def test_wrong_argument_types_are_refused() -> None:
     kernel, (rows, size, table, indices, out) = take_rows(
         DynamicInt(1), torch.ones(1, 1), DynamicPointer(), torch.ones(1, 1)
     )
@@ -73,7 +73,7 @@ def test_arguments_of_other_types_are_not_recorded() -> None:
             CallGraph([(kernel, wrong)])
 
 
-def test_an_array_that_a_kernel_would_misread_has_no_address() -> None:
+def test_address_refuses_unsuitable_arrays() -> None:
     table = np.arange(6).reshape(2, 3)
     assert address(table) == table.ctypes.data
     assert address(table[1]) == table.ctypes.data + 3 * table.itemsize
@@ -83,5 +83,5 @@ def test_an_array_that_a_kernel_would_misread_has_no_address() -> None:
             address(wrong)
 
 
-def test_an_empty_tape_plays() -> None:
+def test_empty_graph_replays() -> None:
     CallGraph().replay()

@@ -43,7 +43,7 @@ def generated(family: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_tokens_are_those_of_transformers(family: str, each_way: str) -> None:
+def test_fused_tokens_equal_transformers(family: str, each_way: str) -> None:
     fused = build_fused(wrap_model(tiny_model(family, **WIDE)), keep_weights=True)
     assert fused is not None
     assert (fused.decoder is None) == (each_way == NONE), "it was not used"
@@ -52,20 +52,20 @@ def test_tokens_are_those_of_transformers(family: str, each_way: str) -> None:
         assert server.serve(requests()) == generated(family)
 
 
-def test_what_is_built_otherwise_stays_with_transformers() -> None:
+def test_other_families_are_not_fused() -> None:
     loaded = wrap_model(tiny_model("gpt2"))
     assert build_fused(loaded) is loaded
 
 
 @needs_kernels
-def test_a_decoder_that_computes_something_else_is_not_used() -> None:
+def test_wrong_fused_logits_are_not_used() -> None:
     model = tiny_model("llama", **WIDE)
     model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
     assert build_fused(wrap_model(model)) is None
 
 
 @needs_kernels
-def test_the_matrices_are_let_go() -> None:
+def test_packing_frees_the_matrices() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
     assert build_fused(wrap_model(model)) is not None
@@ -73,9 +73,7 @@ def test_the_matrices_are_let_go() -> None:
 
 
 @needs_kernels
-def test_a_model_whose_fused_pass_fails_the_comparison_is_served_as_transformers_computes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_comparison_falls_back_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
     runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=1))

@@ -1,4 +1,4 @@
-"""What the worker finds out about its machine, on files laid out as a kernel lays them out."""
+"""Cores, allocator and huge pages, read from a copy of the kernel's files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def bound_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     ("quota", "cores"),
     [("max 100000\n", 8), ("200000 100000\n", 2), ("250000 100000\n", 3), ("5000 100000\n", 1), ("9900000 100000", 8)],
 )
-def test_a_quota_bounds_the_cores(tmp_path: Path, quota: str, cores: int) -> None:
+def test_cgroup_v2_quota_limits_cores(tmp_path: Path, quota: str, cores: int) -> None:
     put(tmp_path, "sys/fs/cgroup/cpu.max", quota)
     assert usable_cores(tmp_path) == cores
 
 
 @pytest.mark.usefixtures("bound_to_eight")
 @pytest.mark.parametrize(("quota", "cores"), [("-1\n", 8), ("150000\n", 2)])
-def test_a_quota_of_the_first_version_bounds_them_too(tmp_path: Path, quota: str, cores: int) -> None:
+def test_cgroup_v1_quota_limits_cores(tmp_path: Path, quota: str, cores: int) -> None:
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota)
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
     assert usable_cores(tmp_path) == cores
@@ -50,7 +50,7 @@ def test_a_quota_of_the_first_version_bounds_them_too(tmp_path: Path, quota: str
         ("5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n", "cpu/pod/cpu.cfs_quota_us", "300000\n"),
     ],
 )
-def test_a_quota_of_a_group_below_the_mount_counts(tmp_path: Path, groups: str, name: str, quota: str) -> None:
+def test_quota_below_the_mount_counts(tmp_path: Path, groups: str, name: str, quota: str) -> None:
     put(tmp_path, "proc/self/cgroup", groups)
     put(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
     put(tmp_path, f"sys/fs/cgroup/{name}", quota)
@@ -59,7 +59,7 @@ def test_a_quota_of_a_group_below_the_mount_counts(tmp_path: Path, groups: str, 
 
 
 @pytest.mark.usefixtures("bound_to_eight")
-def test_the_smallest_quota_on_the_way_down_counts(tmp_path: Path) -> None:
+def test_smallest_quota_counts(tmp_path: Path) -> None:
     put(tmp_path, "proc/self/cgroup", "0::/outer/inner\n")
     for name, quota in (("", 600_000), ("outer/", 200_000), ("outer/inner/", 400_000)):
         put(tmp_path, f"sys/fs/cgroup/{name}cpu.max", f"{quota} 100000\n")
@@ -67,17 +67,17 @@ def test_the_smallest_quota_on_the_way_down_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bound_to_eight")
-def test_where_nothing_is_said_the_binding_counts(tmp_path: Path) -> None:
+def test_affinity_counts_without_a_quota(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 8
 
 
-def test_the_allocator_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+def test_allocator_is_the_loaded_one(tmp_path: Path) -> None:
     assert allocator(tmp_path) == "libc"
     put(tmp_path, "proc/self/maps", "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libtcmalloc_minimal.so.4.5.16\n")
     assert allocator(tmp_path) == "tcmalloc"
 
 
-def test_huge_pages_are_what_the_kernel_says(tmp_path: Path) -> None:
+def test_huge_pages_mode_is_read(tmp_path: Path) -> None:
     assert huge_pages(tmp_path) == "unknown"
     put(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
     assert huge_pages(tmp_path) == "madvise"
@@ -87,7 +87,7 @@ FOUND: list[int] = []
 
 
 @pytest.mark.parametrize("turn", ["a worker starts", "the next test"])
-def test_the_threads_a_worker_takes_are_given_back_after_its_test(turn: str) -> None:
+def test_tests_restore_the_number_of_threads(turn: str) -> None:
     FOUND.append(torch.get_num_threads())
     torch.set_num_threads(FOUND[0] + 1)
     assert len(set(FOUND)) == 1, turn

@@ -86,7 +86,7 @@ BAD: dict[str, tuple[StepPlan, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_contradiction_is_refused_and_changes_nothing(name: str) -> None:
+def test_contradicting_plan_changes_nothing(name: str) -> None:
     bad, reason = BAD[name]
     slots = slots_with_one()
     with pytest.raises(StepFailed, match=reason) as caught:
@@ -95,7 +95,7 @@ def test_a_contradiction_is_refused_and_changes_nothing(name: str) -> None:
     assert go(slots, GOOD).positions.tolist() == [6]
 
 
-def test_the_last_position_of_the_context_can_be_computed_and_followed() -> None:
+def test_last_position_of_the_context_is_computed() -> None:
     slots = InputBatch(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
     packed = go(slots, plan(Row(0, 16, 2, True, (4,))))
@@ -104,14 +104,14 @@ def test_the_last_position_of_the_context_can_be_computed_and_followed() -> None
     assert slots.tokens[0].tolist() == [*range(1, 19), 42]
 
 
-def test_after_a_reset_nobody_owns_a_slot() -> None:
+def test_reset_frees_every_slot() -> None:
     slots = slots_with_one()
     slots.reset()
     with pytest.raises(StepFailed, match="0 tokens are known"):
         slots.check(GOOD)
 
 
-def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None:
+def test_single_tokens_are_packed_first() -> None:
     slots = InputBatch(CAPACITY, torch.device("cpu"))
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 3, True, (2,)), inits=(init(0, 7), init(3, 3)))
     slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
@@ -128,14 +128,14 @@ def test_single_tokens_come_first_and_the_samples_keep_the_plans_order() -> None
     assert packed.sample_positions == [4, 8, 4]
 
 
-def test_cached_blocks_are_the_start_of_the_table() -> None:
+def test_cached_blocks_start_the_block_table() -> None:
     slots = InputBatch(CAPACITY, torch.device("cpu"))
     packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
 
 
-def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
+def test_tokens_have_the_cells_of_their_positions() -> None:
     slots = InputBatch(CAPACITY, torch.device("cpu"))
     go(slots, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
     packed = go(slots, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
@@ -145,7 +145,7 @@ def test_every_token_of_a_row_has_the_cell_of_its_position() -> None:
     assert slots.flat_tokens.numpy()[packed.read_indices].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
 
 
-def test_laying_out_a_prompt_takes_no_more_python_for_more_tokens() -> None:
+def test_packing_a_prompt_has_no_python_loop_over_tokens() -> None:
     def lines(num_tokens: int) -> int:
         """How many lines of Python entering such a prompt runs."""
         slots = InputBatch(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_laying_out_a_prompt_takes_no_more_python_for_more_tokens() -> None:
     assert 0 < lines(5) == lines(500)
 
 
-def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
+def test_decodes_are_packed_like_rows() -> None:
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 4, True, (2,)), inits=(init(0, 7), init(3, 4)))
     decodes = Decodes((0, 3), (7, 4), ((3, 6),))
     chunk = Row(1, 0, 4, True, (5,))
@@ -187,7 +187,7 @@ def test_decodes_are_laid_out_like_the_rows_they_are() -> None:
     assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"
 
 
-def test_what_no_plan_has_named_begins_behind_the_highest_block_of_any() -> None:
+def test_touched_blocks_end_at_the_highest_block() -> None:
     slots = slots_with_one()
     assert slots.num_touched_blocks == 5
     go(slots, plan(inits=(init(1, 8, blocks=(6,)),)))

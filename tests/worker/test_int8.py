@@ -51,7 +51,7 @@ def as_promised(x: Tensor, layers: list[nn.Linear]) -> Tensor:
     return product + torch.cat(biases)
 
 
-def test_a_weight_is_off_by_half_a_step_at_most() -> None:
+def test_quantization_error_is_at_most_half_a_step() -> None:
     weight = torch.randn(5, 32) * torch.tensor([1.0, 100.0, 1e-4, 0.0, 1.0])[:, None]
     values, scale = quantize(weight)
     assert values.abs().amax(dim=1).tolist() == [127, 127, 127, 0, 127]
@@ -62,7 +62,7 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [[64], [16, 100, 7], [211]])
 @pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 7, 13, 64])
-def test_a_product_is_what_its_numbers_say(dtype: torch.dtype, outputs: list[int], rows: int) -> None:
+def test_products_equal_integer_arithmetic(dtype: torch.dtype, outputs: list[int], rows: int) -> None:
     layers = [linear(48, count, dtype, bias=i % 2 == 0) for i, count in enumerate(outputs)]
     x = (torch.randn(rows, 48) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
     found = packed(layers)(x)
@@ -73,7 +73,7 @@ def test_a_product_is_what_its_numbers_say(dtype: torch.dtype, outputs: list[int
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
+def test_libraries_agree_bit_for_bit(dtype: torch.dtype) -> None:
     layer, x = linear(112, 83, dtype, bias=True), torch.randn(9, 112).to(dtype)
     found = packed([layer])(x)
     kernels.choose(LIBRARIES[0])
@@ -82,7 +82,7 @@ def test_the_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+def test_rows_are_independent(dtype: torch.dtype) -> None:
     product, x = packed([linear(80, 130, dtype, bias=True)]), torch.randn(41, 80).to(dtype)
     together = product(x)
     for count in (1, 2, 6, 7, 40):
@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("each_library")
-def test_what_is_not_a_number_shows_in_its_row_alone() -> None:
+def test_nan_stays_in_its_row() -> None:
     product, x = packed([linear(48, 70, torch.bfloat16, bias=True)]), torch.randn(9, 48).bfloat16()
     clean = product(x)
     x[2, 5], x[4, 47], x[7, 0] = float("nan"), float("inf"), float("-inf")
@@ -102,30 +102,30 @@ def test_what_is_not_a_number_shows_in_its_row_alone() -> None:
 
 
 @pytest.mark.usefixtures("each_library")
-def test_a_row_of_zeros_gives_the_bias() -> None:
+def test_zero_row_gives_the_bias() -> None:
     layer = linear(48, 70, torch.float32, bias=True)
     assert torch.equal(packed([layer])(torch.zeros(3, 48)), layer.bias.expand(3, -1))
 
 
-def test_the_matrices_are_let_go() -> None:
+def test_packing_frees_the_matrices() -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())
     assert to_int8(wrap_model(model)).decoder is not None
     assert sum(p.numel() for p in model.parameters()) < before / 2
 
 
-def test_a_model_built_otherwise_is_refused_by_name() -> None:
+def test_other_families_are_refused() -> None:
     with pytest.raises(ModelRefused, match=r"a model built like Llama.*gpt2 in float32 on cpu.*quantization at none"):
         to_int8(wrap_model(tiny_model("gpt2")))
 
 
-def test_a_model_that_it_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_error_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
     with pytest.raises(ModelRefused, match="change its logits too much"):
         to_int8(wrap_model(tiny_model("llama", **WIDE)))
 
 
-def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> None:
+def test_quantization_setting_reaches_hello(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     flags: dict[str, Any] = {
         "model": str(tmp_path),
@@ -140,7 +140,7 @@ def test_the_setting_gives_such_a_model_and_hello_says_so(tmp_path: Path) -> Non
         make_runner(WorkerSettings(quantization="int8", fused_cpu_forward=False, **flags))
 
 
-def test_keys_and_values_in_bytes_are_a_setting_too(tmp_path: Path) -> None:
+def test_kv_cache_dtype_setting_reaches_hello(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     flags: dict[str, Any] = {
         "model": str(tmp_path),

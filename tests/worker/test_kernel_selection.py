@@ -1,4 +1,4 @@
-"""Which kernels are used: the best that are there, those that were asked for, or none; never others than one thinks."""
+"""Kernel libraries: the best one is selected, a named one, or none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
 
-def test_the_build_gave_something_to_test() -> None:
-    """Where there is a compiler, an install without kernels would be a silent loss of speed."""
+def test_kernels_were_built() -> None:
+    """With a compiler, an installation without kernels would silently be slow."""
     assert LIBRARIES or not (shutil.which("c++") or shutil.which("g++"))
 
 
@@ -26,18 +26,18 @@ def test_the_build_gave_something_to_test() -> None:
 def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the libraries are looked for, until the test ends. Empty."""
     monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
-    monkeypatch.setattr(kernels, "_library", kernels._library.__wrapped__)  # not what was found before
+    monkeypatch.setattr(kernels, "_library", kernels._library.__wrapped__)  # without its cache
     return tmp_path
 
 
-def test_where_none_were_built_there_is_none(folder: Path) -> None:
+def test_no_library_without_a_build(folder: Path) -> None:
     assert kernels.candidates() == []
     assert selected_library() is None
     assert library_name() == ""
 
 
 @needs_kernels
-def test_the_best_that_can_be_loaded_is_taken(folder: Path) -> None:
+def test_best_loadable_library_is_selected(folder: Path) -> None:
     """A file that is no library, as after a build that was cut off, is passed over."""
     for name in LIBRARIES:
         shutil.copy(Path(kernels.__file__).parent / f"lineclear_{name}.so", folder)
@@ -49,13 +49,13 @@ def test_the_best_that_can_be_loaded_is_taken(folder: Path) -> None:
 
 
 @needs_kernels
-def test_a_library_of_another_release_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_with_another_abi_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.load(LIBRARIES[0]) is not None
     monkeypatch.setattr(kernels, "_ABI", kernels._ABI + 1)
     assert kernels.load(LIBRARIES[0]) is None
 
 
-def test_a_processor_without_an_instruction_set_is_not_given_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_match_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(kernels, "_path", lambda name: Path(__file__))  # all of them were built
     names = [name for name, _ in kernels._X86]
@@ -74,7 +74,7 @@ def test_a_processor_without_an_instruction_set_is_not_given_its_library(monkeyp
     assert kernels.candidates() == names
 
 
-def test_a_worker_uses_those_it_was_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernels_setting_selects_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_chosen", kernels.AUTO)  # and is so again at the end
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     flags: dict[str, Any] = {

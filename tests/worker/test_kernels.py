@@ -49,7 +49,7 @@ def test_add_and_norm(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "head", "row"])
 @pytest.mark.parametrize("rotary", [32, 16, 10])
-def test_heads_are_split_normed_and_turned(dtype: torch.dtype, norm: str, rotary: int) -> None:
+def test_split_heads_norms_and_rotates(dtype: torch.dtype, norm: str, rotary: int) -> None:
     kernels: Any = selected_library()
     rows, heads, kv_heads, dim = 7, 6, 2, 32
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
@@ -77,7 +77,7 @@ def test_heads_are_split_normed_and_turned(dtype: torch.dtype, norm: str, rotary
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [0, 1])
-def test_gate(dtype: torch.dtype, activation: int) -> None:
+def test_gated_activation(dtype: torch.dtype, activation: int) -> None:
     kernels: Any = selected_library()
     gate_up = (torch.randn(9, 2 * 48) * 8).to(dtype)
     out = torch.empty(9, 48, dtype=dtype)
@@ -87,7 +87,7 @@ def test_gate(dtype: torch.dtype, activation: int) -> None:
     close(out, wanted * up, dtype)
 
 
-def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
+def test_bfloat16_rounding() -> None:
     kernels: Any = selected_library()
     x = torch.cat([torch.randn(4096) * 1e3, torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(16)])
     x = x[: len(x) // 16 * 16].bfloat16()
@@ -99,7 +99,7 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8, 11])
-def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
+def test_attention_in_every_library(dtype: torch.dtype, group: int) -> None:
     layers = [
         LayerSpec(2 * group, 2, 48, 0.2, window, softcap, sinks=torch.randn(2 * group) if softcap else None)
         for window, softcap in ((0, 0.0), (9, 0.0), (40, 3.0))
@@ -120,7 +120,7 @@ def test_attention_of_each_library(dtype: torch.dtype, group: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_value_that_is_not_finite_reaches_its_own_queries_and_no_others(dtype: torch.dtype) -> None:
+def test_non_finite_values_stay_in_their_sequence(dtype: torch.dtype) -> None:
     backend = cpu_native.NativeAttention([LayerSpec(2, 1, 16, 1.0)], 4, 16, dtype, torch.device("cpu"))
     backend.start_step(pack_chunks([Chunk(0, 1, 0, np.array([2])), Chunk(1, 5, 0, np.array([1]))], 16))
     q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: given as it is first used, in idle time ahead of that, or all before the first request."""
+"""Memory of the KV pools: mapped at first use, prefaulted in idle time, or all at start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Touched:
 
 
 def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, block_bytes: int = 1 << 20) -> KvPrefaulter:
-    """In slices of two blocks, where a block is of the size it is of here."""
+    """Slices of two blocks."""
     stand_in: AttentionBackend = backend  # type: ignore[assignment]
     return KvPrefaulter(
         stand_in, block_bytes, ahead_tokens=ahead_blocks * backend.block_size, free_memory=lambda device: free
@@ -51,7 +51,7 @@ def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, bloc
 
 
 def resident(tensor: Tensor) -> tuple[int, int]:
-    """How many of the pages wholly in the tensor's memory the system has given, and how many there are."""
+    """Return how many pages inside the tensor's memory are resident, and how many exist."""
     storage, size = tensor.untyped_storage(), mmap.PAGESIZE
     first, last = -(-storage.data_ptr() // size), (storage.data_ptr() + storage.nbytes()) // size
     flags = (ctypes.c_ubyte * (last - first))()
@@ -62,9 +62,7 @@ def resident(tensor: Tensor) -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
 @pytest.mark.parametrize("backend", ["auto", "torch_paged"])
 @pytest.mark.parametrize("preallocate", [False, True])
-def test_the_pools_are_resident_at_start_only_where_that_is_asked_for(
-    tmp_path: Path, backend: str, preallocate: bool
-) -> None:
+def test_preallocation_makes_the_pools_resident(tmp_path: Path, backend: str, preallocate: bool) -> None:
     tiny_model("llama", head_dim=64, num_hidden_layers=2).save_pretrained(tmp_path)
     settings = WorkerSettings(
         model=str(tmp_path),
@@ -80,14 +78,14 @@ def test_the_pools_are_resident_at_start_only_where_that_is_asked_for(
     assert given == there if preallocate else given < there / 2
 
 
-def test_memory_is_asked_for_in_slices_up_to_so_much_ahead_of_use_and_then_no_more() -> None:
+def test_prefaults_slices_up_to_the_limit() -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=5)
     assert [memory.prefault_ahead(0) for _ in range(5)] == [True, True, False, False, False]
     assert backend.calls == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_what_was_begun_meanwhile_is_never_written_to_and_is_followed() -> None:
+def test_touched_blocks_are_never_prefaulted() -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=4)
     memory.prefault_ahead(0)
@@ -99,7 +97,7 @@ def test_what_was_begun_meanwhile_is_never_written_to_and_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("free_blocks", "given"), [(31, 0), (95, 2), (640, 20), (32_000, 64)])
-def test_memory_ahead_of_use_is_a_small_share_of_what_is_free(free_blocks: int, given: int) -> None:
+def test_prefaulted_memory_is_a_share_of_free_memory(free_blocks: int, given: int) -> None:
     backend = Touched(100)
     memory = memory_of(backend, ahead_blocks=64, free=free_blocks << 20)
     while memory.prefault_ahead(0):
@@ -107,7 +105,7 @@ def test_memory_ahead_of_use_is_a_small_share_of_what_is_free(free_blocks: int, 
     assert sum(end - first for first, end in backend.calls) == given
 
 
-def test_nothing_is_asked_for_where_the_system_does_not_say_what_is_free_or_the_device_has_its_memory() -> None:
+def test_no_prefault_without_known_memory_or_on_a_gpu() -> None:
     def silent(device: torch.device) -> int:
         raise FileNotFoundError("/proc/meminfo")
 
@@ -122,7 +120,7 @@ def test_nothing_is_asked_for_where_the_system_does_not_say_what_is_free_or_the_
     assert backend.calls[-1] == (98, 100), "all of it was asked for by name"
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it_is_asked_for(
+def test_preallocation_beyond_free_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = Touched(100)
@@ -137,7 +135,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers_before_any_of_it
 
 
 @needs_kernels
-def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_allocation_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(*_: object) -> Tensor:
         raise OSError(12, "Cannot allocate memory")
 
@@ -150,7 +148,7 @@ def test_a_cache_that_the_system_does_not_even_promise_is_refused(monkeypatch: p
 @pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_no_step_begins_memory_that_was_given_in_idle_time(ahead: bool, kv_dtype: torch.dtype | None) -> None:
+def test_prefaulted_steps_have_no_page_faults(ahead: bool, kv_dtype: torch.dtype | None) -> None:
     runner = ModelRunner(
         wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
         num_blocks=8192,

@@ -1,4 +1,4 @@
-"""Products with weights laid out for our own kernel, in every library this processor can run."""
+"""Packed linear layers with the bf16 kernel, in every library that this processor can run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Ten
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
-def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bool) -> None:
+def test_products_are_exact_up_to_rounding(outputs: int, inputs: int, bias: bool) -> None:
     module = layer(outputs, inputs, bias=bias)
     multiply = linear.Bf16Linear(module.weight.detach(), module.bias.detach() if bias else None, HugePageArena())
     exact = module.double()
@@ -33,7 +33,7 @@ def test_sums_are_exact_but_for_the_rounding(outputs: int, inputs: int, bias: bo
 
 
 @pytest.mark.usefixtures("each_library")
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_rows_are_independent() -> None:
     multiply = linear.Bf16Linear(layer(96, 80).weight.detach(), None, HugePageArena())
     x = torch.randn(150, 80).bfloat16()
     alone = torch.cat([product(multiply, row[None], 96) for row in x])
@@ -42,7 +42,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.usefixtures("each_library")
-def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
+def test_non_finite_inputs_stay_in_their_row() -> None:
     multiply = linear.Bf16Linear(layer(32, 32).weight.detach(), None, HugePageArena())
     x = torch.randn(3, 32).bfloat16()
     clean = product(multiply, x, 32)
@@ -53,14 +53,14 @@ def test_infinite_and_undefined_inputs_stay_in_their_row() -> None:
 
 
 @pytest.mark.usefixtures("each_way")
-def test_products_of_one_input_lie_side_by_side() -> None:
+def test_fused_layers_keep_their_order() -> None:
     modules = [layer(32, 48, bias=True), layer(16, 48)]
     x = torch.randn(4, 48).bfloat16()
     found = product(linear.pack(modules, HugePageArena()), x, 48)
     torch.testing.assert_close(found, torch.cat([module(x) for module in modules], dim=1), rtol=2**-7, atol=1e-3)
 
 
-def test_memory_is_aligned_and_nobody_elses() -> None:
+def test_arena_memory_is_aligned_and_disjoint() -> None:
     arena = HugePageArena()
     tensors = [arena.allocate((n, 3), torch.bfloat16) for n in (1, 50, 40_000_000, 7)]
     for value, tensor in enumerate(tensors):
@@ -73,7 +73,7 @@ def test_memory_is_aligned_and_nobody_elses() -> None:
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> None:
+def test_few_rows_use_the_kernel_and_many_onednn(bias: bool) -> None:
     modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
     weight, biases = linear.fused_weights(modules)
     both = linear.pack_twice(modules, HugePageArena())
@@ -87,7 +87,7 @@ def test_few_rows_go_through_our_kernel_and_many_through_onednn(bias: bool) -> N
         assert torch.equal(out[: rows.value], expected)
 
 
-def test_a_width_that_our_kernel_has_not_goes_through_onednn_alone() -> None:
+def test_unsupported_width_uses_onednn_only() -> None:
     module = layer(32, 50)
     x = torch.randn(3, 50).bfloat16()
     torch.testing.assert_close(

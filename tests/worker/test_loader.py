@@ -38,35 +38,35 @@ def from_config(config: Any) -> Any:
     return tf.AutoModelForCausalLM.from_config(config)
 
 
-# --- what is loaded ------------------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+def test_properties_of_a_checkpoint(tmp_path: Path) -> None:
     loaded = load(str(saved(tmp_path / "tiny-llama")), CPU, None)
     assert (loaded.model_id, loaded.family, loaded.vocab_size) == ("tiny-llama", "llama", VOCAB_SIZE)
     assert (loaded.max_model_len, loaded.eos_token_ids, loaded.dtype) == (256, (2,), torch.float32)
     assert loaded.selects_rows
 
 
-def test_the_checkpoints_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_dtype_defaults_to_the_checkpoints(tmp_path: Path) -> None:
     tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert load(str(tmp_path), CPU, None).dtype is torch.bfloat16
     assert load(str(tmp_path), CPU, torch.float32).dtype is torch.float32
 
 
-def test_eos_ids_are_those_of_the_generation_config() -> None:
+def test_eos_ids_come_from_the_generation_config() -> None:
     model = tiny_model("llama")
     model.generation_config.eos_token_id = [7, 5, VOCAB_SIZE + 3]
     assert wrap_model(model).eos_token_ids == (5, 7)
 
 
-def test_a_shorter_context_can_be_chosen_and_a_longer_one_not() -> None:
+def test_max_model_len_can_only_shorten_the_context() -> None:
     assert wrap_model(tiny_model("llama"), max_model_len=100).max_model_len == 100
     with pytest.raises(ModelRefused, match="--max-model-len 300 is more than the 256 positions"):
         wrap_model(tiny_model("llama"), max_model_len=300)
 
 
-def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
+def test_length_dependent_rope_limits_the_context() -> None:
     config = tf.Phi3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=48,
@@ -86,7 +86,7 @@ def test_a_rope_that_depends_on_the_length_caps_the_context() -> None:
     assert wrap_model(from_config(config)).max_model_len == 64
 
 
-def test_an_unverified_family_is_served_with_a_warning() -> None:
+def test_unverified_family_logs_a_warning() -> None:
     config = tf.NemotronConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=48,
@@ -108,50 +108,50 @@ def test_nothing_is_downloaded() -> None:
     assert "neither a directory nor a repository in the local Hugging Face cache" in refusal("nobody/nothing-here")
 
 
-def test_a_directory_without_a_config(tmp_path: Path) -> None:
+def test_missing_config_is_refused(tmp_path: Path) -> None:
     assert "is empty" in refusal(tmp_path)
 
 
-def test_pickled_weights(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     assert "pytorch_model.bin, which is pickle and may run code" in refusal(tmp_path)
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_missing_weight_files_are_refused(tmp_path: Path) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
     assert "lacks *.safetensors." in refusal(tmp_path)
 
 
-def test_code_of_its_own_for_a_model_transformers_does_not_have(tmp_path: Path) -> None:
+def test_required_custom_code_is_refused(tmp_path: Path) -> None:
     code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
     assert "code from a checkpoint is never run" in refusal(saved(tmp_path, model_type="mine", auto_map=code))
 
 
-def test_code_of_its_own_is_not_needed_for_a_model_transformers_has(tmp_path: Path) -> None:
+def test_unneeded_custom_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
     code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     assert load(str(saved(tmp_path, auto_map=code)), CPU, None).family == "llama"
 
 
-def test_quantised_weights(tmp_path: Path) -> None:
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
     changes = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert "quantized" in refusal(saved(tmp_path, **changes))
 
 
-def test_a_truncated_file(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     weights = saved(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "model.safetensors has 1000 bytes, fewer than its header; it is cut short" in refusal(tmp_path)
 
 
-def test_missing_weights(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
     assert "lacks weights" in refusal(saved(tmp_path, num_hidden_layers=3))
 
 
-# --- refused for what it is ----------------------------------------------------------------------------------------
+# --- refused models ------------------------------------------------------------------------------------------------
 
 
 def falcon() -> Any:
@@ -250,12 +250,12 @@ def bidirectional() -> Any:
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_an_attention_that_pages_cannot_carry(config: Callable[[], Any], reason: str) -> None:
+def test_unsupported_attention_is_refused(config: Callable[[], Any], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
         wrap_model(from_config(config()))
 
 
-def test_a_window_that_the_layer_does_not_pass_on() -> None:
+def test_window_only_in_the_mask_is_refused() -> None:
     config = tiny_config("llama")
     config.layer_types = ["sliding_attention", "full_attention"]
     config.sliding_window = 8
@@ -263,7 +263,7 @@ def test_a_window_that_the_layer_does_not_pass_on() -> None:
         wrap_model(from_config(config))
 
 
-def test_a_model_with_a_state_beside_its_attention() -> None:
+def test_recurrent_state_is_refused() -> None:
     """Each token's embedding is mixed with that of the token before: invisible to the interface, seen by the probe."""
     model = tiny_model("llama")
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
@@ -271,7 +271,7 @@ def test_a_model_with_a_state_beside_its_attention() -> None:
         wrap_model(model)
 
 
-def test_a_vocabulary_with_fewer_embeddings_than_logits() -> None:
+def test_too_few_embeddings_are_refused() -> None:
     model = tiny_model("llama")
     model.lm_head = torch.nn.Linear(48, VOCAB_SIZE + 5)
     with pytest.raises(ModelRefused, match="no embedding for"):

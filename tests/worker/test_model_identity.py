@@ -1,4 +1,4 @@
-"""What a worker says it has loaded: the same for copies, another one for other formats, and never a mixture."""
+"""Model fingerprints: equal for copies, different for other formats, and never of a mixture of files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fingerprint(model: Path, **flags: Any) -> str:
 
 
 @needs_kernels
-def test_copies_are_one_model_and_every_number_format_is_another(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_files_and_formats(tmp_path: Path) -> None:
     model, copy = tmp_path / "a", tmp_path / "b"
     tiny_model("llama", **WIDE).save_pretrained(model)
     shutil.copytree(model, copy)
@@ -70,7 +70,7 @@ def same_times(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("has_same_times", [False, True])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_file_that_is_swapped_while_the_model_is_loaded_is_seen(
+def test_file_swapped_during_load_is_detected(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str, has_same_times: bool
 ) -> None:
     one, other = models
@@ -83,7 +83,7 @@ def test_a_file_that_is_swapped_while_the_model_is_loaded_is_seen(
 
 
 @pytest.mark.parametrize("has_same_times", [False, True])
-def test_a_link_that_leads_to_another_model_is_seen(
+def test_changed_link_during_load_is_detected(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_same_times: bool
 ) -> None:
     """The files of a Kubernetes volume are links into a directory that is a link itself, which is replaced."""
@@ -104,10 +104,10 @@ def test_a_link_that_leads_to_another_model_is_seen(
         load_while(swap, volume, monkeypatch)
 
 
-def test_another_inode_of_the_same_file_is_no_other_model(
+def test_new_inode_of_the_same_file_is_accepted(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File systems in user space and of the network number a file anew whenever they forgot it."""
+    """FUSE and network file systems may give the same file a new inode number."""
     one = models[0]
 
     def renumber() -> None:

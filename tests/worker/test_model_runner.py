@@ -1,4 +1,4 @@
-"""The runner: what it says of itself, and what it does when a step goes wrong."""
+"""The model runner: Hello, results, and errors in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
     return Request(name, prompt, Sampling(**sampling), max_tokens=8)
 
 
-def test_hello_says_what_there_is(each_way: str) -> None:
+def test_hello_has_capacities_and_versions(each_way: str) -> None:
     hello = runner_of(wrap_model(tiny_model("llama"), "tiny")).hello(7)
     assert (hello.epoch, hello.num_blocks, hello.block_size, hello.num_slots) == (7, 64, 4, 8)
     assert (hello.max_model_len, hello.vocab_size, hello.eos_token_ids, hello.max_step_tokens) == (256, 211, (2,), 256)
@@ -45,8 +45,8 @@ def test_hello_says_what_there_is(each_way: str) -> None:
 
 
 @pytest.mark.usefixtures("best_and_none")
-def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
-    """What a step sampled lies where the next one puts its own."""
+def test_late_result_is_of_its_own_step() -> None:
+    """The next step overwrites the memory of a step's samples."""
     loaded = build_fused(wrap_model(tiny_model("llama", **WIDE)))
     assert loaded is not None
     found = []
@@ -56,20 +56,20 @@ def test_a_result_that_is_read_late_is_of_its_own_step() -> None:
         plans = [StepPlan(1, 1, (prompt,), (SlotInit(0, (5, 6, 7, 8, 9), 5, (), Sampling()),))]
         plans += [StepPlan(1, step, decodes=Decodes((0,), (3 + step,))) for step in range(2, 8)]
         if late:
-            flights = [runner.launch(plan) for plan in plans]
-            found.append([flight.result().tokens for flight in flights])
+            inflight = [runner.launch(plan) for plan in plans]
+            found.append([step.result().tokens for step in inflight])
         else:
             found.append([runner.launch(plan).result().tokens for plan in plans])
     assert len(set(found[0])) > 1, "every step gave the same token"
     assert found[0] == found[1]
 
 
-def test_blocks_are_counted_from_free_memory_and_bounded_by_what_slots_can_use() -> None:
+def test_num_blocks_is_limited_by_slots() -> None:
     runner = ModelRunner(wrap_model(tiny_model("llama")), block_size=16, num_slots=3)
     assert runner.capacity.num_blocks == 2 * 3 * (256 // 16)
 
 
-def test_no_room_for_a_block_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lineclear.worker.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(ModelRefused, match="does not hold one KV block"):
         ModelRunner(wrap_model(tiny_model("llama")))
@@ -78,7 +78,7 @@ def test_no_room_for_a_block_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: str) -> None:
+def test_nan_stays_in_its_sequence(dtype: torch.dtype, device: str) -> None:
     """Token 7 embeds to NaN. Its request fails; all others are answered as without it, also in its blocks, reused."""
     model = tiny_model("gemma2", dtype=dtype).to(device)
     others = [
@@ -103,7 +103,7 @@ def test_a_sequence_that_turns_nan_harms_no_other(dtype: torch.dtype, device: st
 
 
 @pytest.mark.usefixtures("best_and_none")
-def test_what_is_asked_of_logprobs_comes_back() -> None:
+def test_logprobs_are_those_requested() -> None:
     model = tiny_model("qwen2")
     runner = runner_of(wrap_model(model))
     server = InProcess(runner)
@@ -125,7 +125,7 @@ def test_what_is_asked_of_logprobs_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("best_and_none")
-def test_penalties_survive_preemption_and_loss() -> None:
+def test_penalties_survive_preemption_and_worker_loss() -> None:
     model = wrap_model(tiny_model("llama"))
     requests = [
         asked(
@@ -166,7 +166,7 @@ def first_plan(tokens: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
         (ZeroDivisionError("secret"), StepErrorKind.EXCEPTION),
     ],
 )
-def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepErrorKind) -> None:
+def test_step_error_has_kind_and_location(error: Exception, kind: StepErrorKind) -> None:
     model = tiny_model("llama")
     runner = runner_of(wrap_model(model))
 
@@ -186,7 +186,7 @@ def test_an_error_in_a_step_is_a_kind_and_a_place(error: Exception, kind: StepEr
 
 
 @pytest.mark.usefixtures("best_and_none")
-def test_a_plan_without_rows_or_without_samples_gives_an_empty_result() -> None:
+def test_plan_without_samples_gives_an_empty_result() -> None:
     runner = runner_of(wrap_model(tiny_model("llama")))
     assert runner.launch(StepPlan(1, 1, (), zero_blocks=(1, 2))).result().tokens == ()
     half = StepPlan(1, 2, (Row(0, 0, 2, False, (0,)),), (SlotInit(0, (3, 4, 5), 3, (), Sampling()),))
@@ -198,7 +198,7 @@ def test_a_plan_without_rows_or_without_samples_gives_an_empty_result() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_a_gpu_says_what_the_cpu_says_and_launches_ahead(family: str) -> None:
+def test_gpu_tokens_equal_cpu_tokens(family: str) -> None:
     requests = [asked(f"r{i}", tuple(range(i + 3, 4 * i + 9)), temperature=0.8, seed=i) for i in range(8)]
     wanted = InProcess(runner_of(wrap_model(tiny_model(family)))).serve(requests)
     server = InProcess(runner_of(wrap_model(tiny_model(family).to("cuda"))), CoreLimits(pipeline_depth=3))

@@ -1,5 +1,6 @@
-"""Keys and values that are not finite, from a chunk of a prompt that samples nothing: nobody looks at them then. They
-are noticed at the token that the prompt is for, its request fails alone, and its blocks are clean for who gets them.
+"""Non-finite keys and values from a prompt chunk that samples nothing, so that they show only at the first token.
+
+The request fails alone, and its blocks are clean for their next owner.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def neighbours(name: str) -> list[Request]:
     return [Request(f"{name}-{i}", prompt, sampling, 24) for i, prompt in enumerate(prompts)]
 
 
-class Watched:
-    """A server of an exact model (its sums are of integers), and after each step whether the pools are finite."""
+class CheckedServer:
+    """A server of an int8 model, whose integer sums are exact. Records after each step whether the pools are finite."""
 
     def __init__(self, decoder: list[FusedDecoder], dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
         loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
@@ -49,9 +50,9 @@ class Watched:
         launch = runner.launch
 
         def watched(plan: StepPlan) -> Any:
-            flight = launch(plan)
+            inflight = launch(plan)
             self.finite.append(all(bool(torch.isfinite(pool.float()).all()) for pool in self._pools))
-            return flight
+            return inflight
 
         runner.launch = watched  # type: ignore[method-assign]
         self.server = InProcess(runner, LIMITS)
@@ -63,10 +64,10 @@ class Watched:
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompt_poisoned_in_its_first_chunk(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_non_finite_first_chunk_fails_the_request(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     decoders: list[FusedDecoder] = []
-    wanted = Watched(decoders, dtype, kv_dtype).answers(neighbours("x"))
-    tested = Watched(decoders, dtype, kv_dtype)
+    wanted = CheckedServer(decoders, dtype, kv_dtype).answers(neighbours("x"))
+    tested = CheckedServer(decoders, dtype, kv_dtype)
     server = tested.server
     with torch.inference_mode():
         decoders[-1]._embedding[POISON] = float("nan")

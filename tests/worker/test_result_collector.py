@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 20.0
 
 
 class Socket:
-    """Writes down what is sent, and by which thread."""
+    """Records the sent messages and their threads."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -32,8 +32,8 @@ class Socket:
         pass
 
 
-class Flight:
-    """Over at once, or as soon as somebody says so."""
+class StubStep:
+    """A step that is complete at once, or when `finished` is set."""
 
     def __init__(self, step: int, *, is_complete: bool, error: Exception | None = None) -> None:
         self.is_complete = is_complete
@@ -47,52 +47,52 @@ class Flight:
         return StepResult(7, self._step, ())
 
 
-def collector(socket: Socket, bell: Waker) -> ResultCollector:
+def collector(socket: Socket, waker: Waker) -> ResultCollector:
     anything: Any = socket
-    made = ResultCollector(anything, StepProgress(), bell, max_inflight_steps=8, linger_seconds=PATIENCE_SECONDS)
+    made = ResultCollector(anything, StepProgress(), waker, max_inflight_steps=8, linger_seconds=PATIENCE_SECONDS)
     made.start_epoch(Hello(7, *[1] * 5, (), 1))
     made.wait_idle()
     return made
 
 
-def test_a_flight_that_is_complete_is_sent_by_the_thread_that_launched_it() -> None:
-    socket, bell = Socket(), Waker()
-    tested = collector(socket, bell)
-    tested.collect(1, Flight(1, is_complete=True))
+def test_complete_step_is_sent_by_the_launch_thread() -> None:
+    socket, waker = Socket(), Waker()
+    tested = collector(socket, waker)
+    tested.collect(1, StubStep(1, is_complete=True))
     assert socket.sent[1:] == [StepResult(7, 1, ())]
     assert socket.threads[1] is threading.current_thread()
     assert tested.wait_idle() is None
     assert tested.close()
-    bell.close()
+    waker.close()
 
 
-def test_it_does_not_overtake_one_that_is_waited_for() -> None:
-    socket, bell = Socket(), Waker()
-    tested = collector(socket, bell)
-    slow = Flight(1, is_complete=False)
+def test_complete_step_waits_for_earlier_steps() -> None:
+    socket, waker = Socket(), Waker()
+    tested = collector(socket, waker)
+    slow = StubStep(1, is_complete=False)
     tested.collect(1, slow)
-    tested.collect(2, Flight(2, is_complete=True))
+    tested.collect(2, StubStep(2, is_complete=True))
     assert len(socket.sent) == 1
     slow.finished.set()
     assert tested.wait_idle() is None
-    tested.collect(3, Flight(3, is_complete=True))
+    tested.collect(3, StubStep(3, is_complete=True))
     assert socket.sent[1:] == [StepResult(7, step, ()) for step in (1, 2, 3)]
     assert tested.close()
-    bell.close()
+    waker.close()
 
 
-def test_a_failure_at_once_ends_the_epoch_as_a_later_one_does() -> None:
-    socket, bell = Socket(), Waker()
-    tested = collector(socket, bell)
-    tested.collect(1, Flight(1, is_complete=True, error=StepFailed(StepErrorKind.PROTOCOL, "odd")))
-    tested.collect(2, Flight(2, is_complete=True))
+def test_immediate_failure_ends_the_epoch() -> None:
+    socket, waker = Socket(), Waker()
+    tested = collector(socket, waker)
+    tested.collect(1, StubStep(1, is_complete=True, error=StepFailed(StepErrorKind.PROTOCOL, "odd")))
+    tested.collect(2, StubStep(2, is_complete=True))
     assert tested.wait_idle() is StepErrorKind.PROTOCOL
     assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
     assert tested.close()
-    bell.close()
+    waker.close()
 
 
-def test_a_flight_that_never_lands_is_given_up_when_the_worker_is_overdue() -> None:
+def test_stuck_step_raises_once_overdue() -> None:
     """Also where the queue behind it is full."""
     anything: Any = Socket()
     is_overdue = threading.Event()
@@ -100,16 +100,16 @@ def test_a_flight_that_never_lands_is_given_up_when_the_worker_is_overdue() -> N
         anything, StepProgress(), Waker(), max_inflight_steps=1, linger_seconds=0.1, is_overdue=is_overdue.is_set
     )
     tested.start_epoch(Hello(7, *[1] * 5, (), 1))
-    flights = [Flight(step, is_complete=False) for step in (1, 2, 3)]
+    steps = [StubStep(step, is_complete=False) for step in (1, 2, 3)]
     try:
-        tested.collect(1, flights[0])
-        tested.collect(2, flights[1])
+        tested.collect(1, steps[0])
+        tested.collect(2, steps[1])
         is_overdue.set()
         with pytest.raises(DeviceStuck):
-            tested.collect(3, flights[2])
+            tested.collect(3, steps[2])
         with pytest.raises(DeviceStuck):
             tested.wait_idle()
         assert not tested.close()
     finally:
-        for flight in flights:
-            flight.finished.set()
+        for step in steps:
+            step.finished.set()

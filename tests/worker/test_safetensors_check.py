@@ -1,4 +1,4 @@
-"""Weight files that lie, or are not all there: each ends the start, naming the file. And what is never even opened."""
+"""Damaged or incomplete weight files are refused by name; other files are never opened."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def write(file: Path, header: Any, body: bytes) -> None:
     file.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
 
 
-def test_whole_files_pass(tmp_path: Path) -> None:
+def test_complete_files_pass(tmp_path: Path) -> None:
     whole(tmp_path)
     check_weights(tmp_path)
 
 
-def test_whole_shards_pass_and_what_the_index_does_not_name_is_not_looked_at(tmp_path: Path) -> None:
+def test_complete_shards_pass_and_other_files_are_ignored(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "other.safetensors").write_bytes(b"rubbish")
     check_weights(tmp_path)
 
 
-def test_the_demonstration_models_pass() -> None:
+def test_demo_models_pass() -> None:
     for name in ("model", "model-tiny"):
         check_weights(Path(__file__).parents[2] / "demo" / name)
 
 
-def test_every_cut_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
     file = whole(tmp_path)
     data = file.read_bytes()
     for length in range(len(data)):
@@ -103,7 +103,7 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("edit", "says"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
-def test_a_header_that_lies(tmp_path: Path, edit: Callable[[dict[str, Any]], Any], says: str) -> None:
+def test_wrong_header_is_refused(tmp_path: Path, edit: Callable[[dict[str, Any]], Any], says: str) -> None:
     file = whole(tmp_path)
     header, body = parts(file)
     edit(header)
@@ -121,12 +121,12 @@ def test_a_header_that_lies(tmp_path: Path, edit: Callable[[dict[str, Any]], Any
         (b'{"a":{"dtype":"I8","shape":[1],"data_offsets":[0,1]},"a":{}}', "two tensors of one name"),
     ],
 )
-def test_a_header_that_is_none(tmp_path: Path, header: bytes, says: str) -> None:
+def test_invalid_header_is_refused(tmp_path: Path, header: bytes, says: str) -> None:
     write(tmp_path / "model.safetensors", header, b"\0")
     assert says in problem(tmp_path)
 
 
-def test_a_header_longer_than_any_real_one_is_not_read(tmp_path: Path) -> None:
+def test_oversized_header_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes((200_000_000).to_bytes(8, "little"))
     os.truncate(file, 300_000_000)  # sparse
@@ -135,7 +135,7 @@ def test_a_header_longer_than_any_real_one_is_not_read(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_no_damage_to_a_header_raises_anything_else(
+def test_damaged_headers_raise_only_checkpoint_broken(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("x")
@@ -164,7 +164,7 @@ def test_no_damage_to_a_header_raises_anything_else(
         (lambda d: (d / INDEX).unlink(), "neither model.safetensors nor"),
     ],
 )
-def test_an_index_that_promises_what_is_not_there(tmp_path: Path, change: Callable[[Path], Any], says: str) -> None:
+def test_wrong_index_is_refused(tmp_path: Path, change: Callable[[Path], Any], says: str) -> None:
     sharded(tmp_path)
     change(tmp_path)
     assert says in problem(tmp_path)
@@ -185,7 +185,7 @@ class Trap:
         return (exec, (TRAP.format(marker=str(self.marker)),))
 
 
-def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Path) -> None:
+def test_code_and_pickles_in_a_model_directory_never_run(tmp_path: Path) -> None:
     """A model that needs none of it, beside every file that some loader somewhere would run. Loaded whole, from its
     own directory as the current one."""
     import pickle
@@ -206,7 +206,7 @@ def test_stray_code_and_pickles_in_a_model_directory_are_never_run(tmp_path: Pat
     for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "optimizer.pt", "model.pkl", "scheduler.ckpt"):
         (model / name).write_bytes(data)
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"x": "pytorch_model.bin"}}))
-    # The trap works: this is what it does to whoever opens it.
+    # The trap works: it runs code when opened.
     subprocess.run(
         [sys.executable, "-c", f"import pickle; pickle.loads({data!r})"], check=True, timeout=PATIENCE_SECONDS
     )

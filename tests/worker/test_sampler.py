@@ -80,7 +80,7 @@ def test_each_scalar_parameter_stays_in_its_row(name: str) -> None:
 
 
 @pytest.mark.usefixtures("each_way")
-def test_greedy_takes_the_highest_and_the_lowest_id_on_a_tie() -> None:
+def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
     found = run(logits, [Sampling()] * 3)
     assert found.tokens.tolist() == found.host_tokens == [1, 0, 0]
@@ -96,7 +96,7 @@ def test_ties_in_a_wide_bfloat16_row() -> None:
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_best_is_what_torch_says_in_every_library(dtype: torch.dtype) -> None:
+def test_argmax_equals_torch_in_every_library(dtype: torch.dtype) -> None:
     for width in (1, 15, 16, 17, 511, 512, 513, 1000, 1536, 32_000):
         logits = random_logits(9, width, seed=width).to(dtype)
         logits[1] = 0.0
@@ -132,7 +132,7 @@ def kept_by_transformers(logits: Tensor, s: Sampling) -> Tensor:
 
 
 def kept_by_us(monkeypatch: pytest.MonkeyPatch, logits: Tensor, parameters: list[Sampling]) -> Tensor:
-    """The distributions that our draws are made from."""
+    """Return the distributions from which the sampler draws."""
     pick = module._inverse_cdf
     found = torch.zeros_like(logits)
     truncated = torch.tensor([0 < s.top_k < logits.shape[-1] or s.top_p < 1 or s.min_p > 0 for s in parameters])
@@ -169,7 +169,7 @@ def test_truncation_equals_transformers(monkeypatch: pytest.MonkeyPatch, vocabul
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (700, 0.5)])
-def test_ties_with_the_last_one_kept_are_kept(top_k: int, top_p: float) -> None:
+def test_truncation_keeps_ties(top_k: int, top_p: float) -> None:
     probabilities = torch.zeros(9000)
     probabilities[100:1100] = 1e-3
     falling = probabilities.sort(descending=True).values[None]
@@ -177,7 +177,7 @@ def test_ties_with_the_last_one_kept_are_kept(top_k: int, top_p: float) -> None:
     assert by_sorting.item() == module._cutoff_by_radix(probabilities, top_k, top_p) == pytest.approx(1e-3)
 
 
-def test_counting_cuts_where_sorting_does() -> None:
+def test_radix_and_sorted_cutoffs_agree() -> None:
     rng = random.Random(0)
     for seed in range(100):
         probabilities = torch.softmax(random_logits(1, rng.choice([5, 300, 5000]), seed) * rng.choice([0, 0.1, 2]), -1)
@@ -220,7 +220,7 @@ def test_presence_and_frequency_count_the_output_only() -> None:
         torch.testing.assert_close(all_logprobs(found, row, 8), torch.log_softmax(wanted, dim=-1))
 
 
-def test_penalties_leave_other_rows_alone() -> None:
+def test_penalties_stay_in_their_row() -> None:
     logits = random_logits(3, 40)
     penalised = Sampling(repetition_penalty=2.0, presence_penalty=1.0, logprobs=40)
     found = run(logits, [Sampling(logprobs=40), penalised, Sampling(logprobs=40)], [([1, 2, 3], 1)] * 3)
@@ -233,7 +233,7 @@ def test_penalties_leave_other_rows_alone() -> None:
 # --- lists ---------------------------------------------------------------------------------------------------------
 
 
-def test_bias_bans_and_allowances() -> None:
+def test_bias_banned_and_allowed_ids() -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 3.0, 4.0, 5.0]]).repeat(6, 1)
     parameters = [
         Sampling(banned_ids=(0, 5)),
@@ -246,7 +246,7 @@ def test_bias_bans_and_allowances() -> None:
     assert run(logits, parameters).tokens.tolist() == [4, 2, 1, 3, 1, 0]
 
 
-def test_a_bias_is_added_before_penalties() -> None:
+def test_bias_is_added_before_penalties() -> None:
     # 1 + 3 = 4, halved by the repetition penalty: 2. The other way round it would be 3.5.
     found = run(torch.tensor([[1.0, 0.0]]), [Sampling(logit_bias=((0, 3.0),), repetition_penalty=2.0, logprobs=2)])
     torch.testing.assert_close(all_logprobs(found, 0, 2), torch.log_softmax(torch.tensor([2.0, 0.0]), dim=-1))
@@ -259,7 +259,7 @@ def test_stop_tokens_are_banned_until_min_tokens() -> None:
     assert run(logits, [s] * 3, history).tokens.tolist() == [1, 1, 2]
 
 
-def test_a_row_with_nothing_left_to_say_is_bad() -> None:
+def test_row_without_allowed_tokens_is_bad() -> None:
     found = run(torch.zeros(2, 4), [Sampling(allowed_ids=(1,), banned_ids=(1,), temperature=1.0), Sampling()])
     assert found.bad.tolist() == [True, False]
 
@@ -270,9 +270,7 @@ def test_a_row_with_nothing_left_to_say_is_bad() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [5000, 5120])
-def test_a_bad_row_is_found_and_its_neighbours_do_not_notice(
-    poison: float, dtype: torch.dtype, vocabulary: int
-) -> None:
+def test_bad_row_does_not_affect_other_rows(poison: float, dtype: torch.dtype, vocabulary: int) -> None:
     logits = random_logits(4, vocabulary).to(dtype)
     parameters = [Sampling(temperature=1.0, top_p=0.9, seed=i, logprobs=2) for i in range(4)]
     clean = run(logits, parameters)
@@ -283,7 +281,7 @@ def test_a_bad_row_is_found_and_its_neighbours_do_not_notice(
     assert run(logits, [Sampling()] * 4).bad.tolist() == [False, True, False, False]
 
 
-def test_ids_the_model_never_says_do_not_make_a_row_bad() -> None:
+def test_minus_infinity_logits_do_not_make_a_row_bad() -> None:
     logits = random_logits(2, 20)
     logits[:, 7:] = -math.inf
     found = run(logits, [Sampling(temperature=1.0, seed=3), Sampling()])
@@ -294,7 +292,7 @@ def test_ids_the_model_never_says_do_not_make_a_row_bad() -> None:
 # --- logprobs ------------------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_before_temperature_and_truncation() -> None:
+def test_logprobs_precede_temperature_and_truncation() -> None:
     logits = random_logits(3, 100)
     parameters = [
         Sampling(temperature=0.3, top_k=1, logprobs=5),
@@ -309,7 +307,7 @@ def test_logprobs_are_those_before_temperature_and_truncation() -> None:
     assert found.top_ids[0].tolist() == wanted[0].topk(5).indices.tolist()
 
 
-def test_equal_logprobs_are_listed_lowest_id_first() -> None:
+def test_equal_logprobs_are_sorted_by_id() -> None:
     found = run(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [Sampling(logprobs=4)])
     assert found.top_ids is not None
     assert found.top_ids.tolist() == [[1, 2, 4, 0]]
@@ -318,7 +316,7 @@ def test_equal_logprobs_are_listed_lowest_id_first() -> None:
 # --- noise and distribution ----------------------------------------------------------------------------------------
 
 
-def test_noise_is_uniform_and_fresh_for_every_seed_and_position() -> None:
+def test_noise_is_uniform_over_seeds_and_positions() -> None:
     seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(500, dtype=np.int64))
     noise = uniform(seeds.ravel(), positions.ravel())
     assert 0 <= noise.min() < 1e-4
@@ -376,7 +374,7 @@ def test_draws_of_one_seed_over_positions_follow_the_distribution() -> None:
     assert chi_square(torch.bincount(tokens, minlength=12).numpy(), probabilities) < bound(11)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_rows_are_independent() -> None:
     rng = random.Random(1)
     logits = random_logits(40, 7000)
     parameters = [
@@ -397,13 +395,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert together == alone
 
 
-def test_the_draw_is_the_inverse_of_the_running_sum() -> None:
+def test_draw_inverts_the_running_sum() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]])
     for noise, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.9, 3), (1 - 2**-52, 3)):
         assert module._inverse_cdf(weights, torch.tensor([[noise]], dtype=torch.float64)).tolist() == [token]
 
 
-def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None:
+def test_draw_over_a_wide_row_equals_a_plain_running_sum() -> None:
     weights = torch.rand(20, 3001, generator=torch.Generator().manual_seed(0)) ** 8
     noise = torch.rand(20, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     running = weights.double().cumsum(dim=-1)
@@ -413,7 +411,7 @@ def test_the_draw_over_a_wide_row_lands_where_a_plain_running_sum_says() -> None
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("vocabulary", [256, 100])
-def test_a_step_that_samples_nothing_has_no_best(vocabulary: int) -> None:
+def test_argmax_of_zero_rows(vocabulary: int) -> None:
     """Also where no kernels were built: the first chunks of a prompt alone are such a step."""
     found = with_argmax(torch.empty(0, vocabulary))
     assert found.max_values.shape == found.max_ids.shape == (0,)

@@ -36,13 +36,13 @@ def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings:
 @pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_served_passes(family: str, dtype: torch.dtype) -> None:
+def test_right_answers_pass(family: str, dtype: torch.dtype) -> None:
     passes(wrap_model(tiny_model(family, dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_is_served_with_every_library_and_with_none_passes(each_way: str, dtype: torch.dtype, fused: bool) -> None:
+def test_right_answers_pass_in_every_library(each_way: str, dtype: torch.dtype, fused: bool) -> None:
     loaded = wrap_model(tiny_model("llama", dtype=dtype, **WIDE))
     if fused:
         faster = build_fused(loaded)
@@ -55,7 +55,7 @@ def test_what_is_served_with_every_library_and_with_none_passes(each_way: str, d
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_bytes_pass_with_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_int8_kv_cache_passes_in_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     assert passes(to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
 
 
@@ -73,32 +73,31 @@ def test_bytes_pass_with_every_library(dtype: torch.dtype, kv_dtype: torch.dtype
     ],
     ids=str,
 )
-def test_however_small_the_worker_is(settings: dict[str, int]) -> None:
+def test_small_workers_pass(settings: dict[str, int]) -> None:
     passes(wrap_model(tiny_model("llama")), **settings)
 
 
-def test_a_context_too_short_for_it() -> None:
+def test_short_contexts_pass() -> None:
     passes(wrap_model(tiny_model("llama"), max_model_len=8))
 
 
-def test_the_runner_is_as_new_after_it() -> None:
-    """Its slots belong to nobody: a plan that goes on where the self-test ended is refused, and answers are those of a
-    runner that was never tested."""
+def test_check_resets_the_runner() -> None:
+    """A plan that continues the self-test's slots is refused, and answers equal those of a fresh runner."""
     loaded = wrap_model(tiny_model("llama"))
     right = self_test.expected_answers(loaded)
     tested, fresh = runner_of(loaded), runner_of(wrap_model(tiny_model("llama")))  # a model has one runner at a time
     self_test.check(tested, right, loaded.dtype)
-    for slot, one in enumerate(right):
-        goes_on = Row(slot, len(one.prompt) + self_test._NUM_TOKENS - 1, 1, True)
+    for slot, answer in enumerate(right):
+        continuation = Row(slot, len(answer.prompt) + self_test._NUM_TOKENS - 1, 1, True)
         with pytest.raises(StepFailed) as refused:
-            tested.launch(StepPlan(1, 1, chunks=(goes_on,)))
+            tested.launch(StepPlan(1, 1, chunks=(continuation,)))
         assert refused.value.kind is StepErrorKind.PROTOCOL
     assert answers(tested) == answers(fresh)
     self_test.check(tested, right, loaded.dtype)
 
 
 def answers(runner: ModelRunner) -> list[int]:
-    """What a new owner of the first slot gets, in the blocks that the self-test began with."""
+    """Generate a new sequence in the first slot, in the blocks that the self-test used first."""
     prompt, blocks = tuple(range(5, 25)), tuple(range(31, 25, -1))
     init = SlotInit(0, prompt, len(prompt), (), Sampling())
     tokens = list(runner.launch(StepPlan(1, 1, (Row(0, 0, 20, True, blocks),), (init,))).result().tokens)
@@ -164,7 +163,7 @@ FAULTS = (
 
 @pytest.mark.usefixtures("best_and_none")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
+def test_wrong_answers_fail(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
     loaded = wrap_model(tiny_model("llama", seed=3, **WIDE))
     right = self_test.expected_answers(loaded)
     runner = runner_of(loaded, block_size=16)
@@ -174,7 +173,7 @@ def test_what_computes_something_else_is_found(fault: Callable[[ModelRunner, Loa
         self_test.check(runner, right, loaded.dtype)
 
 
-def test_a_step_that_fails_is_a_sentence() -> None:
+def test_failed_step_fails_the_self_test() -> None:
     loaded = wrap_model(tiny_model("llama"))
     right = self_test.expected_answers(loaded)
     runner = runner_of(loaded)
@@ -183,7 +182,7 @@ def test_a_step_that_fails_is_a_sentence() -> None:
         self_test.check(runner, right, loaded.dtype)
 
 
-def test_a_tie_is_no_fault() -> None:
+def test_ties_pass() -> None:
     loaded = wrap_model(tiny_model("llama"))
     right = self_test.expected_answers(loaded)
     one = right[0]

@@ -12,7 +12,7 @@ import pytest
 from lineclear.worker.cpu.thread_policy import ThreadPolicy, thread_counts
 
 Cost = Callable[[int, random.Random], float]
-"""Seconds of a step with so many threads."""
+"""Return the seconds of a step with this number of threads."""
 
 _SLICE_SECONDS = 0.0042
 """For which a thread waits when its core is taken."""
@@ -52,7 +52,7 @@ class Drive:
         self.policy, self.source = policy, random.Random(seed)
 
     def run(self, cost: Cost, seconds: float, num_tokens: int = 1) -> list[int]:
-        """For so many seconds of steps. The number of threads of each."""
+        """Run steps for `seconds`; return the number of threads of each."""
         chosen, spent = [], 0.0
         while spent < seconds:
             chosen.append(self.policy.choose(num_tokens))
@@ -83,9 +83,7 @@ def efficiency(cost: Cost, seconds: float, num_steps: int, most: int = 2) -> flo
         (small_beside_two, 1),
     ],
 )
-def test_it_settles_on_the_fastest_number_and_exploring_costs_two_percent_at_most(
-    cost: Cost, best: int, seed: int
-) -> None:
+def test_converges_to_the_fastest_number(cost: Cost, best: int, seed: int) -> None:
     drive = Drive(ThreadPolicy(2), seed)
     drive.run(cost, 3.0)
     chosen = drive.run(cost, 30.0)
@@ -94,7 +92,7 @@ def test_it_settles_on_the_fastest_number_and_exploring_costs_two_percent_at_mos
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_neighbour_that_comes_and_goes_is_noticed_both_times(seed: int) -> None:
+def test_adapts_when_a_neighbour_starts_and_stops(seed: int) -> None:
     drive = Drive(ThreadPolicy(2), seed)
     drive.run(large_quiet, 10.0)
     for _ in range(3):
@@ -104,7 +102,7 @@ def test_a_neighbour_that_comes_and_goes_is_noticed_both_times(seed: int) -> Non
         assert Counter(drive.run(large_quiet, 10.0)).most_common(1)[0][0] == 2
 
 
-def test_it_begins_with_one_thread_and_a_collapse_costs_one_step() -> None:
+def test_starts_with_one_thread() -> None:
     def crowded(threads: int, source: random.Random) -> float:
         return 0.02 if threads == 1 else 1.4
 
@@ -113,7 +111,7 @@ def test_it_begins_with_one_thread_and_a_collapse_costs_one_step() -> None:
     assert chosen[0] == 1
 
 
-def test_a_long_step_that_is_the_first_one_has_all_cores() -> None:
+def test_first_long_step_uses_all_cores() -> None:
     """Of a large model it takes a minute with one thread."""
     policy = ThreadPolicy(16)
     assert policy.choose(256) == 16
@@ -121,7 +119,7 @@ def test_a_long_step_that_is_the_first_one_has_all_cores() -> None:
     assert policy.choose(1) == 1
 
 
-def test_decoding_after_a_single_prompt_step_is_soon_on_all_cores() -> None:
+def test_decodes_after_one_prompt_step_use_all_cores() -> None:
     policy = ThreadPolicy(16)
     policy.observe(256, 3.0)
     for _ in range(8):
@@ -129,7 +127,7 @@ def test_decoding_after_a_single_prompt_step_is_soon_on_all_cores() -> None:
     assert policy.choose(1) == 16
 
 
-def test_all_cores_are_in_use_soon_on_a_quiet_machine() -> None:
+def test_idle_machine_uses_all_cores() -> None:
     assert Drive(ThreadPolicy(16)).run(of_sixteen_cores(0), 0.5)[-1] == 16
 
 
@@ -142,13 +140,13 @@ def settled_on_two() -> ThreadPolicy:
     return policy
 
 
-def test_a_collapse_is_answered_after_one_step() -> None:
+def test_stall_is_handled_after_one_step() -> None:
     policy = settled_on_two()
     policy.observe(1, 0.4)
     assert policy.choose(1) == 1
 
 
-def test_a_slow_step_that_is_no_collapse_changes_nothing() -> None:
+def test_moderately_slow_step_changes_nothing() -> None:
     policy = settled_on_two()
     policy.observe(1, 0.09)
     chosen = []
@@ -159,14 +157,14 @@ def test_a_slow_step_that_is_no_collapse_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("slow_seconds", [0.2, 0.5, 1.5])
-def test_all_cores_are_in_use_again_soon_after_a_single_step_as_slow_as_a_collapse(slow_seconds: float) -> None:
+def test_recovers_after_a_single_stalled_step(slow_seconds: float) -> None:
     drive = Drive(settled_on_two())
     drive.policy.observe(1, slow_seconds)
     drive.run(large_quiet, 1.5)
     assert set(drive.run(large_quiet, 1.0)) == {2}
 
 
-def test_a_trial_that_met_a_slow_step_is_repeated_soon() -> None:
+def test_disturbed_trial_is_repeated() -> None:
     slow_steps = 1
 
     def disturbed(threads: int, source: random.Random) -> float:
@@ -182,7 +180,7 @@ def test_a_trial_that_met_a_slow_step_is_repeated_soon() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_with_all_cores_in_use_exploring_costs_half_a_percent_at_most(seed: int) -> None:
+def test_exploration_on_all_cores_is_cheap(seed: int) -> None:
     drive = Drive(ThreadPolicy(2), seed)
     drive.run(large_quiet, 5.0)
     chosen = drive.run(large_quiet, 60.0)
@@ -190,7 +188,7 @@ def test_with_all_cores_in_use_exploring_costs_half_a_percent_at_most(seed: int)
     assert lost / 60.0 < 0.005
 
 
-def test_numbers_that_are_equally_fast_are_not_changed_all_the_time() -> None:
+def test_equally_fast_numbers_do_not_alternate() -> None:
     chosen = Drive(ThreadPolicy(2)).run(lambda threads, source: around(0.01, source), 60.0)
     assert sum(a != b for a, b in pairwise(chosen)) < 2 * 60  # in and out of one trial a second
 
@@ -206,18 +204,18 @@ def of_sixteen_cores(busy: int) -> Cost:
 
 
 @pytest.mark.parametrize("busy", [0, 1, 2, 3, 4, 6, 8, 12])
-def test_of_many_cores_about_as_many_are_used_as_are_free(busy: int) -> None:
+def test_many_cores_use_about_the_free_ones(busy: int) -> None:
     drive, cost = Drive(ThreadPolicy(16)), of_sixteen_cores(busy)
     drive.run(cost, 30.0)
     chosen = drive.run(cost, 60.0)
     assert efficiency(cost, 60.0, len(chosen), 16) > 0.8
 
 
-def test_one_core_leaves_no_choice() -> None:
+def test_one_core_uses_one_thread() -> None:
     assert set(Drive(ThreadPolicy(1)).run(large_quiet, 5.0)) == {1}
 
 
-def test_steps_of_other_sizes_are_measured_by_themselves() -> None:
+def test_step_sizes_are_measured_separately() -> None:
     drive = Drive(ThreadPolicy(2))
     for _ in range(100):
         drive.run(small_quiet, 0.1, num_tokens=1)
@@ -226,13 +224,13 @@ def test_steps_of_other_sizes_are_measured_by_themselves() -> None:
     assert Counter(drive.run(large_quiet, 5.0, num_tokens=256)).most_common(1)[0][0] == 2
 
 
-def test_a_size_that_is_new_begins_where_the_nearest_one_is() -> None:
+def test_new_size_starts_at_the_nearest_sizes_number() -> None:
     drive = Drive(ThreadPolicy(2))
     drive.run(large_beside_one, 5.0, num_tokens=8)
     assert drive.policy.choose(100) == 1
 
 
-def test_a_size_that_is_new_begins_as_one_that_was_measured() -> None:
+def test_new_size_is_not_explored_from_one_thread() -> None:
     """A prompt of one step is nearer in size, and says nothing yet."""
     policy = ThreadPolicy(2)
     policy.observe(33, 0.02)
@@ -241,7 +239,7 @@ def test_a_size_that_is_new_begins_as_one_that_was_measured() -> None:
     assert policy.choose(8) == 2
 
 
-def test_a_size_follows_another_one_soon_after_a_change() -> None:
+def test_sizes_follow_each_other_after_a_change() -> None:
     drive = Drive(ThreadPolicy(2))
     for _ in range(20):
         drive.run(large_quiet, 0.5, num_tokens=1)
@@ -250,7 +248,7 @@ def test_a_size_follows_another_one_soon_after_a_change() -> None:
     assert Counter(drive.run(large_beside_one, 4.0, num_tokens=64)).most_common(1)[0][0] == 1
 
 
-def test_a_new_limit_holds_at_once() -> None:
+def test_new_limit_applies_at_once() -> None:
     drive = Drive(ThreadPolicy(8))
     drive.run(lambda threads, source: 0.08 / threads, 5.0)
     drive.policy.limit(2)
@@ -260,12 +258,12 @@ def test_a_new_limit_holds_at_once() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8])])
-def test_a_small_machine_has_a_rung_for_each_core(most: int, expected: list[int]) -> None:
+def test_small_machine_has_a_candidate_per_core(most: int, expected: list[int]) -> None:
     assert thread_counts(most) == expected
 
 
 @pytest.mark.parametrize("most", [16, 24, 32, 64, 128])
-def test_a_large_machine_has_few_counts_and_one_close_below_each_number(most: int) -> None:
+def test_large_machine_has_few_candidates(most: int) -> None:
     found = thread_counts(most)
     assert found[0] == 1
     assert found[-1] == most

@@ -1,4 +1,4 @@
-"""Compute threads: who sets their number, what a step's cost is, and that results do not depend on them."""
+"""Compute threads: their number, the cost of a step, and results that do not depend on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
         return self.now
 
 
-def test_a_number_is_set_when_it_changes() -> None:
+def test_threads_are_set_on_change() -> None:
     clock, found = Clock(), list[int]()
     tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
     for _ in range(300):  # one thread is the faster number
@@ -49,7 +49,7 @@ def test_a_number_is_set_when_it_changes() -> None:
     assert all(a != b for a, b in pairwise(found))
 
 
-def test_cores_that_are_taken_away_are_noticed_within_a_second() -> None:
+def test_lost_cores_are_noticed_within_a_second() -> None:
     clock, found, cores = Clock(), list[int](), [4]
     tuner = ThreadTuner(found.append, cores=lambda: cores[0], clock=clock)
     for _ in range(200):
@@ -67,7 +67,7 @@ def test_cores_that_are_taken_away_are_noticed_within_a_second() -> None:
     assert max(found) == 2
 
 
-def test_a_step_costs_the_gap_before_it_but_not_the_time_without_requests() -> None:
+def test_cost_includes_a_bounded_gap() -> None:
     clock, found = Clock(), list[int]()
     tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
     source = random.Random(1)
@@ -83,7 +83,7 @@ def test_a_step_costs_the_gap_before_it_but_not_the_time_without_requests() -> N
 
 
 @needs_kernels
-def test_the_setter_is_of_the_runtime_that_torch_uses() -> None:
+def test_setter_belongs_to_torchs_runtime() -> None:
     set_threads = openmp_setter()
     assert set_threads is not None
     for threads in (3, 1, 2):
@@ -99,7 +99,7 @@ def requests() -> list[Request]:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
+def test_tokens_do_not_depend_on_threads(kind: str) -> None:
     model = tiny_model("llama", **WIDE)
     model = model.to(torch.bfloat16) if kind == "bfloat16" else model
     served = to_int8(wrap_model(model)) if kind == "int8" else build_fused(wrap_model(model))
@@ -130,7 +130,7 @@ def test_tokens_are_the_same_whatever_number_each_step_has(kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("threads", "tuned"), [(0, True), (1, False)])
-def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
+def test_fixed_number_of_threads_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=threads))
     assert (runner._thread_tuner is not None) == tuned
@@ -141,7 +141,7 @@ def test_a_number_that_is_set_by_hand_stays(tmp_path: Path, threads: int, tuned:
 @pytest.mark.parametrize(
     "flags", [{}, {"quantization": "int8"}, {"fused_cpu_forward": False}], ids=["as it is", "int8", "plain"]
 )
-def test_a_small_model_is_tried_with_one_thread(
+def test_small_models_are_probed_with_one_thread(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     bytes_per_thread: int,

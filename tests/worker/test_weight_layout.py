@@ -16,7 +16,7 @@ AMX = {"amx_bf16"}
 
 
 def products(monkeypatch: pytest.MonkeyPatch, *, dtype: torch.dtype, free_weights: float) -> list[type]:
-    """The kinds of product of a model on a processor with AMX and memory for so many times its weights."""
+    """Return the kinds of linear layers on a processor with AMX and `free_weights` times the weights in free memory."""
     flags = kernels._x86_flags()
     loaded = wrap_model(tiny_model("llama", **WIDE).to(dtype))
     free = int(free_weights * loaded.weight_bytes)
@@ -31,11 +31,13 @@ def products(monkeypatch: pytest.MonkeyPatch, *, dtype: torch.dtype, free_weight
 
 
 @needs_kernels
-def test_with_amx_bf16_weights_are_kept_twice_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_packs_bf16_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1)) == {linear.LinearByRows}
 
 
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "free_weights"), [(torch.bfloat16, 7.9), (torch.float32, 1000.0)])
-def test_otherwise_they_are_kept_once(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, free_weights: float) -> None:
+def test_other_weights_are_packed_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, free_weights: float
+) -> None:
     assert set(products(monkeypatch, dtype=dtype, free_weights=free_weights)) == {linear.TorchLinear}
