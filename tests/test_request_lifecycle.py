@@ -21,12 +21,12 @@ PAGE = REPOSITORY / "docs/request-lifecycle.md"
 
 BACKGROUND = frozenset(
     {
-        *("lineclear.scheduler.app", "lineclear.scheduler.watchdog"),
+        *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.watchdog"),
         *("lineclear.scheduler.grpc_api.server", "lineclear.scheduler.grpc_api.health_service"),
         *("lineclear.worker.kv_prefault", "lineclear.worker.memory_budget"),
     }
 )
-"""Modules that run now and then, with or without a request: watchdog, health, work in idle time."""
+"""Modules that run with or without a request: errors, watchdog, health, work in idle time."""
 SECTION_OF_OTHERS = "## Modules beside the path"
 """The rest of the page names modules that a plain request does not enter."""
 
