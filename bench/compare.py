@@ -1,14 +1,12 @@
-"""Contenders on one workload, run in turns: A B C, A B C, A B C; then medians and ratios.
+"""Runs contenders on one workload in alternation (A B C, A B C, ...) and prints medians and ratios.
 
     python -m bench.compare lineclear vllm --home DIR --model llama-110m-shape --work w1 [--count 32] [--runs 3]
     python -m bench.compare lineclear --also 'depth-1=--pipeline-depth 1' --home DIR --model ... --work w1
     python -m bench.compare lineclear vllm --home DIR --model ... --work w1 --concurrency 1 2 4 8 16 32 64
 
-Turns, because a machine changes over minutes, and then changes for all alike. Every run is a process of its own and
-loads its model anew: nothing is warm that the contender did not make warm itself. A run during which others took CPU
-time is marked, repeated up to `--repeats` times, and left out of the medians unless there is no other.
-
-Results go to `bench/results`, a JSON object a line, with a page beside them.
+Contenders alternate because the speed of a machine drifts over minutes. Every run is a new process that loads its
+model. Disturbed runs are repeated up to `--repeats` times and count only if there is no undisturbed one. Results are
+appended to `bench/results`, one JSON object per line, with a page beside them.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ _LINES_OF_A_FAILURE = 30
 
 
 class Failed(Exception):
-    """A run gave no result."""
+    """The run gave no result."""
 
 
 def run(contender: Contender, task: Task, environment: dict[str, str]) -> Result:
-    """One run, in a process of its own. Raises Failed."""
+    """Run a contender once in a new process. Raises Failed."""
     task.out.unlink(missing_ok=True)
     command = contender.command(task)
     said = task.out.with_suffix(".log")
@@ -61,7 +59,7 @@ def run(contender: Contender, task: Task, environment: dict[str, str]) -> Result
 
 
 def environment_of(contender: Contender, home: Path, preload: Path | None) -> dict[str, str]:
-    """The same for all but for what a contender's authors ask for: huge pages, one compute thread a core, malloc."""
+    """Return equal variables for all contenders, plus those that a contender's authors recommend."""
     libraries = [*([preload] if preload else []), *contender.libraries(home)]
     found = {"THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return found | ({"LD_PRELOAD": ":".join(map(str, libraries))} if libraries else {})
@@ -79,7 +77,7 @@ def compare(
     concurrencies: Sequence[int] = (0,),
     preload: Path | None = None,
 ) -> list[Result]:
-    """All results, appended to `out` as they come. A contender that fails once is left out of the later turns."""
+    """Run all contenders and append results to `out`. A contender that fails is skipped afterwards."""
     results: list[Result] = []
     failed: set[str] = set()
     repeats_left = {(c.name, level): repeats for c in contenders for level in concurrencies}
@@ -115,7 +113,7 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a contender gave no result."""
+    """Run the comparison; return 1 if a contender gave no result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "contenders", nargs="+", choices=sorted(CONTENDERS), metavar="CONTENDER", help="of: %(choices)s"

@@ -1,6 +1,6 @@
-"""Who can take part in a comparison: a name, whose environment it needs, and the command that makes one run of it.
+"""Contenders of a comparison: the environment and the command of one run of each.
 
-To add one: an entry in `CONTENDERS`. Nothing here runs or judges anything.
+To add a contender: an entry in `CONTENDERS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PEERS = ("transformers", "vllm", "llama")
 
 @dataclass(frozen=True)
 class Task:
-    """One run: which model, which workload, and how many requests at a time (0: each at its own moment)."""
+    """One run: model, workload, and concurrency (0: requests at their arrival times)."""
 
     home: Path
     model: Path
@@ -27,27 +27,27 @@ class Task:
 
     @property
     def arguments(self) -> list[str]:
-        """What every driver takes."""
+        """Return the arguments of every driver."""
         options = ["--model", str(self.model), "--work", str(self.work), "--out", str(self.out)]
         return [*options, "--concurrency", str(self.concurrency)]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`peer` is the environment it needs, empty for our own. `command(task)` is one run."""
+    """`peer`: its environment; empty for lineclear's. `command(task)`: the command of one run."""
 
     name: str
     peer: str
     command: Callable[[Task], list[str]]
 
     def libraries(self, home: Path) -> list[Path]:
-        """Shared libraries that its authors say to load first, where they are."""
+        """Return shared libraries to preload, as its authors recommend."""
         iomp = home / "vllm" / "lib" / "libiomp5.so"
         return [iomp] if self.peer == "vllm" and iomp.exists() else []
 
 
 def lineclear(name: str, flags: Sequence[str] = (), worker_flags: Sequence[str] = ()) -> Contender:
-    """The service with these flags."""
+    """Return a contender that is lineclear with these flags."""
 
     def command(task: Task) -> list[str]:
         mine = [sys.executable, "-m", "bench.lineclear_serve", *task.arguments, "--name", name]
@@ -57,7 +57,7 @@ def lineclear(name: str, flags: Sequence[str] = (), worker_flags: Sequence[str] 
 
 
 def custom(description: str) -> Contender:
-    """From `NAME=SCHEDULER FLAGS [-- WORKER FLAGS]`. Raises ValueError for anything else."""
+    """Parse `NAME=SCHEDULER FLAGS [-- WORKER FLAGS]`. Raises ValueError."""
     name, equals, flags = description.partition("=")
     if not name or not equals:
         raise ValueError(f"{description!r} is not NAME=FLAGS")

@@ -1,7 +1,4 @@
-"""Figures of micro-benchmarks: a name, a case, a value with its unit and, where there is one, the goal.
-
-How one is measured is its benchmark's decision; here are the clock, the table, and the JSON object a line.
-"""
+"""Figures of micro-benchmarks: name, case, value, unit and optional goal. Also their clocks, tables and files."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from bench.measure import commit, cpu_times, machine, num_cores, percentile, ver
 
 @dataclass(frozen=True)
 class Figure:
-    """`goal` is a bound: at most, or at least where `more_is_better`. None: there is none.
+    """A measured figure. `goal`: upper bound, or lower bound if `more_is_better`; None without a goal.
 
-    A `value` of None: nothing was there to be measured, which is neither a small value nor a goal met.
+    `value` None: not measured, so the goal is not met.
     """
 
     name: str
@@ -32,7 +29,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met; empty without one."""
+        """Return whether the goal is met; empty without a goal."""
         if self.goal is None:
             return ""
         bound = f"({'>=' if self.more_is_better else '<='} {self.goal:g})"
@@ -43,17 +40,17 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        """The value with its unit."""
+        """Return the value with its unit."""
         return "no figure" if self.value is None else f"{self.value:.4g} {self.unit}"
 
 
 def scaled(value: float | None, factor: float) -> float | None:
-    """In another unit; what was not measured stays so."""
+    """Convert to another unit; an unmeasured value stays None."""
     return None if value is None else value * factor
 
 
 def seconds_per_call_of_wall(call: Callable[[], object], *, calls: int = 1, rounds: int = 7) -> float:
-    """Wall-clock seconds, for what runs on several threads: the best round, the one that neighbours disturbed least."""
+    """Return wall-clock seconds of the best round, for code on several threads."""
     call()
     times = []
     for _ in range(rounds):
@@ -81,7 +78,7 @@ def seconds_per_call(call: Callable[[], object], *, calls: int = 1, rounds: int 
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Markdown."""
+    """Return the figures as a Markdown table."""
     rows = ["| figure | case | value | goal |", "|---|---|---|---|"]
     return "\n".join([*rows, *(f"| {f.name} | {f.case} | {f.shown} | {f.verdict} |" for f in figures)])
 
@@ -114,5 +111,5 @@ def main(make: Callable[[argparse.Namespace], Iterator[Figure]], parser: argpars
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser for a micro-benchmark."""
+    """Return the argument parser of a micro-benchmark."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,11 +1,10 @@
-"""The gap that a stream sees when its worker crashes: SIGKILL in the middle of an answer, with and without a standby.
+"""Measures the gap in a stream when its worker is killed in the middle of an answer, with and without a standby.
 
     python -m bench.gap [--model DIR] [--kills 20] [--standby] [--dtype float32]
 
-One stream of the client library for each kill, and its largest time between two messages. Every answer is compared with
-one that nothing interrupts: in float32 all tokens must be the same; in bfloat16 a tie may go the other way, because the
-new worker computes in one chunk what the old one computed token by token. The next kill waits until the standby is
-ready again; without one, until the worker has joined.
+The gap is the largest time between two messages of the client's stream. Every answer is compared with an uninterrupted
+one: in float32 all tokens must be equal. In bfloat16 ties may differ, because the new worker computes in one chunk. The
+next kill waits until the standby is ready, or without a standby until the worker has joined.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _WAIT_SECONDS = 120.0
 
 
 class Events:
-    """What the server has logged."""
+    """The log of the server."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
 
     def pids(self, event: str) -> list[int]:
-        """Of each event of that name so far."""
+        """Return the log lines of an event so far."""
         lines = self._log.read_text().splitlines()
         found = [json.loads(line) for line in lines if f'"{event}"' in line and line.endswith("}")]
         return [int(each["pid"]) for each in found if each["event"] == event]
 
     def wait(self, event: str, count: int) -> int:
-        """The process of the `count`-th event of that name."""
+        """Wait for the `count`-th event and return its process id."""
         give_up_at = time.monotonic() + _WAIT_SECONDS
         while len(pids := self.pids(event)) < count:
             if time.monotonic() > give_up_at:
@@ -53,7 +52,7 @@ class Events:
 
 
 def answer(client: Client, kill: int | None = None, after: int = 0) -> tuple[list[int], list[float]]:
-    """The tokens of one answer, and the moments of its messages. `kill` is killed after so many tokens."""
+    """Return the tokens of one answer and the times of its messages; kill process `kill` after some tokens."""
     tokens: list[int] = []
     moments: list[float] = []
     with client.stream("Once upon a time", max_tokens=_MAX_TOKENS, ignore_eos=True, temperature=0.0) as stream:
@@ -69,7 +68,7 @@ def answer(client: Client, kill: int | None = None, after: int = 0) -> tuple[lis
 
 
 def gaps(model: Path, kills: int, *, standby: bool, dtype: str) -> tuple[list[float], int]:
-    """Seconds: the largest between two messages of each stream. And how many answers were the right one."""
+    """Return the largest gap of each stream in seconds, and the number of correct answers."""
     found, num_right = [], 0
     flags = ["--model", str(model), "--log-level", "info", *(["--standby-worker"] if standby else [])]
     flags += ["--", "--dtype", dtype]
@@ -88,7 +87,7 @@ def gaps(model: Path, kills: int, *, standby: bool, dtype: str) -> tuple[list[fl
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Percentiles over the kills. The 99th of so few is the longest."""
+    """Return percentiles over the kills; with few kills, p99 is the longest gap."""
     found, num_right = gaps(options.model, options.kills, standby=options.standby, dtype=options.dtype)
     goal = _GOAL_MILLISECONDS if options.standby else None
     case = f"{options.model.resolve().name}, {options.kills} kills, {'a' if options.standby else 'no'} standby worker"
@@ -101,7 +100,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Which model, how many kills."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "demo" / "model")
     found.add_argument("--kills", type=int, default=20)

@@ -1,7 +1,7 @@
-"""A workload through a server that streams over HTTP: llama-server's own API, or OpenAI completions.
+"""Runs a workload through a server that streams over HTTP: llama-server's API, or OpenAI completions.
 
-Starts the server, sends the requests, times the tokens, stops it. Standard library only, because it shares the cores
-with what it measures: one connection a request, lines parsed only as far as they matter.
+Uses the standard library only, because it shares the cores with the server: one connection per request, minimal
+parsing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WARM_UP = Job("warm", (7,) * 32, 4)
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a server is asked. `count(event)` is the number of tokens in one streamed event."""
+    """The API of a server. `count(event)`: the number of tokens in one streamed event."""
 
     path: str
     body: Callable[[Job], dict[str, Any]]
@@ -35,7 +35,7 @@ class Dialect:
 
 
 def llama_server(cache_prompt: bool) -> Dialect:
-    """llama-server's /completion."""
+    """Return the dialect of llama-server's /completion."""
 
     def body(job: Job) -> dict[str, Any]:
         return {
@@ -57,7 +57,7 @@ def llama_server(cache_prompt: bool) -> Dialect:
 
 
 def openai(model: str) -> Dialect:
-    """/v1/completions; one event is one token."""
+    """Return the dialect of /v1/completions, with one token per event."""
 
     def body(job: Job) -> dict[str, Any]:
         return {
@@ -74,7 +74,7 @@ def openai(model: str) -> Dialect:
 
 @dataclass(frozen=True)
 class Server:
-    """A running one."""
+    """A running server."""
 
     pid: int
     port: int
@@ -82,7 +82,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has just now."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -92,7 +92,7 @@ def free_port() -> int:
 async def serving(
     command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Server]:
-    """The command runs while the block lasts; the block begins when /health says 200."""
+    """Run the server during the block, which starts when /health returns 200."""
     began_at = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
         *command, env=os.environ | (environment or {}), stdout=asyncio.subprocess.DEVNULL
@@ -131,7 +131,7 @@ async def _healthy(port: int) -> bool:
 
 
 async def load(server: Server, dialect: Dialect, workload: Workload, concurrency: int = 0) -> Run:
-    """All jobs, each at its own moment or, with `concurrency`, so many at a time. The run that was timed."""
+    """Send all jobs, at their arrival times or `concurrency` at a time, and return the timed run."""
     await _stream(server.port, dialect, _WARM_UP, Run(Workload("warm", 0, 0, 0.0, (_WARM_UP,))))
     places = asyncio.Semaphore(concurrency or len(workload.jobs))
     timed = Run(workload)
@@ -148,7 +148,7 @@ async def load(server: Server, dialect: Dialect, workload: Workload, concurrency
 
 
 async def _stream(port: int, dialect: Dialect, job: Job, timed: Run) -> None:
-    """Raises RuntimeError when the server refuses."""
+    """Stream one job. Raises RuntimeError if the server refuses it."""
     body = json.dumps(dialect.body(job)).encode()
     fields = ("Host: localhost", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}")
     head = "\r\n".join((f"POST {dialect.path} HTTP/1.1", *fields, "", ""))

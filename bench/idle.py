@@ -1,4 +1,4 @@
-"""What an idle service costs: CPU time of both processes over some seconds in which nobody asks anything.
+"""Measures the CPU time of both processes while no request runs.
 
 python -m bench.idle --model DIR
 """
@@ -15,12 +15,12 @@ from bench.lineclear_serve import serving
 from bench.measure import process_seconds, tree
 
 SECONDS = 10.0
-_SETTLING_SECONDS = 5.0  # what a start sets off is over: a worker on a CPU first asks for memory ahead of its use
+_SETTLING_SECONDS = 5.0  # work after the start is over, such as prefaulting memory
 _GOAL_PERCENT = 1.0
 
 
 async def watch(model: str, seconds: float) -> list[Figure]:
-    """Shares of one core, in percent, after a first answer."""
+    """Return the CPU shares in percent of one core, after a first answer."""
     async with serving(model) as service:
         await service.client.generate((5, 6, 7), max_tokens=4, temperature=0.0, ignore_eos=True)
         await asyncio.sleep(_SETTLING_SECONDS)
@@ -34,12 +34,12 @@ async def watch(model: str, seconds: float) -> list[Figure]:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """One service, watched once."""
+    """Measure one service."""
     yield from asyncio.run(watch(str(options.model), options.seconds))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The time is an option."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--seconds", type=float, default=SECONDS)

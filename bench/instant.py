@@ -1,8 +1,8 @@
-"""A worker that computes nothing: every sample is the same token, at once. What remains is what lineclear itself costs.
+"""A worker that computes nothing: every sample is the same token, at once. Isolates the cost of lineclear itself.
 
     python -m bench.instant --socket-directory DIR [--max-batch-size N] [--step-seconds S]    # ignores other flags
 
-Real process, loop, sockets and codec; no torch.
+Uses the real step loop, sockets and codec, without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 4096
 
 
 class InstantStep:
-    """A step that is done already."""
+    """A complete step."""
 
     def __init__(self, result: StepResult, seconds: float) -> None:
         self._result = result
@@ -30,20 +30,20 @@ class InstantStep:
         self.is_complete = not seconds
 
     def result(self) -> StepResult:
-        """The result, after the time a step is to take."""
+        """Return the result after the step time."""
         if self._seconds:
             time.sleep(self._seconds)
         return self._result
 
 
 class InstantRunner:
-    """A Runner (lineclear.worker.runner_interface) that keeps nothing."""
+    """A Runner (lineclear.worker.runner_interface) without state."""
 
     def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17, step_seconds: float = 0.0) -> None:
         self._num_slots, self._vocab_size, self._step_seconds = num_slots, vocab_size, step_seconds
 
     def hello(self, epoch: int) -> Hello:
-        """Room for everybody."""
+        """Return large capacities."""
         return Hello(
             epoch=epoch,
             num_blocks=self._num_slots * MAX_MODEL_LEN // BLOCK_SIZE,
@@ -61,19 +61,19 @@ class InstantRunner:
         )
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
     def launch(self, plan: StepPlan) -> InstantStep:
-        """A token for each row that samples."""
+        """Return a token for each sampling row."""
         return InstantStep(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
     def idle_work(self) -> bool:
-        """There is nothing to prepare."""
+        """Return False: no work is left."""
         return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop."""
+    """Serve until SIGTERM."""
     supervised = die_with_parent()
     from lineclear.process.logging_setup import configure
     from lineclear.worker.step_loop import run

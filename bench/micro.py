@@ -1,8 +1,6 @@
-"""All micro-benchmarks, one after another, each in a process of its own; their figures in one file and one page.
+"""Runs all micro-benchmarks one after another, each in its own process, and writes their figures and one page.
 
-    python -m bench.micro --model DIR [--only core wire]
-
-What each of them measures is on its own page.
+python -m bench.micro --model DIR [--only core wire]
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ BENCHMARKS = {
     "ready": ("ready", True),
     "limits": ("limits", True),
 }
-"""Name: (module, whether it takes --model)."""
+"""Name: (module, whether it has --model)."""
 
 
 def command(name: str, model: Path, out: Path) -> list[str]:
-    """One benchmark."""
+    """Return the command of one benchmark."""
     module, needs_model = BENCHMARKS[name]
     return [sys.executable, "-m", f"bench.{module}", "--out", str(out), *(["--model", str(model)] * needs_model)]
 
 
 def read(path: Path) -> list[Figure]:
-    """The figures of a file, the later of two with one name and case."""
+    """Return the figures of a file; a later one replaces one of the same name and case."""
     names = [field.name for field in fields(Figure)]
     found = {}
     for line in path.read_text().splitlines():
@@ -52,7 +50,7 @@ def read(path: Path) -> list[Figure]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when one of them failed."""
+    """Run the benchmarks; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), default=list(BENCHMARKS))

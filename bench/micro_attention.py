@@ -1,9 +1,9 @@
-"""Attention over pages alone: every backend, one layer, milliseconds.
+"""Measures one layer of paged attention for every backend, in milliseconds.
 
     python -m bench.micro_attention [--backends native torch_paged] [--kv-dtype int8] [--context 2048]
 
-Decodes at 256 cached positions or `--context`, spread by a quarter either way, on pages in random order; and a chunk of
-a prompt with as much context before it. `begin` (once a step) is by itself, `attend` is for one layer.
+Cases: decodes at 256 cached positions (or `--context`) plus or minus a quarter, on blocks in random order, and a prompt
+chunk after as many positions. `start_step`, once a step, is timed separately from `attend`, once a layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALLS, _ROUNDS = 10, 7
 
 
 def decoding(count: int, source: random.Random, context: int = CONTEXT) -> Batch:
-    """`count` sequences with one query each, the shortest first."""
+    """Return a batch of `count` decodes, the shortest first."""
     lengths = sorted(source.randint(context * 3 // 4, context * 5 // 4) for _ in range(count))
     pages = source.sample(range(_pool(count, context)), _pool(count, context))
     chunks = []
@@ -40,25 +40,25 @@ def decoding(count: int, source: random.Random, context: int = CONTEXT) -> Batch
 
 
 def prompt(source: random.Random, context: int = CONTEXT) -> Batch:
-    """One sequence: CHUNK queries after `context` positions."""
+    """Return a batch of one chunk of CHUNK queries after `context` positions."""
     count = -(-(context + CHUNK) // BLOCK_SIZE)
     blocks = np.array(source.sample(range(_pool(2, context)), count), np.int64)
     return pack_chunks([Chunk(0, CHUNK, context, blocks)], BLOCK_SIZE)
 
 
 def _pool(count: int, context: int) -> int:
-    """Blocks for so many sequences, and at least for a prompt."""
+    """Return the blocks for `count` sequences, at least those of a prompt."""
     return max(count * (context * 5 // 4 // BLOCK_SIZE + 1), -(-(context + CHUNK) // BLOCK_SIZE))
 
 
 def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str, case: str) -> Iterator[Figure]:
-    """`begin` and `attend` of one batch."""
+    """Time `start_step` and `attend` for one batch."""
     torch.manual_seed(0)
     tokens = len(batch.cells)
     query = torch.randn(tokens, spec.num_heads, spec.head_dim).to(backend.dtype)
     key, value = torch.randn(2, tokens, spec.num_kv_heads, spec.head_dim).to(backend.dtype)
     backend.start_step(batch)
-    # Every page is filled, so that no timing depends on what memory happened to hold.
+    # All blocks are filled, so that timings do not depend on old memory contents.
     backend.zero(range(backend.num_blocks))
     attend = seconds_per_call_of_wall(lambda: backend.attend(0, query, key, value), calls=_CALLS, rounds=_ROUNDS)
     begin = seconds_per_call_of_wall(lambda: backend.start_step(batch), calls=_CALLS, rounds=_ROUNDS)
@@ -67,7 +67,7 @@ def measure(backend: AttentionBackend, batch: Batch, spec: LayerSpec, name: str,
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Every backend that can be used here, on every shape."""
+    """Measure every usable backend with every batch."""
     dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_dtype or options.dtype)
     cpu, kept = torch.device("cpu"), f"KV {options.kv_dtype or options.dtype}"
     with torch.inference_mode():
@@ -90,10 +90,10 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    # The reference is an oracle, and slow: only by name.
+    # The reference is slow: only if named.
     fast = sorted(set(BACKENDS) - {"reference"})
     found.add_argument("--backends", nargs="+", choices=sorted(BACKENDS), default=fast)
     found.add_argument("--context", type=int, default=CONTEXT)

@@ -1,9 +1,9 @@
-"""The core alone: planning a step and applying its result, and the queue when it is long.
+"""Measures the scheduler core: plan and apply of a step, and a long queue.
 
     python -m bench.micro_core
 
-Microseconds of CPU time: for each running sequence at steady decoding, pipeline full; for each operation with 100,000
-requests waiting.
+Microseconds of CPU time per running sequence at steady decoding with a full pipeline, and per operation with 100,000
+waiting requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GOAL_MICROSECONDS = 2.0
 
 
 class Bench:
-    """A core whose plans are answered at once. `now` counts steps."""
+    """A core with immediate results. `now` counts steps."""
 
     def __init__(self, limits: CoreLimits, num_slots: int, make: Callable[[CoreLimits], Scheduler] = Scheduler) -> None:
         self.core = make(limits)
@@ -42,12 +42,12 @@ class Bench:
         self.now = 0.0
 
     def submit(self, index: int, prompt_len: int = _PROMPT_LEN, deadline: float | None = None) -> None:
-        """A request unlike all others."""
+        """Return a request with a unique prompt."""
         prompt = (index & 0xFFFF, index >> 16, *range(prompt_len - 2))
         self.core.submit(Request(f"r{index}", prompt, Sampling(), _OUTPUT_LEN, deadline=deadline), self.now)
 
     def fill(self) -> int:
-        """Plan until the pipeline is full; how many rows the new plans have."""
+        """Plan until the pipeline is full; return the number of rows of the new plans."""
         rows = 0
         while (plan := self.core.plan(self.now)) is not None:
             self.flights.append(plan)
@@ -56,14 +56,14 @@ class Bench:
         return rows
 
     def apply(self) -> None:
-        """The oldest plan is done."""
+        """Apply the result of the oldest plan."""
         plan = self.flights.popleft()
         self.now += 1.0
         self.core.apply(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples, step_seconds=0.01), self.now)
 
 
 def decoding(count: int, make: Callable[[CoreLimits], Scheduler] = Scheduler, note: str = "") -> Iterator[Figure]:
-    """Plan and apply with `count` sequences running."""
+    """Measure plan and apply with `count` running sequences."""
     budget = count + 8192
     bench = Bench(
         CoreLimits(max_batch_size=count, target_batch_tokens=budget, max_queue_size=count, max_queue_tokens=1 << 30),
@@ -72,7 +72,7 @@ def decoding(count: int, make: Callable[[CoreLimits], Scheduler] = Scheduler, no
     )
     for index in range(count):
         bench.submit(index)
-    # Until everybody decodes in every step.
+    # Run until every sequence decodes in every step.
     while bench.fill() != count or bench.flights[-1].num_rows != count:
         bench.apply()
     plans, applies = [], []
@@ -98,7 +98,7 @@ def decoding(count: int, make: Callable[[CoreLimits], Scheduler] = Scheduler, no
 
 
 def queueing(count: int) -> Iterator[Figure]:
-    """Submit, cancel and decode with `count` requests waiting behind one that runs."""
+    """Measure submit, cancel and decode with `count` requests waiting behind a running one."""
     limits = CoreLimits(max_batch_size=1, max_queue_size=2 * count, max_queue_tokens=1 << 30)
     bench = Bench(limits, 1)
     bench.submit(0)
@@ -123,7 +123,7 @@ def queueing(count: int) -> Iterator[Figure]:
         bench.apply()
         bench.fill()
     yield Figure("queue: a step of one decode", case, (time.thread_time() - begin) / (sample // 4) * 1e6, "us")
-    gc.collect()  # else one that is due falls into the next thousand
+    gc.collect()  # avoids a collection inside the measurement
     begin = time.thread_time()
     for index in range(2 * count, 2 * count + sample):
         bench.submit(index, deadline=bench.now - 1.0)
@@ -131,7 +131,7 @@ def queueing(count: int) -> Iterator[Figure]:
     yield Figure("queue: submit, expire", case, (time.thread_time() - begin) / sample * 1e6, "us")
     running = next(index for index in range(count) if f"r{index}" in bench.core._live)
     begin = time.thread_time()
-    for _ in range(sample // 4):  # the running one leaves, the next one joins
+    for _ in range(sample // 4):  # the running request ends, the next one starts
         bench.core.cancel(f"r{running}", None, bench.now)
         bench.apply()
         bench.fill()
@@ -142,7 +142,7 @@ def queueing(count: int) -> Iterator[Figure]:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """All of them."""
+    """Measure all figures."""
     for count in options.decodes:
         yield from decoding(count)
     yield from decoding(max(options.decodes), RecordingScheduler, ", recorded")
@@ -150,7 +150,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options, so that a test can ask for small ones."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--decodes", type=int, nargs="+", default=list(DECODES))
     found.add_argument("--waiting", type=int, default=WAITING)

@@ -1,8 +1,8 @@
-"""Between the processes: a plan goes to a worker that computes nothing, its result comes back.
+"""Measures the path between the processes with a worker that computes nothing.
 
     python -m bench.micro_ipc
 
-First the link alone (codec, sockets, both loops), then with engine and core: steps a second that lineclear could drive.
+First the link alone (codec, sockets, both loops), then engine and core as well: the largest possible steps per second.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @contextlib.contextmanager
 def worker(num_slots: int) -> Iterator[Path]:
-    """A worker process that looks for its scheduler in the directory that is given."""
+    """Run a worker process with sockets in the given directory."""
     root = Path(tempfile.mkdtemp(prefix="lcb"))
     directory = root / "run"
     command = [
@@ -71,7 +71,7 @@ def worker(num_slots: int) -> Iterator[Path]:
 
 
 def round_trips(count: int, trips: int) -> Iterator[Figure]:
-    """Plans of `count` decodes, one at a time: encoded, sent, decoded, answered, and the answer decoded."""
+    """Time round trips of plans of `count` decodes: encode, send, decode, and back."""
     with worker(count) as directory:
         link = WorkerLink(directory)
         try:
@@ -94,7 +94,7 @@ def round_trips(count: int, trips: int) -> Iterator[Figure]:
 
 
 def _next(link: WorkerLink, workers: WorkerRegistry, kind: type[T]) -> T:
-    """Return the next fact, which has to be of this kind."""
+    """Return the next message, which must be of this kind."""
     give_up = time.monotonic() + _JOIN_SECONDS
     while not (facts := list(link.receive(workers, time.monotonic()))):
         assert time.monotonic() < give_up, f"no {kind.__name__} arrived"
@@ -105,7 +105,7 @@ def _next(link: WorkerLink, workers: WorkerRegistry, kind: type[T]) -> T:
 
 
 def engine_steps(count: int) -> Iterator[Figure]:
-    """`count` requests through engine, core, link and worker, until all have ended."""
+    """Run `count` requests through engine, core, link and worker."""
     done, left = threading.Event(), count
 
     def publish(events: Sequence[Event]) -> None:
@@ -138,7 +138,7 @@ def engine_steps(count: int) -> Iterator[Figure]:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """All of them."""
+    """Measure all figures."""
     configure("scheduler", "warning")
     for count in options.rows:
         yield from round_trips(count, options.trips)
@@ -147,7 +147,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     found.add_argument("--trips", type=int, default=_ROUND_TRIPS)

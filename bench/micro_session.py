@@ -1,9 +1,9 @@
-"""Many requests of one caller: a call of Generate for each against one Session, behind a worker that computes nothing.
+"""Compares many Generate calls with one Session of as many requests, with a worker that computes nothing.
 
     python -m bench.micro_session --model demo/model
 
-The real scheduler process; CPU time of that process alone. The answers are read raw, so that what the client library
-costs is not waited for; texts are asked for, as callers do.
+CPU time of the real scheduler process alone. Answers include text and are read as raw messages, without the client
+library.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _GOAL_TOKENS_PER_CORE = 100_000.0
 
 
 def request(tokens: int) -> pb.GenerateRequest:
-    """One that asks for so many tokens and their text."""
+    """Return a request for `tokens` tokens and their text."""
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
     message.sampling.temperature, message.sampling.max_tokens, message.sampling.ignore_eos = 0.0, tokens, True
     return message
 
 
 async def by_generate(channel: grpc.aio.Channel, count: int, length: int) -> int:
-    """`count` calls; the number of messages."""
+    """Run `count` calls; return the number of messages."""
 
     async def one() -> int:
         generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = channel.unary_stream(
@@ -52,7 +52,7 @@ async def by_generate(channel: grpc.aio.Channel, count: int, length: int) -> int
 
 
 async def by_session(channel: grpc.aio.Channel, count: int, length: int) -> int:
-    """`count` requests of one session; the number of messages. Every answer must come to its end."""
+    """Run `count` requests of one session; return the number of messages. Every answer must complete."""
     call = channel.stream_stream(
         "/lineclear.v1.InferenceService/Session",
         pb.SessionRequest.SerializeToString,
@@ -70,7 +70,7 @@ async def by_session(channel: grpc.aio.Channel, count: int, length: int) -> int:
 
 
 async def measure(model: str, way: str, count: int, tokens: int) -> list[Figure]:
-    """`count` requests at once, `tokens` in all, at most 1024 each."""
+    """Run `count` concurrent requests with `tokens` in total, at most 1024 each."""
     python = [f"--worker-command={sys.executable} -m bench.instant"]
     flags = [*python, "--max-batch-size", str(count), "--target-batch-tokens", "4096"]
     length = min(_MOST_TOKENS, max(1, tokens // count))
@@ -95,21 +95,21 @@ async def measure(model: str, way: str, count: int, tokens: int) -> list[Figure]
 
 
 def _cpu(service: Service) -> dict[str, float]:
-    """Seconds so far, of the process, of the engine's thread and of the event loop's (the first)."""
+    """Return the CPU seconds of the process, of the engine thread and of the event loop thread (the first)."""
     threads = threads_seconds(service.pid)
     loop, engine = threads.get(service.pid, 0.0), max((s for t, s in threads.items() if t != service.pid), default=0.0)
     return {"process": process_seconds([service.pid]), "the event loop": loop, "the engine": engine}
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Both ways at every number of requests."""
+    """Measure both for every number of requests."""
     for count in options.requests:
         for way in options.ways:
             yield from asyncio.run(measure(str(options.model), way, count, options.tokens))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True, help="whose tokenizer the service loads")
     found.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS))

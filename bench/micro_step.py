@@ -1,9 +1,9 @@
-"""A worker's step alone: a model, slots and attention in this process, no scheduler and no sockets.
+"""Measures steps of a model runner in this process, without scheduler and sockets.
 
     python -m bench.micro_step --model DIR [--threads 2]
 
-Decodes at 256 positions of context and chunks of a prompt, with the share of the matrix products and of attention; what
-is left is norms, rotary positions, sampling, tables and Python. For models that run through our own forward pass.
+Decodes at 256 positions and prompt chunks, with the shares of matrix products and attention. The rest is norms, rotary
+embedding, sampling, tables and Python. For models with the fused forward pass.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ BATCHES = (1, 8, 32, 64)
 CHUNK = 256
 CONTEXT = 256
 PRODUCTS = ("lineclear_bf16_gemm", "lineclear_int8_gemm", "multiply")
-"""What multiplies, by its name on the tape: our kernels, and what Python calls for oneDNN."""
+"""Names of matrix products in the call graph: kernels, and Python calls of oneDNN."""
 ATTENTION = ("lineclear_paged_attention", "attend")
 _STEPS = 20
 
 
 class Bench:
-    """Plans for a runner, with block tables that grow by hand."""
+    """Makes plans for a runner, with its own block tables."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.runner: ModelRunner = make_runner(settings)
         self.spent = Counter[str]()
-        """Nanoseconds of the last step in the functions of each name on the tape."""
+        """Nanoseconds of the last step by function name."""
         self._timed: list[Iterable[tuple[str, int]]] = []
         CallGraph.replay = lambda graph: self._timed.append(graph.replay_timed())  # type: ignore[assignment,method-assign]
         self.size = self.runner.capacity.block_size
         self._step = 0
 
     def open(self, count: int) -> None:
-        """`count` slots whose next position is CONTEXT, computed in chunks."""
+        """Fill `count` slots up to position CONTEXT, in chunks."""
         self.runner.reset()
         self._step = 0
         self._used = 0
@@ -58,7 +58,7 @@ class Bench:
             self.run([(slot, CONTEXT)], (init,))
 
     def run(self, rows: list[tuple[int, int]], inits: tuple[SlotInit, ...] = ()) -> float:
-        """One step of (slot, tokens) rows, all of which sample; its seconds."""
+        """Run a step of (slot, tokens) rows, all of which sample; return its seconds."""
         self._step += 1
         planned = []
         for slot, count in rows:
@@ -81,14 +81,14 @@ class Bench:
 
 
 def _decodes(step: int, rows: list[Row]) -> StepPlan:
-    """A plan of rows of one token, as the scheduler makes them."""
+    """Return a plan of decodes, as the scheduler makes them."""
     columns = [(row.slot, row.start) for row in rows]
     slots, starts = zip(*columns, strict=True)
     return StepPlan(1, step, decodes=Decodes(slots, starts, tuple((r.slot, b) for r in rows for b in r.new_blocks)))
 
 
 def decodes(bench: Bench, count: int) -> Iterator[Figure]:
-    """A step of `count` decodes."""
+    """Measure a step of `count` decodes."""
     bench.open(count)
     rows = [(slot, 1) for slot in range(count)]
     bench.run(rows)
@@ -108,7 +108,7 @@ def decodes(bench: Bench, count: int) -> Iterator[Figure]:
 
 
 def chunks(bench: Bench) -> Iterator[Figure]:
-    """A step with a chunk of a new prompt, alone."""
+    """Measure a step with one chunk of a new prompt."""
     tokens = tuple(64 + i % 3000 for i in range(CHUNK))
     times = []
     for _ in range(_STEPS // 2):
@@ -119,7 +119,7 @@ def chunks(bench: Bench) -> Iterator[Figure]:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Decodes at every batch size, then a prompt."""
+    """Measure decodes at every batch size, then a prompt."""
     configure("worker", "warning")
     flags = ["--model", str(options.model), "--socket-directory", "unused", "--num-blocks", "4096", *options.flags]
     bench = Bench(load(flags))
@@ -129,7 +129,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))

@@ -1,8 +1,9 @@
-"""The way out: tokens through engine, streams and gRPC to clients, behind a worker that computes nothing.
+"""Measures token output through engine, streams and gRPC to clients, with a worker that computes nothing.
 
     python -m bench.micro_streams --model demo/model
 
-The real scheduler process, one client process; CPU time of each by itself, because on a small machine they compete.
+The real scheduler process and one client process. CPU time is reported for each, because they compete on a small
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GOAL_TOKENS_PER_CORE = 100_000.0
 
 
 async def stream_all(model: str, count: int, tokens: int) -> list[Figure]:
-    """`count` streams at once, `tokens` in all, at most 512 each."""
+    """Run `count` concurrent streams with `tokens` in total, at most 512 each."""
     python = [f"--worker-command={sys.executable} -m bench.instant"]
     flags = [*python, "--max-batch-size", str(count), "--target-batch-tokens", "4096"]
     length = min(_MOST_TOKENS, max(1, tokens // count))
@@ -67,13 +68,13 @@ async def stream_all(model: str, count: int, tokens: int) -> list[Figure]:
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """At every number of streams."""
+    """Measure every number of streams."""
     for count in options.streams:
         yield from asyncio.run(stream_all(str(options.model), count, options.tokens))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True, help="whose tokenizer the service loads")
     found.add_argument("--streams", type=int, nargs="+", default=list(STREAMS))

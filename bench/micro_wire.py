@@ -1,4 +1,4 @@
-"""The codec alone: microseconds and bytes of a plan and of its result, all rows decoding.
+"""Measures the codec: microseconds and bytes of a plan and of its result, with all rows decoding.
 
 python -m bench.micro_wire
 """
@@ -21,7 +21,7 @@ _GOAL_BYTES = 4096.0
 
 
 def decodes(count: int) -> tuple[StepPlan, StepResult]:
-    """A step of `count` decodes, every 16th of which takes a block."""
+    """Return a plan of `count` decodes, every 16th with a new block."""
     slots = tuple(range(count))
     grown = tuple((slot, 12345 + slot) for slot in slots[::BLOCK_SIZE])
     plan = StepPlan(1 << 62, 123456, decodes=Decodes(slots, tuple(500 + 7 * slot for slot in slots), grown))
@@ -30,14 +30,14 @@ def decodes(count: int) -> tuple[StepPlan, StepResult]:
 
 
 def joining() -> StepPlan:
-    """A step in which a request with a prompt of 512 tokens begins."""
+    """Return a plan that starts a request with a prompt of 512 tokens."""
     blocks = tuple(range(1000, 1000 + PROMPT_LEN // BLOCK_SIZE))
     init = SlotInit(3, tuple(range(1000, 1000 + PROMPT_LEN)), PROMPT_LEN, (), Sampling(temperature=0.7, top_p=0.9))
     return StepPlan(1 << 62, 123456, (Row(3, 0, PROMPT_LEN, True, blocks),), (init,))
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Plan and result at every number of rows, and what a joining request adds."""
+    """Measure plan and result for every number of rows, and a plan with a new request."""
     for count in options.rows:
         case, microseconds, size = f"{count} decodes", 0.0, 0
         messages: tuple[Message, ...] = decodes(count)
@@ -63,7 +63,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     return found

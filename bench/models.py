@@ -1,8 +1,8 @@
-"""Models of real shapes with random weights, as Hugging Face directories: speed does not ask what weights say.
+"""Makes models of real shapes with random weights, as Hugging Face directories; speed does not depend on the weights.
 
     python -m bench.models --out DIR [--only llama-110m-shape]
 
-Weights come from a fixed seed. The tokenizer is a byte-level BPE learned from the text of Python's standard library.
+Weights come from a fixed seed. The tokenizer is a byte-level BPE trained on the text of Python's standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_FILES = 200
 
 
 class Shape(NamedTuple):
-    """A model to be: the numbers of its config and the format of its weights."""
+    """The configuration and dtype of a model."""
 
     dtype: torch.dtype
     config: Callable[[], Any]
@@ -90,7 +90,7 @@ SHAPES = {
 
 
 def build(name: str, folder: Path) -> Path:
-    """Make the model `name` in `folder`, unless it is there. The directory."""
+    """Make the model `name` in `folder`, unless it exists; return its directory."""
     path = folder / name
     if (path / "tokenizer.json").exists():  # written last
         return path
@@ -114,7 +114,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the models asked for, all by default."""
+    """Make the named models, by default all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))

@@ -1,16 +1,14 @@
-"""Tokens a second beside busy processes: lineclear with its own choice of threads and with fixed numbers, and peers.
+"""Measures tokens per second beside busy processes, for lineclear with automatic and fixed threads, and for peers.
 
     python -m bench.neighbour --model DIR [--contenders auto 1 2 vllm llama] [--neighbours 0 1 2] [--streams 1 8]
     python -m bench.neighbour --model DIR --contenders auto before --before CHECKOUT --out FILE
 
-A contender is `auto` (the default settings), a number (`--threads`), `before` (another checkout, with its kernels
-built, under this Python), or a peer whose environment `environments.sh` made. A neighbour is a process that computes
-without end. One service of lineclear is measured beside all numbers of neighbours, so `auto` has to notice each change;
-a peer is started anew each time.
+Contenders: `auto` (default settings), a number (`--threads`), `before` (another checkout with built kernels, under this
+Python), or a peer with an environment by `environments.sh`. A neighbour is a process that computes without end. One
+service of lineclear runs through all numbers of neighbours, so that `auto` must adapt; a peer restarts for each.
 
-Contenders take turns. Every turn is appended to `--out`, and the table has the medians of all that the file holds, so a
-long comparison can be made in short pieces. Turns in which others took more than 4 % of the machine are left out where
-there is another. One contender of ours takes about a minute.
+Contenders alternate. Every turn is appended to `--out`, and the table has medians over the whole file, so that a long
+comparison can run in parts. Disturbed turns count only without others. A turn of lineclear takes about a minute.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _ROOTS = ("protos", "common", "scheduler_svc", "gpu_worker", "client")
 
 @dataclass(frozen=True)
 class Case:
-    """One condition."""
+    """One case: streams and neighbours."""
 
     model: str
     streams: int
@@ -61,15 +59,15 @@ class Rate:
     case: Case
     tokens_per_second: float
     foreign_share: float
-    """Of the machine's CPU time, taken by the host and by processes that are neither ours nor the neighbours."""
+    """Share of the machine's CPU time taken by the host and by unrelated processes."""
 
     @property
     def disturbed(self) -> bool:
-        """Whether others took too much for the figure to be believed."""
+        """Return whether the measurement is disturbed."""
         return self.foreign_share > DISTURBED_SHARE
 
     def to_json(self) -> str:
-        """One line, with what is needed to believe it."""
+        """Return the measurement as a JSON line."""
         facts = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": commit(),
@@ -80,19 +78,19 @@ class Rate:
 
     @classmethod
     def from_json(cls, line: str) -> Rate:
-        """What `to_json` gave."""
+        """Parse a line of `to_json`."""
         raw = json.loads(line)
         return cls(raw["contender"], Case(**raw["case"]), raw["tokens_per_second"], raw["foreign_share"])
 
 
 class Watch:
-    """Watches what others take of the machine."""
+    """Measures the CPU time of unrelated processes."""
 
     def __init__(self) -> None:
         self._before, self._began_at = cpu_times(), time.perf_counter()
 
     def foreign_share(self) -> float:
-        """Since this was made."""
+        """Return the share since the creation of this object."""
         stolen, busy_seconds, own = (b - a for a, b in zip(self._before, cpu_times(), strict=True))
         seconds = time.perf_counter() - self._began_at
         return max(0.0, busy_seconds - own + stolen) / (seconds * num_cores())
@@ -100,7 +98,7 @@ class Watch:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """`count` processes compute without end while the block lasts."""
+    """Run `count` busy processes during the block."""
     processes = [subprocess.Popen(_BUSY) for _ in range(count)]
     try:
         yield
@@ -111,7 +109,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 async def tokens_per_second(service: Service, streams: int, seconds: float, settling_seconds: float) -> float:
-    """Of `streams` requests at a time, each followed by the next one, after `settling_seconds`."""
+    """Return tokens per second of `streams` concurrent requests, after `settling_seconds`."""
     begin = time.perf_counter() + settling_seconds
     end, tokens = begin + seconds, 0
 
@@ -135,7 +133,7 @@ async def tokens_per_second(service: Service, streams: int, seconds: float, sett
 async def of_lineclear(
     contender: str, options: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> list[Rate]:
-    """One service beside all numbers of neighbours."""
+    """Measure one service beside all numbers of neighbours."""
     worker_flags = ("--threads", contender) if contender.isdigit() else ()
     rates = []
     async with serving(str(options.model), worker_flags=worker_flags, environment=environment) as service:
@@ -149,7 +147,7 @@ async def of_lineclear(
 
 
 def of_peer(peer: str, options: argparse.Namespace) -> list[Rate]:
-    """A new process of the peer for each case, through its driver in this folder."""
+    """Measure a new process of the peer for each case."""
     contender = CONTENDERS[peer]
     rates = []
     with tempfile.TemporaryDirectory(prefix="lineclear-bench-") as folder:
@@ -168,7 +166,7 @@ def of_peer(peer: str, options: argparse.Namespace) -> list[Rate]:
 
 
 def measure(contender: str, options: argparse.Namespace) -> list[Rate]:
-    """One turn of a contender. Raises compare.Failed for a peer that gave no result."""
+    """Run one turn of a contender. Raises compare.Failed."""
     if contender in PEERS:
         return of_peer(contender, options)
     roots = [str(options.before / root) for root in _ROOTS] if contender == "before" else []
@@ -177,7 +175,7 @@ def measure(contender: str, options: argparse.Namespace) -> list[Rate]:
 
 
 def table(rates: Sequence[Rate]) -> str:
-    """Markdown: medians over the turns, and `auto` as a share of the best fixed number of threads."""
+    """Return a Markdown table of medians, and of `auto` against the best fixed number of threads."""
     names = list(dict.fromkeys(rate.contender for rate in rates))
     found: dict[tuple[Case, str], list[Rate]] = {}
     for rate in rates:
@@ -214,7 +212,7 @@ def _ratio(value: float | None, of: float | None) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The conditions are options."""
+    """Parse the options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--contenders", nargs="+", default=["auto", "1", str(num_cores())])
@@ -230,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a contender gave no result."""
+    """Run the comparison; return 1 if a contender gave no result."""
     arguments_parser = parser()
     options = arguments_parser.parse_args(arguments)
     if "before" in options.contenders and options.before is None:

@@ -1,12 +1,11 @@
-"""More asked than can be answered: what is refused how fast, what is answered still, and what slow readers cost others.
+"""Measures overload: goodput, refusal times and memory above capacity, and the cost of unread streams.
 
     python -m bench.overload --model demo/model [--seconds 60] [--times 10] [--reading-seconds 30]
 
-The real scheduler process, behind a worker that takes a fixed time for a step, so that capacity is known. Open loop:
-requests arrive at their own moments, whatever became of earlier ones; nobody retries. First at capacity, then at
-`--times` as much, with a prober of its own process beside it, whose refusals wait for no load generator; memory is
-looked at all the while. Then streams that are never read beside some that are, until each has made all its tokens; what
-they hold is read at last, and must be whole.
+The real scheduler process with a worker of fixed step time, so that the capacity is known. Open loop: requests arrive
+at their own times, without retries. First at capacity, then at `--times` as much, beside a prober process whose
+refusals do not wait for the load generator. Memory is sampled throughout. Then streams that are never read run beside
+streams that are. The unread ones are read at the end and must be complete.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from lineclear.client import AsyncClient
 from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-_SLOTS, _TOKENS, _STEP_SECONDS = 32, 32, 0.05  # so slow that the load of one process is many times too much
+_SLOTS, _TOKENS, _STEP_SECONDS = 32, 32, 0.05  # so slow that one process can offer many times the capacity
 _QUEUE = 64
-_CAPACITY = _SLOTS / (_TOKENS * _STEP_SECONDS)  # requests a second, were there nothing but steps
+_CAPACITY = _SLOTS / (_TOKENS * _STEP_SECONDS)  # requests a second, by step time alone
 _REJECT_GOAL_SECONDS = 0.02
 _GOODPUT_GOAL = 0.9
-_OFFERED_GOAL = 0.95  # of what was to be offered: less, and the load generator was the bottleneck
+_OFFERED_GOAL = 0.95  # offered share of the planned load; below, the load generator is the bottleneck
 _GROWN_GOAL_MIB = 4.0
 _SLOW_READERS, _FAST_READERS = 200, 8
 _SLOW_TOKENS = 4000
@@ -48,7 +47,7 @@ _SLOW_GOAL_KIB = 64.0
 _CADENCE_GOAL = 1.1
 _READING_SECONDS = 30.0  # 600 steps: of fewer, the 99th percentile is one or two unlucky ones
 _LOOK_SECONDS = 0.25
-_UNREAD_SECONDS = 300.0  # for all their tokens to be made
+_UNREAD_SECONDS = 300.0  # until all their tokens are generated
 
 _Generate: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]"
 _Answer: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]"
@@ -56,24 +55,24 @@ _Answer: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateRe
 
 @dataclass
 class Seen:
-    """What became of the requests of one load."""
+    """Outcomes of the requests of one load."""
 
     answered: int = 0
     offered_per_second: float = 0.0
     seconds: float = 0.0
-    """Until the last of them had ended."""
+    """Seconds until the last request ended."""
     refused_seconds: list[float] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory of a process that is its own: resident and anonymous, and what was swapped out of it."""
+    """Return the private memory of a process: anonymous resident pages and swap."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return sum(int(fields.get(name, "0 kB").split()[0]) for name in ("RssAnon", "VmSwap")) * 1024
 
 
 async def load(client: AsyncClient, rate: float, seconds: float, seed: int) -> Seen:
-    """Poisson arrivals at `rate` a second."""
+    """Send requests with Poisson arrivals at `rate` per second."""
     seen, dice, tasks = Seen(), random.Random(seed), set[asyncio.Task[None]]()
 
     async def one(number: int) -> None:
@@ -105,7 +104,7 @@ async def load(client: AsyncClient, rate: float, seconds: float, seed: int) -> S
 
 @contextlib.asynccontextmanager
 async def watched(pid: int) -> AsyncIterator[list[int]]:
-    """The memory of a process, again and again during the block."""
+    """Sample the memory of a process during the block."""
     found: list[int] = []
 
     async def look() -> None:
@@ -121,7 +120,7 @@ async def watched(pid: int) -> AsyncIterator[list[int]]:
 
 
 async def overload(model: str, seconds: float, times: float) -> list[Figure]:
-    """At capacity, and at `times` that."""
+    """Measure at capacity and at `times` the capacity."""
     async with _service(model) as service:
         base = await load(service.client, _CAPACITY, seconds, seed=1)
         async with probing(service.client.target) as rejects, watched(service.pid) as memory:
@@ -150,7 +149,7 @@ async def overload(model: str, seconds: float, times: float) -> list[Figure]:
 
 
 def refusal_figures(case: str, seconds: Sequence[float]) -> list[Figure]:
-    """Of what each refusal of the prober took. One that was never refused knows no time of a refusal."""
+    """Return the figures of the prober's refusals; None for times without a refusal."""
     return [
         Figure("overload: refusals the prober saw", case, float(len(seconds)), "requests"),
         Figure("overload: p50 of a refusal", case, percentile(seconds, 0.50), "s"),
@@ -159,7 +158,7 @@ def refusal_figures(case: str, seconds: Sequence[float]) -> list[Figure]:
 
 
 async def slow_readers(model: str, seconds: float) -> list[Figure]:
-    """Streams that nobody reads beside some that are read."""
+    """Measure unread streams beside streams that are read."""
     tokens = min(_SLOW_TOKENS, round(4 * seconds / _STEP_SECONDS))
     places = str(_SLOW_READERS + _FAST_READERS)
     async with _service(model, "--max-batch-size", places, "--max-queue-size", places) as service:
@@ -192,7 +191,7 @@ async def slow_readers(model: str, seconds: float) -> list[Figure]:
 
 
 def cadence_figures(case: str, alone: Sequence[float], beside: Sequence[float]) -> list[Figure]:
-    """Of the seconds between messages, alone and beside slow readers: how many, the p99 of each, and their ratio."""
+    """Return count, p99 and ratio of the gaps between messages, without and with slow readers."""
     first, second = percentile(alone, 0.99), percentile(beside, 0.99)
     ratio = second / first if first and second is not None else None
     return [
@@ -205,14 +204,14 @@ def cadence_figures(case: str, alone: Sequence[float], beside: Sequence[float]) 
 
 
 async def _begin(call: _Answer) -> int:
-    """The tokens of the first message."""
+    """Return the tokens of the first message."""
     response = await call.read()
     assert isinstance(response, pb.GenerateResponse), "an answer that ended before it began"
     return len(response.token_ids)
 
 
 async def _rest(call: _Answer) -> int:
-    """The tokens a stream still has; a refusal to keep them any longer is no answer."""
+    """Read the rest of a stream; return its tokens, or none if the server dropped it."""
     count = 0
     with contextlib.suppress(grpc.aio.AioRpcError):
         while isinstance(response := await call.read(), pb.GenerateResponse):
@@ -221,7 +220,7 @@ async def _rest(call: _Answer) -> int:
 
 
 async def _cadence(service: Service, seconds: float) -> list[float]:
-    """The seconds between messages of those who read."""
+    """Return the seconds between messages of the streams that are read."""
     gaps: list[float] = []
     tokens = math.ceil(seconds / _STEP_SECONDS) + 2
 
@@ -245,13 +244,13 @@ def _service(model: str, *flags: str) -> contextlib.AbstractAsyncContextManager[
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Both situations."""
+    """Measure overload and unread streams."""
     yield from asyncio.run(overload(str(options.model), options.seconds, options.times))
     yield from asyncio.run(slow_readers(str(options.model), options.reading_seconds))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True, help="whose tokenizer the service loads")
     found.add_argument("--seconds", type=float, default=60.0)

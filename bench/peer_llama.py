@@ -1,8 +1,8 @@
-"""The peer llama.cpp: its llama-server, streamed over HTTP.
+"""Runs a workload through llama.cpp's llama-server, streamed over HTTP.
 
     python -m bench.peer_llama --home DIR --model DIR/models/llama-110m-shape --work w1.json [--quantize q8_0]
 
-`--home` is where environments.sh built it. Weights are converted to GGUF once, beside the model.
+`--home` is the directory of environments.sh. Weights are converted to GGUF once, beside the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.workloads import Workload, read
 
 
 def gguf(home: Path, model: Path, quantize: str) -> Path:
-    """The model as a GGUF file: bf16, or quantised from that."""
+    """Return the model as a GGUF file: bf16, or quantized from it."""
     plain = model / "model.bf16.gguf"
     if not plain.exists():
         source = next((home / "llama" / "source").glob("*/vendor/llama.cpp"))
@@ -50,7 +50,7 @@ async def run(
     threads: int = 0,
     concurrency: int = 0,
 ) -> Result:
-    """The workload through a new server with one KV cache for all its slots."""
+    """Run the workload through a new server with one KV cache for all slots."""
     weights = gguf(home, model, quantize)
     threads = threads or len(os.sched_getaffinity(0))
     port = free_port()
@@ -69,13 +69,13 @@ async def run(
             load_seconds=server.load_seconds,
             server=server.pid,
             makespan_seconds=makespan,
-            # It holds back the token of an unfinished UTF-8 character, so a few of the wanted ones are not seen.
+            # The server withholds tokens of an incomplete UTF-8 character, so a few are missing.
             notes="tokens of unfinished characters are not reported; compare makespans",
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, appended to `--out`."""
+    """Run once and append the result to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)

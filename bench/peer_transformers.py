@@ -1,4 +1,4 @@
-"""The peer transformers, in this process: continuous batching, or `generate` in padded waves.
+"""Runs a workload through transformers in this process: continuous batching, or `generate` in padded batches.
 
 VENV/bin/python -m bench.peer_transformers --model DIR --work w1.json                 # continuous batching
 VENV/bin/python -m bench.peer_transformers --model DIR --work w1.json --waves 8       # static batches of 8
@@ -51,7 +51,7 @@ def _greedy(max_tokens: int, eos: int | None) -> Any:
 def continuous(
     model: Path, workload: Workload, dtype: str, page: int, blocks: int, batch_tokens: int, concurrency: int
 ) -> Result:
-    """Through the manager behind `generate_batch`, jobs at their moments or `concurrency` at a time."""
+    """Run jobs through continuous batching, at their arrival times or `concurrency` at a time."""
     loaded, load_seconds = _load(model, dtype)
     config = ContinuousBatchingConfig(
         page_size=page,
@@ -77,7 +77,7 @@ def continuous(
 
 
 def _feed(manager: Any, timed: Run, most: int, *, closed: bool) -> None:
-    """Hand over the jobs as they are due, take in what is finished, until all are."""
+    """Submit jobs when they are due and collect results until all are finished."""
     todo = deque(timed.workload.jobs)
     running = 0
     while todo or running:
@@ -103,7 +103,7 @@ def _feed(manager: Any, timed: Run, most: int, *, closed: bool) -> None:
 
 
 def _next(manager: Any, wait_seconds: float, *, until_finished: bool = False) -> Any:
-    """The next finished request, or None after a while. Raises RuntimeError when one failed or the thread died."""
+    """Return the next finished request, or None after a timeout. Raises RuntimeError."""
     while True:
         result = manager.get_result(timeout=wait_seconds)
         if result is None and not manager.is_running():
@@ -120,7 +120,7 @@ def _next(manager: Any, wait_seconds: float, *, until_finished: bool = False) ->
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; notes when each token was there."""
+    """Records the time of each token; never stops generation."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -131,7 +131,7 @@ class _Clock(StoppingCriteria):
 
 
 def waves(model: Path, workload: Workload, dtype: str, size: int) -> Result:
-    """In padded batches of `size`, in order of arrival; each runs until its longest answer is done."""
+    """Run padded batches of `size` in order of arrival, each until its longest answer ends."""
     loaded, load_seconds = _load(model, dtype)
     with torch.inference_mode():
         _wave(loaded, [Job("warm", _WARM_UP, 4)])
@@ -144,7 +144,7 @@ def waves(model: Path, workload: Workload, dtype: str, size: int) -> Result:
                 continue
             todo = todo[len(due) :]
             times = _wave(loaded, due)
-            for job in due:  # what is computed beyond a job's own end is waste, and not counted
+            for job in due:  # tokens after a job's own end do not count
                 timed.times[job.id] = [at - timed.began_at for at in times[: job.max_tokens]]
         makespan = timed.now()
     settings = {"attention": "sdpa", "wave": size, "dtype": dtype, "threads": torch.get_num_threads()}
@@ -153,7 +153,7 @@ def waves(model: Path, workload: Workload, dtype: str, size: int) -> Result:
 
 
 def _wave(model: Any, jobs: Sequence[Job]) -> list[float]:
-    """When each token of the batch was there."""
+    """Return the time of each token of the batch."""
     width = max(len(job.prompt) for job in jobs)
     ids = torch.zeros(len(jobs), width, dtype=torch.long)
     mask = torch.zeros(len(jobs), width, dtype=torch.long)
@@ -168,7 +168,7 @@ def _wave(model: Any, jobs: Sequence[Job]) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, appended to `--out`."""
+    """Run once and append the result to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(o.threads or len(os.sched_getaffinity(0)))
     workload = read(o.work)
     if o.waves:
-        # At most so many at once is, for waves, waves of so many.
+        # For padded batches, the concurrency is the batch size.
         o.waves = min(o.waves, o.concurrency or o.waves)
         result = waves(o.model, workload, o.dtype, o.waves)
     else:

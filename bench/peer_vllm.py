@@ -1,10 +1,10 @@
-"""The peer vLLM on CPUs: `LLM.generate` in this process, or its server over HTTP.
+"""Runs a workload through vLLM on CPUs: `LLM.generate` in this process, or its server over HTTP.
 
     VENV/bin/python -m bench.peer_vllm --model DIR --work w1.json               # offline: all requests at once
     VENV/bin/python -m bench.peer_vllm --model DIR --work w3.json --server      # requests arrive over time
 
-Runs in vLLM's own environment. Offline there is no server and no client to share the cores with, which favours it, and
-no time for each token: the gaps of an answer are then its mean gap.
+Needs vLLM's environment. Offline mode has no server and no client on the same cores, which favours vLLM. It reports no
+time per token: the gaps of an answer are its mean gap.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from bench.measure import Result, Run, write
 from bench.workloads import Workload, read
 
 PACKAGE = "vllm"
-"""Not declared by this project: it is there in the environment that this file runs in."""
+"""Installed only in the environment of this script."""
 
 
 def environment(kv_gib: int) -> dict[str, str]:
-    """Where vLLM's threads run, and the size of its KV cache."""
+    """Return variables for vLLM's threads and KV cache."""
     cores = len(os.sched_getaffinity(0))
     return {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
 
 
 def offline(model: Path, workload: Workload, seqs: int, batch_tokens: int, max_len: int) -> Result:
-    """All jobs in one call."""
+    """Run all jobs in one call."""
     vllm: Any = importlib.import_module(PACKAGE)  # noqa: TID251
     began_at = time.perf_counter()
     llm = vllm.LLM(
@@ -72,9 +72,9 @@ def _times(count: int, metrics: Any, makespan: float) -> list[float]:
 async def served(
     model: Path, workload: Workload, seqs: int, batch_tokens: int, max_len: int, concurrency: int
 ) -> Result:
-    """The jobs through the OpenAI server."""
+    """Run the jobs through the OpenAI server."""
     port = free_port()
-    # Not `vllm serve`: in vllm-cpu it asks for the metadata of a distribution that has another name.
+    # `vllm serve` fails in vllm-cpu: it reads the metadata of a distribution with another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", str(seqs)]
     command += ["--max-num-batched-tokens", str(batch_tokens), "--port", str(port)]
@@ -97,7 +97,7 @@ def _environment() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, appended to `--out`."""
+    """Run once and append the result to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)

@@ -1,9 +1,8 @@
-"""A caller with no load of its own: asks one thing at a time, and writes down how long each refusal took.
+"""Sends one request at a time until standard input ends, then prints the seconds of each refusal as a JSON list.
 
     python -m bench.prober TARGET
 
-Until its standard input ends; then prints the seconds as a JSON list. A process of its own, because in that of a load
-generator a refusal waits for the generator.
+Runs in its own process: in the load generator's process, a refusal would wait for the generator.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PAUSE_SECONDS = 0.005
 
 @contextlib.asynccontextmanager
 async def probing(target: str) -> AsyncIterator[list[float]]:
-    """One beside the block; the list has its seconds after the block."""
+    """Run a prober during the block; afterwards the list holds its seconds."""
     command = (sys.executable, "-m", "bench.prober", target)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -32,12 +31,12 @@ async def probing(target: str) -> AsyncIterator[list[float]]:
     try:
         yield seconds
     finally:
-        said, _ = await process.communicate(b"")  # which also ends its standard input
-    seconds += json.loads(said)
+        output, _ = await process.communicate(b"")  # also closes its standard input
+    seconds += json.loads(output)
 
 
 def main() -> int:
-    """Ask until told to stop."""
+    """Send requests until standard input ends."""
     ended, seconds = threading.Event(), list[float]()
 
     def listen() -> None:

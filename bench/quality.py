@@ -1,10 +1,10 @@
-"""What fewer bits cost: perplexity, and how often the likeliest next token stays the same.
+"""Measures the accuracy of 8-bit formats: perplexity, and how often the most likely next token stays the same.
 
     python -m bench.quality [--model demo/model] [--text FILE ...] [--out bench/results/quality-NAME]
 
-Texts are the demonstration model's corpus from a seed that it was not trained on, and files as they are, which that
-model cannot read: a strain on the formats. Windows go through the worker's own model and attention over pages, in
-chunks, so that keys and values are read back as in service. Writes a page and a JSON object a line.
+Texts are the demonstration model's corpus from a seed outside its training, and files outside its domain, which are
+harder for the formats. Windows run in chunks through the worker's model and paged attention, so that keys and values
+are read back from blocks. Writes a page and one JSON object per line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Variant:
-    """Number formats. The first of `VARIANTS` is the yardstick."""
+    """Number formats. The first of `VARIANTS` is the baseline."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Variant:
     kv_dtype: torch.dtype | None = None
 
     def load(self, model: str) -> LoadedModel:
-        """The model in these formats."""
+        """Load the model in these formats."""
         loaded = load(model, CPU, self.dtype)
         found = to_int8(loaded) if self.weights == "int8" else build_fused(loaded)
         assert found is not None, "its fused forward pass is not the model"
@@ -63,7 +63,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """`same_as` a variant: the share of positions at which the likeliest next token is the one it finds."""
+    """`same_as`: per variant, the share of positions with the same most likely next token."""
 
     text: str
     variant: str
@@ -74,15 +74,15 @@ class Quality:
 
 
 def corpus(tokenizer: Any, count: int) -> list[list[int]]:
-    """Windows of documents that the demonstration model has not read."""
-    sys.path.insert(0, str(DEMO))  # scripts, not a package
+    """Return windows of documents outside the training data."""
+    sys.path.insert(0, str(DEMO))  # a folder of scripts
     from train import CHECK_SEED, rows
 
     return list(islice(rows(tokenizer, CHECK_SEED, WINDOW), count))
 
 
 def file(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Windows of a file; a rest of less than a half is left out."""
+    """Return windows of a file, without a last one of less than half a window."""
     ids: list[int] = tokenizer(path.read_text(encoding="utf-8")).input_ids
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
     return [window for window in windows if len(window) > WINDOW // 2]
@@ -91,7 +91,7 @@ def file(tokenizer: Any, path: Path) -> list[list[int]]:
 def predictions(
     loaded: LoadedModel, windows: Sequence[Sequence[int]], kv_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For every token of the windows but their first: its log probability, and the likeliest in its place."""
+    """Return, for all tokens but the first, the log-probability and the most likely token."""
     name = choose("auto", loaded.layers, BLOCK_SIZE, loaded.dtype, CPU, kv_dtype)
     backend = BACKENDS[name](loaded.layers, WINDOW // BLOCK_SIZE, BLOCK_SIZE, loaded.dtype, CPU, kv_dtype)
     loaded.attach(backend)
@@ -112,7 +112,7 @@ def predictions(
 
 
 def measure(model: str, texts: dict[str, list[list[int]]]) -> Iterator[Quality]:
-    """Every variant on every text."""
+    """Measure every variant on every text."""
     yardsticks: dict[tuple[str, str], Tensor] = {}
     for variant in VARIANTS:
         loaded = variant.load(model)
@@ -127,7 +127,7 @@ def measure(model: str, texts: dict[str, list[list[int]]]) -> Iterator[Quality]:
 
 
 def page(results: Sequence[Quality], title: str) -> str:
-    """Markdown."""
+    """Return a Markdown page."""
     rows = [
         "| text | tokens | formats | perplexity | same token as float32 | as bfloat16 |",
         "|---|---|---|---|---|---|",
@@ -142,7 +142,7 @@ def page(results: Sequence[Quality], title: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page; write it and the raw figures where asked."""
+    """Print the page; write it and the raw figures with `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO / "model"))
     parser.add_argument("--windows", type=int, default=24, help=f"of the corpus, {WINDOW} tokens each")

@@ -1,8 +1,8 @@
-"""Start-up: seconds from exec of the scheduler until the service says SERVING, and memory then.
+"""Measures start-up: seconds from exec of the scheduler until it reports SERVING, and peak memory.
 
     python -m bench.ready --model DIR [--runs 5]
 
-The first run reads the files from disk unless they were read before; the median does not show it.
+The first run may read the files from disk; the median hides this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _RUNS = 5
 
 
 async def start(model: str) -> tuple[float, float]:
-    """Seconds until ready, and the peak of memory until then, of both processes together."""
+    """Return the seconds until SERVING and the peak memory of both processes."""
     async with serving(model) as service:
         return service.load_seconds, peak_rss_mib(tree(service.pid))
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """The median of a few starts, and the slowest."""
+    """Measure several starts."""
     starts = [asyncio.run(start(str(options.model))) for _ in range(options.runs)]
     case = options.model.resolve().name
     yield Figure("ready: median", case, median([seconds for seconds, _ in starts]), "s", options.goal)
@@ -35,7 +35,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Which model, how often."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--runs", type=int, default=_RUNS)

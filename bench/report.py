@@ -1,9 +1,9 @@
-"""Results as tables and curves: medians over the runs that nobody disturbed, ratios to the first contender.
+"""Prints results as tables and curves: medians over undisturbed runs, and ratios to the first contender.
 
     python -m bench.report bench/results/FILE.jsonl [--svg curve.svg]
     python -m bench.report --docs           # update the list of results in docs/performance.md
 
-Reads what `compare` and `micro` wrote; runs nothing.
+Reads the files of `compare` and `micro`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class Line:
     num_runs: int
     num_disturbed: int
     runs: tuple[Result, ...]
-    """Those the figures are of: the undisturbed ones, or all if there is no other."""
+    """The undisturbed runs, or all if every run is disturbed."""
 
     @property
     def trusted(self) -> bool:
-        """No figure is of a disturbed run."""
+        """No run is disturbed."""
         return not any(run.disturbed for run in self.runs)
 
     def middle(self, figure: Callable[[Result], float | None]) -> float | None:
-        """The median of a figure, None when no run has it."""
+        """Return the median of a figure; None if no run has it."""
         values = [value for run in self.runs if (value := figure(run)) is not None]
         return median(values) if values else None
 
 
 def read(path: Path) -> list[Result]:
-    """Every result of a file."""
+    """Return the results of a file."""
     return [Result.from_json(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def lines(results: Sequence[Result]) -> list[Line]:
-    """By concurrency and contender, contenders in order of their first appearance."""
+    """Group results by concurrency and contender, in order of first appearance."""
     groups: dict[tuple[int, str], list[Result]] = {}
     for result in results:
         groups.setdefault((int(result.settings.get("concurrency", 0)), result.contender), []).append(result)
@@ -63,7 +63,7 @@ def lines(results: Sequence[Result]) -> list[Line]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown. `x` is the contender's makespan divided by that of the first one at the same concurrency."""
+    """Return a Markdown table. `x`: makespan divided by that of the first contender at the same concurrency."""
     rows = [
         "| contender | at once | runs (disturbed) | makespan s | x | tok/s (least, most) | first token p50 / p99 ms "
         "| between tokens p50 / p99 / max ms | peak RSS MiB | load s |",
@@ -93,7 +93,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def page(results: Sequence[Result], title: str) -> str:
-    """A page: what was run where, and the table."""
+    """Return a page with workload, machine, versions and the table."""
     one = results[0]
     work = ", ".join(f"{key} {value}" for key, value in one.workload.items())
     machine = ", ".join(f"{key} {value}" for key, value in one.machine.items())
@@ -114,7 +114,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def curve(results: Sequence[Result]) -> str:
-    """An SVG of tokens a second over the number of requests at once; a line a contender. Empty without such runs."""
+    """Return an SVG of tokens per second over concurrency, one line per contender; empty without such runs."""
     points: dict[str, list[tuple[int, float]]] = {}
     for line in lines(results):
         rate = line.middle(lambda r: r.output_tokens_per_second)
@@ -166,7 +166,7 @@ def with_index(text: str, pages: Sequence[Path]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table of a file; write its curve where asked."""
+    """Print the table of a file, write its curve, or update the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--svg", type=Path)

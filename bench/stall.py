@@ -1,10 +1,10 @@
-"""What a long prompt does to those who decode: their gaps while it is computed, against their gaps before it came.
+"""Measures the gaps of decoding streams while a long prompt is computed, against their gaps before it.
 
     python -m bench.stall --model DIR [--streams 8] [--prompt-tokens 2000] [--preallocate]
 
-Through the whole service, as callers see it, after a rest in which its worker asks for memory ahead of use. One long
-prompt arrives when all streams have been decoding for a while and nobody else waits for a first token: then a step may
-take `max_prefill_slowdown` times what its decodes alone take.
+Runs through the whole service, after an idle time in which the worker prefaults memory. One long prompt arrives while
+all streams decode and no other request waits for its first token. A step may then take `max_prefill_slowdown` times as
+long as its decodes alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from bench.measure import median, percentile
 
 _REST_SECONDS = 3.0
 _ALONE_SECONDS = 3.0
-_PROMPT_LEN, _LEAST = 32, 20  # of those who decode; tokens before their gaps count
-_ENOUGH_TOKENS = 1200  # for the time that all of it takes
-_NUM_BLOCKS = 1024  # enough for both prompts and all that decodes beside them, and soon given
+_PROMPT_LEN, _LEAST = 32, 20  # prompt length of the decoding streams; tokens before their gaps count
+_ENOUGH_TOKENS = 1200  # enough for the whole measurement
+_NUM_BLOCKS = 1024  # enough for both prompts and all streams, and quickly prefaulted
 _GOAL = 2.0
 
 
 async def gaps(
     service: Service, streams: int, prompt_tokens: int, first_id: int
 ) -> tuple[list[float], list[float], float]:
-    """Seconds between messages: alone, and while the prompt was computed; and how long that took.
+    """Return the gaps between messages alone and during the prompt, and the seconds of the prompt.
 
     `first_id` makes the prompt one that nothing of is cached.
     """
@@ -64,20 +64,20 @@ async def gaps(
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """Gaps alone and beside, and their ratios."""
+    """Measure gaps alone and beside a prompt, and their ratios."""
 
     worker_flags = ("--preallocate-kv-cache", "--num-blocks", str(_NUM_BLOCKS)) if options.preallocate else ()
 
     async def measured() -> tuple[list[float], list[float], float]:
         async with serving(str(options.model), worker_flags=worker_flags) as service:
             await asyncio.sleep(_REST_SECONDS)
-            await gaps(service, options.streams, options.prompt_tokens, 3001)  # the service learns what a step costs
+            await gaps(service, options.streams, options.prompt_tokens, 3001)  # the scheduler fits its step time model
             return await gaps(service, options.streams, options.prompt_tokens, 3002)
 
     alone, beside, seconds = asyncio.run(measured())
     case = f"{options.model.resolve().name}, {options.streams} streams, a prompt of {options.prompt_tokens}"
     case += ", all memory given before" if options.preallocate else ""
-    step = median(alone)  # every stream has decoded for seconds
+    step = median(alone)  # all streams have decoded for seconds
     yield Figure("stall: decode step alone, p50", case, step * 1e3, "ms")
     yield Figure("stall: gap alone, p99", case, scaled(percentile(alone, 0.99), 1e3), "ms")
     for name, part in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
@@ -88,7 +88,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The sizes are options."""
+    """Parse the options and measure."""
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--streams", type=int, default=8)

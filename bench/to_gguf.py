@@ -1,9 +1,9 @@
-"""A GGUF file of a model made by `bench.models`, with llama.cpp's own converter.
+"""Converts a model made by `bench.models` to GGUF, with llama.cpp's converter.
 
     python -m bench.to_gguf LLAMA_CPP_SOURCE MODEL_DIR OUT.gguf
 
-The converter knows tokenizers by a hash of what they do, and nobody has seen ours: it is told that ours splits text as
-GPT-2's does. Runs in an environment with torch and transformers, such as lineclear's.
+The converter identifies tokenizers by a hash of their output, and this tokenizer is unknown to it. So this script
+declares that it splits text like GPT-2's. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def _part(name: str) -> Any:
-    """A module of the converter, which comes with llama.cpp's sources."""
+    """Import a module of the converter from llama.cpp's sources."""
     return importlib.import_module(f"conversion.{name}")  # noqa: TID251
 
 
@@ -25,7 +25,7 @@ def convert(source: Path, model: Path, out: Path) -> None:
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     base: Any = _part("base")
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    # These would look for a sentencepiece vocabulary first, and ours is a byte-level BPE.
+    # The default looks for a sentencepiece vocabulary first; this tokenizer is a byte-level BPE.
     for module, names in (("llama", ("LlamaModel",)), ("qwen", ("Qwen2Model", "Qwen3Model"))):
         classes: Any = _part(module)
         for name in names:

@@ -1,4 +1,4 @@
-"""The requests that every contender is given, made from a seed: prompts of token ids, lengths, moments of arrival.
+"""Makes the requests of a workload from a seed: prompts of token ids, lengths, arrival times.
 
     python -m bench.workloads w1 --count 64 --out w1.json
 
@@ -8,8 +8,7 @@ w3  w1 arriving at random (Poisson), `--rate` requests a second
 w4  a single stream: 128 ids in, 128 out
 w5  `count` streams decode (64 in, 256 out); at second 3 a prompt of 2,000 ids arrives
 
-Request i depends on the seed and on i alone: a smaller count is the beginning of a larger one. No contender sees more
-than a `Workload`; how it is served and timed is not decided here.
+Request i depends on the seed and on i only, so a smaller count is a prefix of a larger one.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pathlib import Path
 KINDS = ("w1", "w2", "w3", "w4", "w5")
 SEED = 1234
 VOCABULARY = 4000
-"""Ids are drawn below it, so that one workload suits every model here."""
+"""Ids are drawn below this, so that one workload suits every model."""
 FIRST_ID = 64
-"""Most tokenizers keep their special tokens below it."""
+"""Most tokenizers have their special tokens below this."""
 PREFIX_TOKENS = 512
 INTRUDER_TOKENS = 2000
 INTRUDER_SECONDS = 3.0
@@ -35,7 +34,7 @@ INTRUDER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Job:
-    """One request. Exactly `max_tokens` tokens are wanted: greedy, the end-of-sequence token ignored."""
+    """One request for exactly `max_tokens` tokens: greedy, end-of-sequence ignored."""
 
     id: str
     prompt: tuple[int, ...]
@@ -45,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """The jobs in order of arrival, and what they were made from."""
+    """Jobs in order of arrival, and their parameters."""
 
     kind: str
     seed: int
@@ -55,16 +54,16 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all jobs together."""
+        """Prompt tokens of all jobs."""
         return sum(len(job.prompt) for job in self.jobs)
 
     @property
     def wanted_tokens(self) -> int:
-        """Output of all jobs together."""
+        """Output tokens of all jobs."""
         return sum(job.max_tokens for job in self.jobs)
 
     def describe(self) -> dict[str, int | float | str]:
-        """What a result says of its workload."""
+        """Return the description for results."""
         return {
             "kind": self.kind,
             "count": len(self.jobs),
@@ -77,7 +76,7 @@ class Workload:
 
 
 def make(kind: str, count: int = 64, *, seed: int = SEED, vocabulary: int = VOCABULARY, rate: float = 0.0) -> Workload:
-    """The workload `kind`. Raises ValueError for an unknown kind and for w3 without a rate."""
+    """Make a workload. Raises ValueError for an unknown kind and for w3 without a rate."""
     if kind not in KINDS:
         raise ValueError(f"there is no workload {kind!r}; there are {', '.join(KINDS)}")
     if kind == "w3" and rate <= 0:
@@ -111,7 +110,7 @@ def _with_intruder(count: int, seed: int, vocabulary: int) -> list[Job]:
 
 
 def _lengths(source: random.Random) -> tuple[int, int]:
-    """(prompt tokens, output tokens); the order of the two draws is part of the definition."""
+    """Draw (prompt tokens, output tokens). The order of the two draws is part of the definition."""
     prompt_len = source.randint(32, 256)
     return prompt_len, min(256, max(8, round(source.lognormvariate(math.log(56), 0.9))))
 
@@ -123,19 +122,19 @@ def _ids(source: random.Random, count: int, vocabulary: int, *, skip: bool = Fal
 
 
 def save(workload: Workload, path: Path) -> None:
-    """Write it as JSON."""
+    """Write the workload as JSON."""
     path.write_text(json.dumps(asdict(workload)))
 
 
 def read(path: Path) -> Workload:
-    """What `save` wrote."""
+    """Read a workload written by `save`."""
     raw = json.loads(path.read_text())
     jobs = tuple(Job(j["id"], tuple(j["prompt"]), j["max_tokens"], j["arrival_seconds"]) for j in raw.pop("jobs"))
     return Workload(jobs=jobs, **raw)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a workload and say how large it is."""
+    """Write a workload and print its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--count", type=int, default=64)

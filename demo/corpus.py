@@ -1,7 +1,7 @@
 """The corpus of the demo model: an endless, repeatable stream of documents.
 
-Here the sentences under `writing/` become documents: which kind comes next, which paraphrase is taken, who the hero of
-a story is. All that the model ever reads was written for this repository. Tokens, packing and training are not here.
+Makes documents from the sentences in `writing/`: chooses the kind of document, the paraphrases, the hero of a story.
+All text was written for this repository.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Country:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """Yield documents for ever; the same seed yields the same ones."""
+    """Yield documents endlessly; a seed determines them."""
     random = Random(seed)
     makers, weights = zip(*_MIXTURE, strict=True)
     while True:
@@ -132,7 +132,7 @@ def _early(random: Random, options: Sequence[str]) -> str:
 
 
 def _cast(random: Random, kind: str | None = None) -> dict[str, str]:
-    """Choose who and what the `$words` of a text stand for."""
+    """Choose the values of the `$words` of a text."""
     kind = kind or random.choice(_CAST["hero"])
     may_be_she = kind not in _CAST["always he"]
     is_she = kind in _CAST["always she"] or (may_be_she and random.random() < 0.4)
@@ -307,7 +307,7 @@ def _ask_sum(random: Random) -> list[dict[str, str]]:
 
 
 def _ask_echo(random: Random) -> list[dict[str, str]]:
-    # Repeating unforeseeable words can only be done by looking back. It teaches a small model early what every answer
+    # Repeating random words needs attention to earlier tokens. It teaches a small model early what every answer
     # needs: to take the country, the hero or the subject from the question.
     known = [*_CAST["hero"], *_CAST["she"], *_CAST["he"], *(country.name for country in _COUNTRIES)]
     words = ", ".join(random.sample(known, random.randint(2, 8)))

@@ -1,10 +1,10 @@
-"""Six prompts of very different lengths through a running service with three slots, then the same without joining.
+"""Compares continuous with static batching: six prompts of different lengths through three slots.
 
     python demo/run.py [--model DIR] [--slots N]
 
-Starts a `LocalServer`, sends all prompts at once over gRPC, prints the tokens as they stream, then the admission log,
-and compares with static batching: the same service, model and slots, where a batch begins together and nobody joins
-until its longest answer is done.
+Starts a `LocalServer`, sends all prompts at once over gRPC and prints the tokens as they arrive, then the admission
+log. Then runs the prompts again with static batching: same service, model and slots, but a batch starts together and no
+request joins it until its longest answer is complete.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ COLOURS = (36, 33, 32, 35, 34, 31)
 
 @dataclass(frozen=True)
 class Run:
-    """One pass over the prompts."""
+    """Results of one pass over the prompts."""
 
     answers: tuple[Generation, ...]
     seconds: float
 
     @property
     def steps(self) -> int:
-        """From the first step that worked on a prompt to the last token."""
+        """Seconds from the first step with a prompt to the last token."""
         return max(a.timings.last_step for a in self.answers) - min(a.started.first_step for a in self.answers) + 1
 
 
 def server(model: str, slots: int, strategy: str) -> LocalServer:
-    """A service of our own."""
+    """Start a local service."""
     which = ["--model", model] if model else ["--demo"]
     how = ["--max-batch-size", str(slots), "--batching-strategy", strategy]
-    # Worker settings: the comparison is about tokens, so weights and sums are exact.
+    # Worker settings: float32, so that both ways give the same tokens.
     exact = ["--", "--dtype", "float32"]
     return LocalServer(*which, *how, *exact, start_timeout_seconds=START_SECONDS)
 
 
 class Printer:
-    """Prints streams that run at once, each piece behind the number of its prompt."""
+    """Prints concurrent streams, each line with the number of its prompt."""
 
     def __init__(self) -> None:
         self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._held = [""] * len(PROMPTS)
 
     def add(self, index: int, text: str) -> None:
-        """More text of an answer; shown when there is a line of it."""
+        """Add text of an answer; prints complete lines."""
         self._held[index] += text
         if len(self._held[index]) >= 64:
             self.flush(index)
 
     def flush(self, index: int) -> None:
-        """Show what is held of an answer."""
+        """Print the rest of an answer."""
         if self._held[index]:
             self.say(index, self._held[index].replace("\n", " "))
             self._held[index] = ""
 
     def say(self, index: int, line: str) -> None:
-        """One line about a prompt."""
+        """Print one line about a prompt."""
         label = f"[{index + 1}]"
         print(f"\033[{COLOURS[index % len(COLOURS)]}m{label}\033[0m {line}" if self._colour else f"{label} {line}")
         sys.stdout.flush()
@@ -95,35 +95,35 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
 
 
 async def run(target: str, printer: Printer | None) -> Run:
-    """All prompts at once through a service."""
+    """Run all prompts at once through a service."""
     async with AsyncClient(target) as client:
-        await client.generate(PROMPTS[0][0], max_tokens=2)  # the first request pays for what is made on first use
+        await client.generate(PROMPTS[0][0], max_tokens=2)  # triggers one-time initialisation
         begin = time.monotonic()
         answers = await asyncio.gather(*(stream_one(client, i, printer) for i in range(len(PROMPTS))))
         return Run(tuple(answers), time.monotonic() - begin)
 
 
 async def run_static(target: str, slots: int) -> Run:
-    """The prompts in order, in batches of `slots`; the service waits for a whole batch before it begins."""
+    """Run the prompts in order, in batches of `slots`; the service waits for a full batch."""
     async with AsyncClient(target) as client:
         await asyncio.gather(*(client.generate(PROMPTS[0][0], max_tokens=2) for _ in range(slots)))
         begin = time.monotonic()
         tasks = []
         for index in range(len(PROMPTS)):
             tasks.append(asyncio.create_task(stream_one(client, index, None)))
-            await asyncio.sleep(0.005)  # so that they queue in this order
+            await asyncio.sleep(0.005)  # keeps the order in the queue
         return Run(tuple(await asyncio.gather(*tasks)), time.monotonic() - begin)
 
 
 def padding(slots: int) -> int:
-    """Rows that a padded static batch computes after an answer's own end, waiting for the longest one."""
+    """Return the rows that padded static batches compute after the end of an answer."""
     lengths = [max_tokens for _, max_tokens in PROMPTS]
     batches = [lengths[i : i + slots] for i in range(0, len(lengths), slots)]
     return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
 
 
 def report(continuous: Run, static: Run, slots: int) -> bool:
-    """Print the admission log and the comparison; whether both gave the same tokens."""
+    """Print the admission log and the comparison. Returns whether both gave the same tokens."""
     print("\nAdmission log (continuous batching)")
     print("  request  slot  from step  to step  tokens  queued s")
     in_order = sorted(
@@ -148,7 +148,7 @@ def report(continuous: Run, static: Run, slots: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 when both ways gave the same tokens."""
+    """Run both ways; return 0 if they gave the same tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a model directory; the bundled demo model by default")
     parser.add_argument("--slots", type=int, default=3)
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = str(Path(options.model).resolve()) if options.model else ""
     print(f"Starting the service: continuous batching, {options.slots} slots")
     try:
-        # One loop for both: gRPC may still have a word for the first when that is closed.
+        # One event loop for both: gRPC may still use the first one after its work is done.
         with asyncio.Runner() as runner:
             with server(model, options.slots, "continuous") as service:
                 continuous = runner.run(run(service.target, Printer()))

@@ -1,10 +1,10 @@
-"""Train the demo model on a CPU and write it as an ordinary Hugging Face directory.
+"""Trains the demo model on a CPU and writes it as a Hugging Face directory.
 
     python demo/train.py --out demo/model
     python demo/train.py --out demo/model-tiny --size tiny --tokenizer demo/model
-    python demo/train.py --out demo/model --resume demo/model --steps 600    # a while longer
+    python demo/train.py --out demo/model --resume demo/model --steps 600    # continue training
 
-Tokenizer, packing, the training loop and the model card live here; what the model reads is decided in `corpus.py`.
+Holds the tokenizer, packing, the training loop and the model card. `corpus.py` makes the documents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TRAINING_SEED, CHECK_SEED, TOKENIZER_SEED = 1, 2, 3
 NUM_TOKENIZER_DOCUMENTS = 20_000
 TOKENS_PER_STEP = 1024
-# Short rows cost less attention. The last quarter of the steps reads whole contexts, so late positions are known too.
+# Short rows cost less attention. The last quarter of the steps uses whole contexts, to train late positions.
 SHORT_ROW_LEN, SHORT_SHARE = 512, 0.75
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"{arguments.size}: {model.num_parameters():,} parameters, {num_steps} steps", flush=True)
 
     started_seconds = time.monotonic()
-    # Weights that have settled once are stirred more gently.
+    # A smaller learning rate for weights that are already trained.
     peak_rate = size.peak_learning_rate * (0.4 if arguments.resume else 1.0)
     loss = train(model, tokenizer, num_steps, peak_rate, seed=TRAINING_SEED + (num_steps if arguments.resume else 0))
     minutes = (time.monotonic() - started_seconds) / 60
@@ -100,7 +100,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[PAD, BOS, EOS, *ROLES],
-        # All 256 bytes have a token, so any text in any script survives the round trip.
+        # All 256 bytes have a token, so every text can be encoded and decoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -129,7 +129,7 @@ def _plain(document: Document) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[int]:
-    """Return the document as it will be met in use: begin and end marks around text, the template around turns."""
+    """Return the document as in use: start and end tokens around text, the chat template around messages."""
     if isinstance(document, str):
         text = f"{BOS}{document}{EOS}"
     else:
@@ -139,7 +139,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[int]:
 
 
 def rows(tokenizer: PreTrainedTokenizerFast, seed: int, row_len: int) -> Iterator[list[int]]:
-    """Yield rows of exactly `row_len` tokens for ever.
+    """Yield rows of exactly `row_len` tokens, endlessly.
 
     Each row starts with a new document, because that is how a prompt starts. What does not fit is thrown away: the
     corpus is endless, so nothing is lost.
@@ -241,7 +241,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path,
         do_sample=False,
     )
     model.to(torch.bfloat16).save_pretrained(out)
-    # safetensors writes a file that only its owner may read; a server often runs as somebody else.
+    # safetensors writes a file that only its owner can read; a server often runs as another user.
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -204,18 +204,18 @@ def _check_windows(config: Any, calls: list[_Call]) -> None:
             raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")
 
 
-def _max_model_len(config: Any, wanted: int) -> int:
+def _max_model_len(config: Any, requested: int) -> int:
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
     rope_limit = _rope_limit(config)
     if rope_limit and (not limit or rope_limit < limit):
         # Beyond it the frequencies change for the whole sequence, and cached keys would have the old ones.
         log.warning("context_capped", reason="rope depends on the length", max_model_len=rope_limit)
         limit = rope_limit
-    if not limit and not wanted:
+    if not limit and not requested:
         raise ModelRefused("the configuration states no context length; set --max-model-len")
-    if limit and wanted > limit:
-        raise ModelRefused(f"--max-model-len {wanted} is more than the {limit} positions of the model")
-    return wanted or limit
+    if limit and requested > limit:
+        raise ModelRefused(f"--max-model-len {requested} is more than the {limit} positions of the model")
+    return requested or limit
 
 
 def _rope_limit(config: Any) -> int:

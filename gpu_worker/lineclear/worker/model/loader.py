@@ -111,7 +111,7 @@ def _fastest(loaded: LoadedModel) -> Packer:
     if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not prefers_bf16_gemm_for_few_rows():
         return pack
     if loaded.weight_bytes > _MAX_PACK_TWICE_SHARE * free_bytes(loaded.device):
-        log.info("weights_kept_once", weight_mib=loaded.weight_bytes >> 20)
+        log.info("weights_packed_once", weight_mib=loaded.weight_bytes >> 20)
         return pack
     return pack_twice
 
