@@ -1,4 +1,4 @@
-"""One table of exit codes: no code has two meanings, and the command and its processes end as the table says."""
+"""Exit codes of the command and the processes match the table."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ def run(words: list[str], **settings: object) -> int:
     return subprocess.run(words, capture_output=True, timeout=PATIENCE_SECONDS, **settings).returncode  # type: ignore[call-overload, no-any-return]
 
 
-def test_every_code_is_in_the_table_once() -> None:
+def test_table_lists_each_code_once() -> None:
     codes = [row.code for row in TABLE]
     assert sorted(codes) == sorted({*ExitCode} - {ExitCode.FIRST_OF_GRPC})
 
 
-def test_errors_of_calls_are_apart_from_processes_and_shells() -> None:
+def test_exit_code_ranges_do_not_overlap() -> None:
     others = {int(row.code) for row in TABLE}
     assert len(OF_GRPC) == 16
     assert not OF_GRPC & (others | OF_SHELLS)
     assert not {code for code in others if code != ExitCode.INTERRUPTED} & OF_SHELLS
-    of_command = {int(row.code) for row in TABLE if row.of == COMMAND}
+    of_command = {int(row.code) for row in TABLE if row.program == COMMAND}
     assert not of_command & {*range(64, 80)}  # sysexits.h and 79 are of processes
 
 
-def test_a_server_that_is_not_there_is_not_a_wrong_configuration(tmp_path: Path) -> None:
-    nobody = f"unix:{tmp_path}/nobody"
-    asked = run([*LINECLEAR, "generate", "x", "--target", nobody, "--max-attempts", "1"])
-    served = run([*LINECLEAR, "serve", "--model", "/absent"])
-    assert asked == of_grpc(Code.UNAVAILABLE)
-    assert served == ExitCode.CONFIGURATION
-    assert asked != served
+def test_unreachable_server_is_no_configuration_error(tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/absent"
+    unreachable = run([*LINECLEAR, "generate", "x", "--target", target, "--max-attempts", "1"])
+    misconfigured = run([*LINECLEAR, "serve", "--model", "/absent"])
+    assert unreachable == of_grpc(Code.UNAVAILABLE)
+    assert misconfigured == ExitCode.CONFIGURATION
 
 
 @pytest.mark.parametrize(
@@ -64,11 +63,11 @@ def test_a_server_that_is_not_there_is_not_a_wrong_configuration(tmp_path: Path)
     ],
     ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
 )
-def test_programs_end_with_the_codes_of_the_table(words: list[str], code: ExitCode) -> None:
+def test_programs_exit_with_codes_of_the_table(words: list[str], code: ExitCode) -> None:
     assert run(words) == code
 
 
-def test_ctrl_c_ends_the_command_with_130() -> None:
+def test_ctrl_c_exits_with_130() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         waiting = spawn("generate", "x", "--target", target, stdout=subprocess.DEVNULL)

@@ -1,7 +1,9 @@
-"""The exit codes of every lineclear process and command. A code has one meaning; docs/exit-codes.md is made from TABLE.
+"""Exit codes of the processes and of the `lineclear` command. docs/exit-codes.md is generated from TABLE.
 
-Processes use codes of sysexits.h (64 to 78) and 79. The `lineclear` command reports the error of a call as 100 plus its
-gRPC code (101 to 116). Shells, container runtimes and `timeout` use 124 to 165.
+Processes use codes of sysexits.h (64 to 78) and 79. The command reports the error of a call as 100 plus its gRPC code
+(101 to 116). Shells, container runtimes and `timeout` use 124 to 165.
+
+The light client's command imports this module, so it is not in common/, whose modules need packages of the processes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Final, NamedTuple
 
 
 class ExitCode(IntEnum):
-    """How a process ended."""
+    """Exit codes of processes and of the command."""
 
     OK = 0
     NEGATIVE = 1
@@ -21,7 +23,7 @@ class ExitCode(IntEnum):
     ORPHANED = 71
     WORKER_STUCK = 74
     ALREADY_JOINED = 75
-    OTHER_FILES = 76
+    MODEL_FILES_CHANGED = 76
     CONFIGURATION = 78
     WORKER_CONFIGURATION = 79
     FIRST_OF_GRPC = 100
@@ -29,13 +31,13 @@ class ExitCode(IntEnum):
 
 
 class ExitCodeRow(NamedTuple):
-    """One line of the table."""
+    """A row of the table."""
 
     code: ExitCode
-    of: str
-    happened: str
-    again: str
-    """Whether the same command may succeed when it is started again."""
+    program: str
+    meaning: str
+    restart: str
+    """Whether the same command may succeed if it is started again."""
 
 
 COMMAND: Final = "command"
@@ -44,11 +46,11 @@ WORKER: Final = "worker"
 PROCESSES: Final = "scheduler, worker"
 
 TABLE: Final = (
-    ExitCodeRow(ExitCode.OK, "all", "success; a process was told to stop, and stopped", ""),
+    ExitCodeRow(ExitCode.OK, "all", "success, also of a process that was stopped", ""),
     ExitCodeRow(
         ExitCode.NEGATIVE,
         COMMAND,
-        "some of several prompts failed; `health`: the server is not serving; `result --cancel`: there was nothing to"
+        "some of several prompts failed; `health`: the server is not serving; `result --cancel`: nothing to"
         " cancel; `lineclear-scheduler replay`: a decision differs",
         "",
     ),
@@ -56,46 +58,46 @@ TABLE: Final = (
     ExitCodeRow(
         ExitCode.NO_WORKER,
         SCHEDULER,
-        "too many ends of workers without progress (--max-worker-crashes)",
+        "workers exited too often without progress (--max-worker-crashes)",
         "may help",
     ),
     ExitCodeRow(
         ExitCode.INTERNAL,
         PROCESSES,
-        "a bug, a device that failed, or a worker that failed its self-test; the log says which",
+        "a bug, a failed device, or a worker that failed its self-test; see the log",
         "may help",
     ),
-    ExitCodeRow(ExitCode.ORPHANED, WORKER, "its scheduler is gone", "the scheduler does it"),
+    ExitCodeRow(ExitCode.ORPHANED, WORKER, "its scheduler exited", "the scheduler restarts it"),
     ExitCodeRow(
         ExitCode.WORKER_STUCK,
         SCHEDULER,
         "a worker could not be killed and still holds its device",
         "helps once the device is free",
     ),
-    ExitCodeRow(ExitCode.ALREADY_JOINED, WORKER, "another worker is joined", "helps once that one is gone"),
+    ExitCodeRow(ExitCode.ALREADY_JOINED, WORKER, "another worker is joined", "helps once that one has left"),
     ExitCodeRow(
-        ExitCode.OTHER_FILES,
+        ExitCode.MODEL_FILES_CHANGED,
         SCHEDULER,
-        "the worker has read other tokenizer files: the model directory changed",
+        "the worker read other tokenizer files: the model directory changed",
         "helps",
     ),
     ExitCodeRow(
         ExitCode.CONFIGURATION,
         PROCESSES,
-        "cannot run as configured: flags, packages, model, addresses, certificates, sockets",
+        "configuration error: flags, packages, model, addresses, certificates, sockets",
         "does not help",
     ),
     ExitCodeRow(
         ExitCode.WORKER_CONFIGURATION,
         SCHEDULER,
-        "the worker cannot run as configured; its last log line says why",
+        "configuration error of the worker; see its last log line",
         "does not help",
     ),
     ExitCodeRow(ExitCode.INTERRUPTED, COMMAND, "interrupted by Ctrl-C", ""),
 )
-"""Every code but those of gRPC errors, which the command adds to FIRST_OF_GRPC."""
+"""All codes except those of gRPC errors, which are FIRST_OF_GRPC plus the gRPC code."""
 
 
 def of_grpc(number: int) -> int:
-    """Return the exit code of the command for an error with this gRPC code."""
+    """Return the command's exit code for an error with this gRPC code."""
     return ExitCode.FIRST_OF_GRPC + number

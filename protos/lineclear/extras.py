@@ -1,4 +1,7 @@
-"""What to run to install an optional part of lineclear, from where this installation came."""
+"""The pip command that installs an optional part of lineclear.
+
+The light client imports this module, so it is not in common/, whose modules need the packages of the processes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 def install_command(extra: str) -> str:
     """Return the pip command that adds `extra` to this installation.
 
-    It names the place from which lineclear was installed, if that was a file, a folder or a repository (PEP 610):
-    an index need not have it.
+    It names the file, folder or repository from which lineclear was installed (PEP 610), if it did not come from an
+    index.
     """
     try:
         origin: dict[str, Any] = json.loads(distribution("lineclear").read_text("direct_url.json") or "{}")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lineclear.process.socket_dir import SocketError, private_socket_dir
+from lineclear.process.private_dir import PathError
+from lineclear.process.socket_dir import private_socket_dir
 
 
 @pytest.mark.parametrize(
@@ -28,5 +29,5 @@ def test_the_volume_itself_is_not_taken(tmp_path: Path) -> None:
     volume = tmp_path / "v"
     volume.mkdir()
     os.chmod(volume, 0o777)
-    with pytest.raises(SocketError, match="must be 0700"):
+    with pytest.raises(PathError, match="must be 0700"):
         private_socket_dir(volume)

@@ -48,7 +48,7 @@ def test_json_lines_carry_process_level_time_and_fields() -> None:
     assert first.pop("timestamp").endswith("Z")
     assert first == {"process": "worker", "level": "info", "event": "worker_joined", "epoch": 3, "model_id": "toy"}
     assert (second["event"], second["level"]) == ("step_failed", "error")
-    assert (second["error"], second["places"]) == ("KeyError", ["<string>:12 <module>"])
+    assert (second["error"], second["location"]) == ("KeyError", ["<string>:12 <module>"])
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
@@ -95,7 +95,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_stuck_reader_costs_lines_and_no_time() -> None:
+def test_stuck_reader_drops_lines_without_blocking() -> None:
     target = Stuck()
     writer = LineWriter(target, max_lines=10)
     writer.write("0\n")
@@ -108,7 +108,42 @@ def test_a_stuck_reader_costs_lines_and_no_time() -> None:
     assert target.getvalue().split() == [str(n) for n in range(11)]
 
 
-def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+def test_dropped_lines_are_reported_once_lines_are_written_again() -> None:
+    target, reports = Stuck(), list[int]()
+    writer = LineWriter(target, max_lines=10, on_dropped=reports.append)
+    writer.write("0\n")
+    assert target.entered.wait(PATIENCE_SECONDS)
+    for number in range(1, 21):
+        writer.write(f"{number}\n")
+    assert reports == []
+    target.released.set()
+    writer.close(10.0)
+    assert reports == [10]
+
+
+def test_the_log_reports_dropped_lines() -> None:
+    """A pipe holds about 500 of these lines and the queue 4096, so most of 20000 are dropped."""
+    script = """
+import structlog
+from lineclear.process.logging_setup import configure
+writer = configure("scheduler", form="json")
+log = structlog.get_logger()
+for number in range(20000):
+    log.info("line", number=number)
+print("written", flush=True)
+writer.close(60.0)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    _, output = process.communicate(timeout=PATIENCE_SECONDS)
+    lines = [json.loads(line) for line in output.splitlines()]
+    reports = [line["num_dropped"] for line in lines if line["event"] == "log_lines_dropped"]
+    assert reports
+    assert reports[-1] == 20000 - sum(line["event"] == "line" for line in lines)
+
+
+def test_full_disk_drops_lines() -> None:
     with open("/dev/full", "w") as target:
         writer = LineWriter(target)
         writer.write("lost\n")

@@ -70,7 +70,7 @@ def test_death_pipe_alone_ends_the_worker(directory: Path) -> None:
 def test_worker_started_by_a_dead_scheduler_exits() -> None:
     reading, writing = os.pipe()
     code = "from lineclear.process.parent_death import die_with_parent; die_with_parent(); print('still here')"
-    environment = ENVIRONMENT | {"LINECLEAR_LIFELINE": f"{os.getppid()}:{reading}"}
+    environment = ENVIRONMENT | {"LINECLEAR_PARENT_PIPE": f"{os.getppid()}:{reading}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, pass_fds=(reading,), stdout=subprocess.PIPE)
     os.close(reading)
     os.close(writing)
@@ -78,7 +78,7 @@ def test_worker_started_by_a_dead_scheduler_exits() -> None:
 
 
 def test_no_death_pipe_without_a_parent() -> None:
-    assert "LINECLEAR_LIFELINE" not in os.environ
+    assert "LINECLEAR_PARENT_PIPE" not in os.environ
     assert die_with_parent() is False
 
 

@@ -14,7 +14,8 @@ import pytest
 from support.engine_harness import ENVIRONMENT, short_directory
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.process.socket_dir import SocketError, private_socket_dir
+from lineclear.process.private_dir import PathError
+from lineclear.process.socket_dir import private_socket_dir
 from lineclear.scheduler.engine.worker_link import WorkerLink
 
 
@@ -38,7 +39,7 @@ def test_a_private_directory_is_taken_as_it_is(root: Path) -> None:
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
 def test_a_directory_open_to_others_is_refused(root: Path, mode: int) -> None:
     root.chmod(mode)
-    with pytest.raises(SocketError, match=f"mode {mode:04o}.*chmod 700 {root}"):
+    with pytest.raises(PathError, match=f"mode {mode:04o}.*chmod 700 {root}"):
         private_socket_dir(root)
     root.chmod(0o700)
 
@@ -46,25 +47,25 @@ def test_a_directory_open_to_others_is_refused(root: Path, mode: int) -> None:
 def test_a_symbolic_link_is_refused(root: Path) -> None:
     (root / "real").mkdir(mode=0o700)
     (root / "link").symlink_to(root / "real")
-    with pytest.raises(SocketError, match=r"link is a symbolic link"):
+    with pytest.raises(PathError, match=r"link is a symbolic link"):
         private_socket_dir(root / "link")
 
 
 def test_a_file_is_refused(root: Path) -> None:
     (root / "file").write_text("")
-    with pytest.raises(SocketError, match="file"):
+    with pytest.raises(PathError, match="file"):
         private_socket_dir(root / "file")
 
 
 def test_a_missing_parent_is_named(root: Path) -> None:
-    with pytest.raises(SocketError, match=r"parent of the socket directory .*/missing/run does not exist"):
+    with pytest.raises(PathError, match=r"parent of the socket directory .*/missing/run does not exist"):
         private_socket_dir(root / "missing" / "run")
 
 
 def test_a_path_too_long_for_a_socket_is_refused(root: Path) -> None:
     longest = 107 - len(str(root)) - len("//result.sock")
     private_socket_dir(root / ("d" * longest))
-    with pytest.raises(SocketError, match=r"has 108 bytes.*may have 107"):
+    with pytest.raises(PathError, match=r"has 108 bytes.*may have 107"):
         private_socket_dir(root / ("d" * (longest + 1)))
 
 
@@ -72,7 +73,7 @@ def test_a_path_too_long_for_a_socket_is_refused(root: Path) -> None:
 def test_directory_of_another_user_is_refused(root: Path) -> None:
     (root / "theirs").mkdir(mode=0o700)
     os.chown(root / "theirs", 12345, -1)
-    with pytest.raises(SocketError, match="belongs to user 12345"):
+    with pytest.raises(PathError, match="belongs to user 12345"):
         private_socket_dir(root / "theirs")
 
 
@@ -89,7 +90,7 @@ def test_sockets_of_a_dead_scheduler_are_cleared_away(root: Path) -> None:
 def test_second_scheduler_in_a_directory_is_refused(root: Path) -> None:
     link = WorkerLink(root)
     before = (root / "plan.sock").stat().st_ino
-    with pytest.raises(SocketError, match="another scheduler uses"):
+    with pytest.raises(PathError, match="another scheduler uses"):
         WorkerLink(root)
     assert (root / "plan.sock").stat().st_ino == before
     link.close()
@@ -99,7 +100,7 @@ def test_second_scheduler_in_a_directory_is_refused(root: Path) -> None:
 @pytest.mark.parametrize("name", ["plan.sock", "result.sock"])
 def test_a_file_in_the_place_of_a_socket_is_not_deleted(root: Path, name: str) -> None:
     (root / name).write_text("precious")
-    with pytest.raises(SocketError, match=f"{name} is in the way"):
+    with pytest.raises(PathError, match=f"{name} is not a socket"):
         WorkerLink(root)
     assert (root / name).read_text() == "precious"
     (root / name).unlink()
@@ -115,7 +116,7 @@ def test_a_link_leaves_no_descriptor_behind(root: Path) -> None:
         link.close()
         link.wake()
         (root / "result.sock").mkdir()
-        with pytest.raises(SocketError):
+        with pytest.raises(PathError):
             WorkerLink(root)
         (root / "result.sock").rmdir()
     assert len(os.listdir("/proc/self/fd")) == before

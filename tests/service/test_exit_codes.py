@@ -87,7 +87,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     assert server.exit_code() == 70
     died = server.wait_for("engine_died")
     assert died["error"] == "AssertionError"
-    assert any("block_pool.py" in place for place in died["places"]), died["places"]
+    assert any("block_pool.py" in place for place in died["location"]), died["location"]
     assert "engine died" in server.wait_for("recording_written")["reason"]
     assert list(recordings.iterdir())
 
@@ -133,7 +133,7 @@ def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occu
         ([*spawn, "--model", str(tmp_path / "weights")], "tokenizer.json does not exist"),
         ([*spawn, "--model", "nobody/nothing"], "local cache"),
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
-        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "not a socket of this user"),
+        (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "is not a socket of user"),
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
         (["--listen", "10.0.0.1:1", "--model", str(model)], "--insecure-allow-remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),

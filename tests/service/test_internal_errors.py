@@ -41,8 +41,8 @@ async def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -
         assert "RuntimeError" not in str(error)
         incident = next(entry for entry in logs if entry["event"] == "incident")
         assert incident["incident_id"] == error.metadata["incident_id"]
-        assert incident["exception"] == "RuntimeError"
-        assert any(Path(__file__).name in frame for frame in incident["frames"])
+        assert incident["error"] == "RuntimeError"
+        assert any(Path(__file__).name in frame for frame in incident["location"])
         assert MARKER not in str(logs)
 
 

@@ -60,7 +60,7 @@ def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatc
         "LINECLEAR_SERVICE_PORT_GRPC": "50051",
         "LINECLEAR_SCHEDULER_PORT": "tcp://10.0.0.1:50051",
         "LINECLEAR_WORKER_DTYPE": "float32",
-        "LINECLEAR_LIFELINE": "1:2",
+        "LINECLEAR_PARENT_PIPE": "1:2",
     }.items():
         monkeypatch.setenv(name, value)
     assert load([])[0].model_dump() == SchedulerSettings().model_dump()

@@ -1,6 +1,7 @@
-"""What is wrong with a folder or file given as a model, where its names alone show it. Nothing is loaded or imported.
+"""Problems of a model directory or file that file names and config.json show, without loading anything.
 
-Each answer is the end of a sentence that begins with what was given. It names what was found, and what to give instead.
+Each function returns the end of a sentence that starts with the given path. It names what was found and what to give
+instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LFS = b"version https://git-lfs"
 
 
 def of_file(path: Path) -> str:
-    """Return why a file is no model."""
+    """Return why a file is not a model."""
     if path.suffix.lower() == ".gguf" or _begins(path, b"GGUF"):
         return f"is a GGUF file. {_instead_of_gguf()}"
     if path.suffix == ".safetensors":
@@ -42,7 +43,7 @@ def of_file(path: Path) -> str:
 
 
 def of_directory(directory: Path, *, with_weights: bool) -> str | None:
-    """Return why a directory cannot be served; None if nothing is seen. Without weights, only what is there counts."""
+    """Return why a directory cannot be served, or None. Missing files count only `with_weights`."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -127,6 +128,6 @@ def _begins(path: Path, magic: bytes) -> bool:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # loading the model says it better
+    except (OSError, ValueError, RecursionError):  # loading the model reports it in full
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,9 +1,9 @@
 """Fingerprints of a model directory: whether two processes read the same model.
 
-Two copies of the same files have the same fingerprint on every machine; names, times and places do not count. Small
-files are hashed whole. Weights are hashed by header, size and a sample of every tensor, which costs milliseconds: a
-file that was trained, merged or quantised further differs, and so does one with another layout. A change that misses
-every sampled range is not seen (a few flipped bits, say): this detects another model, it does not verify a download.
+Copies of the same files have the same fingerprint on every machine; paths and times do not count. Small files are
+hashed whole. Weights are hashed by header, size and a sample of every tensor, which takes milliseconds. The fingerprint
+changes if a model was trained, merged or quantized further. It does not change if a few bits outside the samples
+change: it detects another model and does not verify a download.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-"""What scheduler and worker both depend on: prompt tokens, text, end-of-sequence ids, sampling defaults."""
+"""Files that scheduler and worker must agree on: tokenizer, chat template, end-of-sequence ids, sampling defaults."""
 CONFIG_FILE = "config.json"
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,23 +30,23 @@ _CHUNK_BYTES = 1 << 20
 
 
 def text_fingerprint(directory: Path) -> str:
-    """Digest of the tokenizer, the chat template and the generation defaults. Raises OSError."""
+    """Return a digest of the TEXT_FILES. Raises OSError."""
     return combined(f"{name} {_file_digest(directory / name)}" for name in TEXT_FILES)
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """Digest of config.json and of the safetensors files. Raises OSError."""
+    """Return a digest of config.json and the safetensors files. Raises OSError."""
     parts = [f"{path.name} {_weights_digest(path)}" for path in _weight_files(directory)]
     return combined([f"{CONFIG_FILE} {_file_digest(directory / CONFIG_FILE)}", *parts])
 
 
 def combined(parts: Iterable[str]) -> str:
-    """One fingerprint of several facts, in their order."""
+    """Return one fingerprint of several texts, in their order."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:_HEX_DIGITS]
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
-    """Digest of a prompt's token ids."""
+    """Return a digest of a prompt's token ids."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -54,11 +54,10 @@ def prompt_digest(token_ids: Iterable[int]) -> str:
 
 
 def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
-    """Name, size, time of the last change and a digest of every file read: equal before and after an undisturbed load.
+    """Return name, size, mtime and a digest of every model file, to detect a change during a load.
 
-    Of weights the digest covers the header and a few ranges, so that it costs little before the file is cached. Inode
-    and ctime do not count: file systems in user space and of the network change them while the file stays the same.
-    Links are followed. Raises OSError.
+    The digest of weights covers the header and a few ranges, so that it is fast before the file is cached. Inode and
+    ctime do not count: FUSE and network file systems change them for unchanged files. Follows links. Raises OSError.
     """
     weights = [_stamp(path, _quick_digest(path)) for path in _weight_files(directory)]
     names = (CONFIG_FILE, _INDEX, *TEXT_FILES)
@@ -67,7 +66,7 @@ def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files that are loaded: the single one, else those that the index names."""
+    """Return the weight files that are loaded: the single one, else those of the index."""
     if (single := directory / _SINGLE).is_file():
         return [single]
     try:
@@ -94,7 +93,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _quick_digest(path: Path) -> str:
-    """Digest of a weights file's header and of the beginnings of a few tensors, spread over the file."""
+    """Return a digest of a weight file's header and of a few ranges, spread over the file."""
     return _weights_digest(path, max_ranges=_QUICK_RANGES)
 
 
@@ -115,7 +114,7 @@ def _weights_digest(path: Path, max_ranges: int | None = None) -> str:
 
 
 def _tensors(header: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges of the tensors within the data, or all of it where the header cannot be read."""
+    """Return the byte ranges of the tensors within the data, or the whole data if the header is unreadable."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         found = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
@@ -125,8 +124,8 @@ def _tensors(header: bytes, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sampled(begin: int, end: int) -> list[int]:
-    """Where the sampled ranges of a tensor start: spread evenly, the first and the last bytes included."""
-    room = end - begin - _SAMPLE_BYTES
-    if room <= 0:
+    """Return the starts of the sampled ranges of a tensor, evenly spread, including its first and last bytes."""
+    last = end - begin - _SAMPLE_BYTES
+    if last <= 0:
         return [begin]
-    return sorted({begin + room * n // (_SAMPLES - 1) for n in range(_SAMPLES)})
+    return sorted({begin + last * n // (_SAMPLES - 1) for n in range(_SAMPLES)})

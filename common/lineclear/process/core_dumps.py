@@ -1,4 +1,4 @@
-"""No core files: the memory of both processes holds prompts, answers, tokens and private keys."""
+"""Disabled core dumps: the memory of both processes holds prompts, answers, tokens and private keys."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import resource
 
 
 def disable() -> None:
-    """Keep this process and its children from leaving a core file. They cannot undo it.
+    """Disable core dumps of this process and its children. They cannot enable them again.
 
-    A limit of 0 is ignored where core_pattern names a program. Linux takes exactly 1 byte for "no dump" there as well
+    The kernel ignores a limit of 0 if core_pattern names a program. It takes exactly 1 byte for "no dump" there
     (fs/coredump.c), and no core file is that small.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]

@@ -1,10 +1,11 @@
-"""Log lines of both processes: one JSON object a line, or text for people. Decides form and destination, not content.
+"""Logging of both processes: one JSON object a line, or text for a terminal, on standard error.
 
-Lines go to standard error through a bounded queue and a thread of its own. A full disk or a reader that stopped reading
-must not stop a step: what finds no room is dropped and counted. What other code writes to standard error (stacks by
-faulthandler, notes of gRPC or torch, a traceback) comes from any thread, the event loop's too. So descriptor 2 is made
-not to block, and the lines have a descriptor of their own that may. A socket, which journald gives to services, cannot
-be opened a second time: there descriptor 2 becomes a pipe, and a thread makes lines of what is written to it.
+A full disk or a reader that stopped reading must not block a step. So lines go through a bounded queue to a thread that
+writes them. Lines that find the queue full are dropped and counted. The event log_lines_dropped reports the count.
+
+Libraries write to standard error from any thread: stacks of faulthandler, notes of gRPC and torch, tracebacks. So
+descriptor 2 does not block, and the thread writes to a descriptor of its own, which does. The socket that journald
+gives to services cannot be opened a second time. Then descriptor 2 becomes a pipe, which a second thread reads.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import queue
 import stat
 import sys
 import threading
-import traceback
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
+
+from .exception_location import exception_fields
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _STDERR = 2
@@ -32,54 +35,70 @@ _level = "info"
 
 
 class LineWriter:
-    """A text stream that never blocks its writers. Its own thread writes to `target`.
+    """A text stream that never blocks its writers. A thread writes the queued lines to `target`.
 
-    `num_dropped` counts lines that found the queue full or the target broken.
+    `num_dropped` counts lines lost to a full queue or a failed write. The thread calls `on_dropped` with the count when
+    lines can be written again.
     """
 
-    def __init__(self, target: TextIO, max_lines: int = 4096) -> None:
-        self.num_dropped = 0
+    def __init__(
+        self, target: TextIO, max_lines: int = 4096, on_dropped: Callable[[int], object] = lambda num_dropped: None
+    ) -> None:
+        self.num_dropped = self._num_reported = 0
         self._target = target
+        self._on_dropped = on_dropped
         self.relay: _Relay | None = None
-        """What is closed with the writer."""
+        """Closed with the writer."""
         self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> None:
-        """Queue `text` (whole lines), or drop it."""
+        """Queue whole lines, or drop them if the queue is full."""
         try:
             self._lines.put_nowait(text)
         except queue.Full:
             self.num_dropped += 1
 
     def flush(self) -> None:
-        """Nothing: the thread writes as fast as the target takes it."""
+        """Do nothing: the thread flushes after each write."""
 
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """Write what is queued, for at most `timeout_seconds`. What was not read by then is dropped."""
+        """Write the queued lines, for at most `timeout_seconds`. Lines not written by then are lost."""
         if self.relay is not None:
             self.relay.close(timeout_seconds)
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=timeout_seconds)
         self._thread.join(timeout_seconds)
         if self.relay is not None and self._thread.is_alive():
-            _discard(_STDERR)  # it blocks again since the relay is closed
+            _discard(_STDERR)  # which blocks again since the relay is closed
 
     def _run(self) -> None:
         while (text := self._lines.get()) is not None:
-            try:
-                self._target.write(text)
-                self._target.flush()
-            except (OSError, ValueError):  # disk full, reader gone, stream closed
-                self.num_dropped += 1
+            self._write_target(text)
+            if self._lines.qsize() <= self._lines.maxsize // 2:
+                self._report_dropped()
+        self._report_dropped()
+        while not self._lines.empty():
+            self._write_target(self._lines.get_nowait() or "")
+
+    def _write_target(self, text: str) -> None:
+        try:
+            self._target.write(text)
+            self._target.flush()
+        except (OSError, ValueError):  # disk full, pipe without a reader, stream closed
+            self.num_dropped += 1
+
+    def _report_dropped(self) -> None:
+        if self.num_dropped > self._num_reported:
+            self._num_reported = self.num_dropped
+            self._on_dropped(self._num_reported)
 
 
 class _Relay:
-    """A pipe in the place of descriptor 2, and a thread that hands what is written to a LineWriter.
+    """A pipe as descriptor 2, and a thread that passes its lines to a LineWriter.
 
-    `close` puts back what was there before. Stacks of a crash go to the socket itself, because the thread ends
-    with the process.
+    `close` restores descriptor 2. Stacks of a crash go to the original descriptor, because a crash ends the thread.
     """
 
     def __init__(self, writer: LineWriter, original: int) -> None:
@@ -95,7 +114,7 @@ class _Relay:
         self._thread.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Make descriptor 2 the socket again, and hand over what is left. Idempotent."""
+        """Restore descriptor 2 and pass on the remaining lines. Idempotent."""
         if self._thread.is_alive():
             os.dup2(self.original, _STDERR)
             self._thread.join(timeout_seconds)
@@ -116,12 +135,12 @@ _relay: _Relay | None = None
 
 
 def standard_error_of_children() -> int | None:
-    """Return the descriptor that a child is to have as its standard error; None for the one of this process."""
+    """Return the standard error for child processes; None: they inherit that of this process."""
     return None if _relay is None else _relay.original
 
 
 def write_stderr(text: str) -> None:
-    """Print to standard error before the log is set up. A reader that is gone changes nothing, the exit code least."""
+    """Print to standard error before `configure`. A pipe without a reader does not change the exit code."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -135,13 +154,13 @@ def _discard(descriptor: int) -> None:
 
 
 def configure(process: str, level: str = "info", form: str = "auto") -> LineWriter:
-    """Set up structlog for this process; every line carries `process`. Call once, before the first line.
+    """Configure structlog for this process. Call once, before the first line.
 
-    `level` is a key of LEVELS, `form` what `chosen` takes.
+    `process` is a field of every line, `level` a key of LEVELS, `form` an argument of `chosen`.
     """
     console = chosen(form) == "console"
     set_level(level)
-    writer = LineWriter(_lines_target())
+    writer = LineWriter(_lines_target(), on_dropped=_report_dropped)
     _relay_socket(writer)
     atexit.register(writer.close)
     shared: list[Processor] = [
@@ -149,23 +168,23 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         lambda logger, method, event: {"process": process, **event},
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _tell_exception,
+        _replace_exception,
     ]
     ending = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False) if console else _JSON
     structlog.configure(
         processors=[*shared, ending],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # the level that holds can change
-        logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # asks for write and flush only
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # set_level filters
+        logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # calls only write and flush
         cache_logger_on_first_use=True,
     )
     return writer
 
 
 def _lines_target() -> TextIO:
-    """Return the stream for the lines, and make descriptor 2 not block where it is a pipe or a terminal.
+    """Return the stream for the lines. If descriptor 2 is a pipe or a terminal, make it non-blocking.
 
-    It is opened anew, because the flags of a descriptor are shared with the processes that it was inherited from. Where
-    that is not permitted, descriptor 2 stays as it is. Of a socket it is a copy.
+    It is opened again, because the flags of a descriptor are shared with the parent process. If that is not permitted,
+    descriptor 2 stays as it is. A socket is duplicated.
     """
     standard_error = sys.__stderr__
     if standard_error is None or not _is_standard_error():
@@ -178,7 +197,7 @@ def _lines_target() -> TextIO:
         return standard_error
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK, opening a pipe whose reader is gone would wait for another one.
+        # Without O_NONBLOCK, opening a pipe without a reader would block until there is one.
         lines, others = (os.open(f"/proc/self/fd/{_STDERR}", flags) for _ in range(2))
     except OSError:
         return standard_error
@@ -189,13 +208,13 @@ def _lines_target() -> TextIO:
 
 
 def _is_standard_error() -> bool:
-    """Whether sys.stderr is what the process was started with, on descriptor 2."""
+    """Return whether sys.stderr is the original stream on descriptor 2."""
     standard_error = sys.__stderr__
     return standard_error is not None and standard_error is sys.stderr and standard_error.fileno() == _STDERR
 
 
 def _relay_socket(writer: LineWriter) -> None:
-    """Put a pipe in the place of descriptor 2 where that is a socket."""
+    """Replace descriptor 2 by a pipe if it is a socket."""
     global _relay
     if _is_standard_error() and stat.S_ISSOCK(os.fstat(_STDERR).st_mode):
         _relay = _Relay(writer, fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1))
@@ -203,7 +222,7 @@ def _relay_socket(writer: LineWriter) -> None:
 
 
 def chosen(form: str) -> str:
-    """The form "json" or "console" as it is; for "auto", console when standard error is a terminal."""
+    """Return "json" or "console". "auto" is "console" if standard error is a terminal."""
     if form not in ("auto", "json", "console"):
         raise ValueError(f"log form {form!r} is none of auto, json, console")
     if form == "auto":
@@ -212,7 +231,7 @@ def chosen(form: str) -> str:
 
 
 def set_level(level: str) -> str:
-    """Log from `level` upwards from now on, and return the level before. Any thread, any time."""
+    """Log from `level` upwards and return the previous level. Thread-safe."""
     global _level
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
@@ -220,10 +239,12 @@ def set_level(level: str) -> str:
     return before
 
 
-def exception_location(error: BaseException) -> list[str]:
-    """Where an exception came through, outermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+def should_log(count: int) -> bool:
+    """Return whether to log the `count`-th event of a kind: the 1st, 2nd, 4th, 8th ...
+
+    Events that others cause without limit, such as malformed messages, cannot fill the log.
+    """
+    return count & (count - 1) == 0
 
 
 _JSON = structlog.processors.JSONRenderer()
@@ -235,11 +256,15 @@ def _drop_below_level(logger: Any, method: str, event: EventDict) -> EventDict:
     return event
 
 
-def _tell_exception(logger: Any, method: str, event: EventDict) -> EventDict:
-    """`exc_info` becomes type and places. Not the message, nor any variable: they may quote what a user wrote."""
+def _report_dropped(num_dropped: int) -> None:
+    structlog.get_logger().warning("log_lines_dropped", num_dropped=num_dropped)
+
+
+def _replace_exception(logger: Any, method: str, event: EventDict) -> EventDict:
+    """Replace `exc_info` by type and location. Message and variables may quote a prompt."""
     error = event.pop("exc_info", None)
     if error is True:
         error = sys.exc_info()[1]
     if isinstance(error, BaseException):
-        event["error"], event["places"] = type(error).__name__, exception_location(error)
+        event.update(exception_fields(error))
     return event

@@ -1,8 +1,7 @@
-"""The lifeline between a scheduler and the worker it spawned: a worker whose scheduler died does not stay behind.
+"""Exit of a spawned worker when its scheduler exits, by two independent mechanisms. Linux only.
 
-Two independent means, because either has a hole. The kernel's parent-death signal works even while the worker is stuck
-in C code, but is lost when the parent dies before it is armed. A pipe of which only the scheduler holds the writing end
-reads as closed however the scheduler ended. Linux only.
+The kernel's parent-death signal (PR_SET_PDEATHSIG) works even if the worker is blocked in C code. It is lost if the
+parent exits before the worker requests it. A pipe whose writing end only the scheduler holds reports that case.
 """
 
 from __future__ import annotations
@@ -15,37 +14,36 @@ import threading
 
 from lineclear.exit_codes import ExitCode
 
-_VARIABLE = "LINECLEAR_LIFELINE"  # "<pid of the scheduler>:<reading end of its pipe>"
+_VARIABLE = "LINECLEAR_PARENT_PIPE"  # "<pid of the scheduler>:<reading end of its pipe>"
 _PR_SET_PDEATHSIG = 1
 
 
 class ParentDeathPipe:
-    """The scheduler's end. One serves every worker it spawns; closing it ends them all."""
+    """The scheduler's end of the pipe. All spawned workers share it and exit when it is closed."""
 
     def __init__(self) -> None:
-        # Both ends are close-on-exec: no other child can keep the pipe open behind our back.
+        # Both ends are close-on-exec, so that no other child can keep the pipe open.
         self._reading, self._writing = os.pipe()
 
     def environment(self) -> dict[str, str]:
-        """What the worker must find in its environment."""
+        """Return the environment variables of a worker."""
         return {_VARIABLE: f"{os.getpid()}:{self._reading}"}
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """The descriptors the worker must inherit (`pass_fds`)."""
+        """Descriptors that a worker inherits (`pass_fds`)."""
         return (self._reading,)
 
     def close(self) -> None:
-        """Let go. A worker that is still there exits."""
+        """Close the pipe. Running workers exit."""
         os.close(self._writing)
         os.close(self._reading)
 
 
 def die_with_parent() -> bool:
-    """Tie this process to the scheduler that spawned it; False when none did.
+    """Exit when the scheduler that spawned this process exits. Return False if no scheduler spawned it.
 
-    To be called first thing, before anything slow: from here on the process is killed when that scheduler dies. Exits
-    at once if it is dead already.
+    Call it before slow imports. Exits at once if the scheduler has exited already.
     """
     value = os.environ.pop(_VARIABLE, None)
     if value is None:
@@ -55,9 +53,9 @@ def die_with_parent() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died between our exec and the line above: no signal will come
+    if os.getppid() != parent:  # it exited before the line above, so no signal comes
         os._exit(ExitCode.ORPHANED)
-    threading.Thread(target=_watch, args=(descriptor,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(descriptor,), name="parent-death", daemon=True).start()
     return True
 
 

@@ -1,7 +1,7 @@
-"""The line between a supervisor and its standby worker, which has imported everything and waits to be promoted.
+"""Connection between a supervisor and its standby worker, which has imported everything and waits for promotion.
 
-One byte each way at a time: the standby reports that it is ready, the supervisor promotes it, the standby acknowledges
-and goes on as any worker does. The end of the line means that the process at its other end has ended. Linux only.
+Each message is one byte: the standby is ready, the supervisor promotes it, the standby acknowledges and starts as a
+worker. A closed connection means that the other process has exited. Linux only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import socket
 import threading
 from collections.abc import Callable
 
-_VARIABLE = "LINECLEAR_STANDBY"  # the standby's descriptor of the line
+_VARIABLE = "LINECLEAR_STANDBY"  # the standby's descriptor of the connection
 _LOW_PRIORITY = 10
 READY, PROMOTE, PROMOTED = b"r", b"p", b"a"
 
 
 class StandbyLine:
-    """The supervisor's end. Raises OSError where the system has no descriptors left."""
+    """The supervisor's end. The constructor raises OSError if the system has no descriptors left."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -26,36 +26,36 @@ class StandbyLine:
 
     @property
     def fileno(self) -> int:
-        """Readable when the standby has reported something, or has ended."""
+        """Descriptor that is readable when the standby has sent a message or has exited."""
         return self._ours.fileno()
 
     @property
     def inherited(self) -> int:
-        """The descriptor that the standby must inherit (`pass_fds`)."""
+        """Descriptor that the standby inherits (`pass_fds`)."""
         return self._theirs.fileno()
 
     def environment(self) -> dict[str, str]:
-        """What the standby must find in its environment."""
+        """Return the environment variables of the standby."""
         return {_VARIABLE: str(self._theirs.fileno())}
 
     def started(self) -> None:
-        """Close the standby's end here: the process has it, or there is none."""
+        """Close the standby's end in this process, after the standby was spawned or failed to spawn."""
         self._theirs.close()
 
     def promote(self) -> None:
-        """Let the standby go on. One that has ended is noticed by its process, not here."""
+        """Promote the standby. Does nothing if it has exited."""
         with contextlib.suppress(OSError):
             self._ours.send(PROMOTE)
 
     def receive(self) -> bytes:
-        """Return what the standby has reported, when `fileno` is readable; empty at the end of the line."""
+        """Return the messages of the standby once `fileno` is readable; empty if it has exited."""
         try:
             return self._ours.recv(16)
         except OSError:
             return b""
 
     def close(self) -> None:
-        """Close the line. A standby that was not promoted exits."""
+        """Close the connection. A standby that was not promoted exits."""
         self._ours.close()
         self._theirs.close()
 
@@ -68,7 +68,7 @@ class Standby:
 
     @classmethod
     def claim(cls) -> Standby | None:
-        """Return this process's line if it was started as a standby."""
+        """Return the standby's end if this process was started as a standby."""
         value = os.environ.pop(_VARIABLE, None)
         if value is None:
             return None
@@ -76,9 +76,9 @@ class Standby:
         return cls(socket.socket(fileno=int(value)))
 
     def run_in_background(self, work: Callable[[], object]) -> None:
-        """Run `work` at a low priority and wait for it, so that it takes little time from the worker that serves.
+        """Run `work` with low priority and wait for it, so that it takes little CPU time from the serving worker.
 
-        On a thread of its own, because a thread that has lowered its priority may not raise it again.
+        It runs on its own thread, because a thread cannot raise its priority again.
         """
         failures: list[BaseException] = []
 

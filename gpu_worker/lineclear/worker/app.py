@@ -13,8 +13,8 @@ import structlog
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import logging_setup
+from lineclear.process.private_dir import PathError
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.process.socket_dir import SocketError
 from lineclear.process.standby import Standby
 
 from . import host_info
@@ -87,7 +87,7 @@ def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) 
     try:
         limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
         return run(runner, Path(settings.socket_directory), supervised=supervised, limits=limits)
-    except SocketError as error:
+    except PathError as error:
         log.error("sockets_refused", reason=str(error))
         return ExitCode.CONFIGURATION
 

@@ -7,14 +7,13 @@ the token table on the device; the host waits only in `InflightStep.result`.
 from __future__ import annotations
 
 import time
-import traceback
-from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
 
 from lineclear.model_files import fingerprint
+from lineclear.process.exception_location import exception_summary
 from lineclear.wire.messages import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
 from .attention.base import block_bytes
@@ -278,7 +277,5 @@ def _step_failed(error: Exception) -> StepFailed:
     if isinstance(error, StepFailed):
         return error
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown location"
     kind = StepErrorKind.OUT_OF_MEMORY if out_of_memory else StepErrorKind.EXCEPTION
-    return StepFailed(kind, f"{type(error).__name__} at {location}")
+    return StepFailed(kind, exception_summary(error))

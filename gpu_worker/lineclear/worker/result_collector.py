@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
-from lineclear.process.logging_setup import exception_location
+from lineclear.process.exception_location import exception_fields, exception_summary
 from lineclear.wire.messages import Goodbye, Hello, StepError, StepErrorKind, Stopping
 from lineclear.worker.heartbeat import StepProgress
 from lineclear.worker.runner_interface import InflightStep, StepFailed
@@ -145,20 +145,14 @@ class ResultCollector:
         except StepFailed as failed:
             self._fail(launched.step, failed.kind, failed.summary, failed)
         except Exception as error:
-            self._fail(launched.step, StepErrorKind.EXCEPTION, _summary(error), error)
+            self._fail(launched.step, StepErrorKind.EXCEPTION, exception_summary(error), error)
         self._progress.on_finish(launched.step)
 
     def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
         if self.failure is not None:
             return
-        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, places=exception_location(error))
+        log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, **exception_fields(error))
         if not self._discards:
             self._socket.send(StepError(self._epoch, step, kind, summary))
         self.failure = kind
         self._waker.wake()
-
-
-def _summary(error: Exception) -> str:
-    """Return type and location, without the message: it may quote a request."""
-    locations = exception_location(error)
-    return f"{type(error).__name__} at {locations[-1]}" if locations else type(error).__name__

@@ -12,6 +12,7 @@ import select
 import structlog
 import zmq
 
+from lineclear.process.logging_setup import should_log
 from lineclear.process.socket_dir import SocketDir
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.messages import Goodbye, Heartbeat, Message, Rejoin, SetLogLevel, StepPlan
@@ -95,7 +96,7 @@ class PlanSocket:
                 raise
             except DecodeError as error:
                 self.num_bad_frames += 1
-                if self.num_bad_frames & (self.num_bad_frames - 1) == 0:  # 1, 2, 4, 8 ...: noise cannot fill the log
+                if should_log(self.num_bad_frames):
                     log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
                 continue
             self._has_received |= message.epoch == self.epoch

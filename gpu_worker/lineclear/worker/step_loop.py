@@ -63,7 +63,7 @@ def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: Lo
     A joined worker drains first (`LoopLimits.drain_timeout_seconds`); a second signal ends the process. Worker and
     scheduler start in any order, and the scheduler may restart. A refused worker exits if it is `supervised` (see
     lineclear.process.parent_death). Otherwise it stays connected and joins when the joined worker is gone. Call this on
-    the main thread. Raises SocketError for a directory that other users can access.
+    the main thread. Raises PathError for a directory that other users can access.
     """
     loop = _Loop(runner, private_socket_dir(directory), limits or LoopLimits())
     with loop.stop_signals():

@@ -7,9 +7,9 @@ import errno
 import ipaddress
 import os
 import socket
-import stat
 from pathlib import Path
 
+from lineclear.process.private_dir import own_socket_exists
 from lineclear.process.settings_base import ConfigurationError
 
 _BIND_PROBLEMS = {errno.EADDRINUSE: "in use", errno.EADDRNOTAVAIL: "not an address of this machine"}
@@ -84,19 +84,15 @@ def _try_port(address: str, host: str, port: int) -> None:
 def _remove_dead_socket(path: Path) -> None:
     """Check a socket path before gRPC does, which would take it away from a running server."""
     try:
-        found = path.lstat()
-    except FileNotFoundError:
+        exists = own_socket_exists(path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
+    if not exists:
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigurationError(
                 f"cannot listen on unix:{path}: {path.parent} is missing or not writable; create it"
-            ) from None
+            )
         return
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on unix:{path}: {error.strerror}") from None
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigurationError(
-            f"cannot listen on unix:{path}: the path exists and is not a socket of this user; remove it"
-        )
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
         probe.settimeout(1.0)
         probe.connect(str(path))

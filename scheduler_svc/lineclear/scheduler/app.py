@@ -19,6 +19,7 @@ from prometheus_client.core import Metric
 
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
+from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PolicySettings
@@ -30,7 +31,7 @@ from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.admin_service import AdminService
-from lineclear.scheduler.grpc_api.error_interceptor import exception_location, incident
+from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.inference_service import InferenceService, shutdown_interrupted
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
@@ -123,7 +124,7 @@ def _on_rejected(fingerprint: str, shutdown: ShutdownController) -> Callable[[He
             "give both the same model directory and start the scheduler again"
         )
         log.error("join_rejected", reason=reason, pid=hello.pid, theirs=hello.text_fingerprint, ours=fingerprint)
-        shutdown.start_from_any_thread(ExitCode.OTHER_FILES, reason)
+        shutdown.start_from_any_thread(ExitCode.MODEL_FILES_CHANGED, reason)
 
     return on_rejected
 
@@ -217,7 +218,7 @@ def _engine_failed(failure: BaseException) -> Callable[[], LineclearError]:
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Replace asyncio's handler, which prints the text of exceptions: it may hold content."""
     error = context.get("exception")
-    log.error("loop_error", problem=context["message"], **(exception_location(error) if error is not None else {}))
+    log.error("loop_error", problem=context["message"], **(exception_fields(error) if error is not None else {}))
 
 
 # --- from settings ---------------------------------------------------------------------------------------------------

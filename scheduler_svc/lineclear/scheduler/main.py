@@ -24,9 +24,9 @@ import uvloop
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import core_dumps, logging_setup
+from lineclear.process.private_dir import PathError
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.process.socket_dir import SocketError
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
-    except (ConfigurationError, SocketError) as error:
+    except (ConfigurationError, PathError) as error:
         log.error("configuration_error", problem=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     finally:

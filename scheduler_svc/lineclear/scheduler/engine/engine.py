@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 
 from lineclear.errors import LineclearError, PoisonRequest, QueueFull
-from lineclear.process.logging_setup import exception_location
+from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event, Failed, RequestStats
 from lineclear.scheduler.core.inflight_step import BadResult
@@ -224,7 +224,7 @@ class Engine:
             self.failure = error
             self._on_fatal(error)  # first, because the next calls may fail too
             self._on_anomaly(f"the engine died: {type(error).__name__}")
-            log.error("engine_died", error=type(error).__name__, places=exception_location(error))
+            log.error("engine_died", **exception_fields(error))
 
     def _run_once(self) -> None:
         now = self._iteration_started_at = self._clock()

@@ -22,7 +22,9 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lineclear.process.socket_dir import SocketDir, SocketError, private_socket_dir, unlink_stale
+from lineclear.process.logging_setup import should_log
+from lineclear.process.private_dir import PathError, remove_stale_socket
+from lineclear.process.socket_dir import SocketDir, private_socket_dir
 from lineclear.scheduler.engine.engine_stats import LinkCounters
 from lineclear.scheduler.engine.worker_events import EpochMessage, Fact, Output, Send
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
@@ -53,7 +55,7 @@ class WorkerGone(Exception):
 class WorkerLink:
     """Owned by one thread at a time; only wake() may be called from others.
 
-    Raises SocketError when the directory or the sockets in it cannot be used.
+    Raises PathError when the directory or the sockets in it cannot be used.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class WorkerLink:
             if isinstance(error, ProtocolMismatch) and is_fatal:
                 log.error("protocol_mismatch", theirs=error.theirs, ours=PROTOCOL, hint="both must be of one release")
                 raise
-            if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: noise cannot fill the log
+            if should_log(count):
                 log.warning("bad_frame", problem=str(error), num_bad_frames=count)
             return None
         finally:
@@ -249,11 +251,11 @@ def _own(directory: Path, held: contextlib.ExitStack) -> SocketDir:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SocketError(
+        raise PathError(
             f"another scheduler uses the socket directory {sockets.directory}; give each one its own"
         ) from None
-    unlink_stale(sockets.plan)
-    unlink_stale(sockets.result)
+    remove_stale_socket(sockets.plan)
+    remove_stale_socket(sockets.result)
     return sockets
 
 
@@ -261,7 +263,7 @@ def _bind(socket: zmq.Socket[bytes], path: Path) -> None:
     try:
         socket.bind(f"ipc://{path}")
     except zmq.ZMQError as error:
-        raise SocketError(f"cannot bind {path}: {error.strerror}; is the directory writable?") from error
+        raise PathError(f"cannot bind {path}: {error.strerror}; is the directory writable?") from error
 
 
 def _remove(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import stat
 import tempfile
 import threading
 import time
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from lineclear.process.logging_setup import exception_location
+from lineclear.process.exception_location import exception_fields
+from lineclear.process.private_dir import private_directory
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 
 log = structlog.get_logger()
@@ -59,7 +59,7 @@ class RecordingFiles:
             if time.monotonic() - self._last >= _SECONDS_BETWEEN:
                 self.write(reason)
         except Exception as error:
-            log.warning("recording_failed", problem=type(error).__name__, places=exception_location(error))
+            log.warning("recording_failed", **exception_fields(error))
 
     def write(self, reason: str) -> Future[Path]:
         """Start to write the recording. On the core's thread.
@@ -90,15 +90,6 @@ class RecordingFiles:
             _write(*job)
 
 
-def private_directory(path: Path) -> Path:
-    """Create `path` if it is missing. Raises OSError if another user may read or write in it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError(f"{path} must be a directory owned by this user with mode 0700")
-    return path
-
-
 def default_directory() -> Path:
     """Return the directory of recordings if no setting names one."""
     return Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
@@ -106,10 +97,10 @@ def default_directory() -> Path:
 
 def _write(path: Path, entries: Iterable[Any], reason: str, written: Future[Path]) -> None:
     try:
-        private_directory(path.parent)
+        private_directory(path.parent, "recording directory", parents=True)
         write(path, entries)
     except BaseException as error:
-        log.warning("recording_failed", path=str(path), problem=type(error).__name__, places=exception_location(error))
+        log.warning("recording_failed", path=str(path), **exception_fields(error))
         written.set_exception(error)
     else:
         log.info("recording_written", path=str(path), reason=reason, hint="lineclear-scheduler replay FILE")

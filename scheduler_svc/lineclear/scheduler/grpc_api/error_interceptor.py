@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -23,6 +22,7 @@ from grpc_status import rpc_status
 from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
 from lineclear.grpc_status import to_status
+from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
 
 log = structlog.get_logger()
@@ -177,16 +177,9 @@ def _check_size(response: Message | bytes) -> None:
 def incident(where: str, error: BaseException) -> InternalError:
     """What a caller is told of a bug of ours; what happened is in the log under the same number."""
     incident_id = secrets.token_hex(8)
-    log.error("incident", incident_id=incident_id, where=where, **exception_location(error))
+    log.error("incident", incident_id=incident_id, where=where, **exception_fields(error))
     message = f"internal error; the server's log has it as incident {incident_id}"
     return InternalError(message, metadata={"incident_id": incident_id})
-
-
-def exception_location(error: BaseException) -> dict[str, Any]:
-    """What may be logged of an exception: its type and where it was raised. Its text may hold what a caller wrote."""
-    frames = traceback.extract_tb(error.__traceback__)[-8:]
-    places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
-    return {"exception": type(error).__name__, "frames": places}
 
 
 async def abort(context: Context, error: LineclearError) -> None:

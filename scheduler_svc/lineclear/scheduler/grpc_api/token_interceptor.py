@@ -15,6 +15,7 @@ import structlog
 from grpc_health.v1 import health
 
 from lineclear.errors import Unauthenticated
+from lineclear.process.logging_setup import should_log
 from lineclear.scheduler.grpc_api.error_interceptor import abort
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.reloading_file import ReloadingFile
@@ -77,7 +78,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     def _count_refused(self, is_missing: bool) -> None:
         self.num_refused += 1
         count = self.num_refused
-        if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: who guesses cannot fill the log
+        if should_log(count):
             log.warning("calls_unauthenticated", num_refused=count, problem="missing" if is_missing else "unknown")
 
 
