@@ -40,10 +40,10 @@ demo: $(STAMP) ## Serve the demo model, stream prompts, and compare with static 
 test: $(STAMP) ## Run every check: ruff, import-linter, mypy, pytest
 	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; \
-	for step in 'ruff check .' 'ruff format --check .' lint-imports 'pytest -q -n $(JOBS) --dist loadfile'; do \
+	for step in 'ruff check .' 'ruff format --check .' lint-imports 'python -m pytest -q -n $(JOBS) --dist loadfile'; do \
 		echo "--- $$step"; $(BIN)/$$step || failed="$$failed '$$step'"; \
 	done; \
-	echo "--- mypy, meanwhile"; wait $$mypy || failed="$$failed mypy"; cat $(VENV)/mypy.txt; \
+	echo "--- mypy, in parallel"; wait $$mypy || failed="$$failed mypy"; cat $(VENV)/mypy.txt; \
 	echo "--- $$(( $$(date +%s) - start )) s"; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
 

@@ -54,7 +54,7 @@ class Question:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Parameters of the request besides `sampling`."""
+        """Parameters of the request, apart from `sampling`."""
         return {} if self.top_logprobs is None else {"logprobs": True, "top_logprobs": self.top_logprobs}
 
 

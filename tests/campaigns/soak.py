@@ -46,7 +46,7 @@ _SAMPLE_SECONDS = 1.0
 _LARGE_PROMPT = 4000
 _STANDSTILL_SECONDS = 30.0  # longest time without a token; a killed worker is replaced far sooner
 WORK = ("cancel_midway", "read_slowly", "send_large_prompt", "submit_only", "vanish", "kill")
-"""Kinds of clients besides readers."""
+"""Kinds of clients, apart from readers."""
 
 
 class _Soak:

@@ -1,10 +1,10 @@
-"""A client without load: read one answer after another and measure the gaps between its messages.
+"""An idle client: read one answer after another and measure the gaps between its messages.
 
 cd tests && python -m fuzz.canary TARGET [TOKEN]
 
-Runs until standard input ends. Then prints JSON: the gaps in seconds, and the longest time without a token, including
-the time to the first one. Fails if an answer fails or differs from the first one. It is a process of its own so that
-load in the test's process does not delay it.
+Run until standard input ends. Then print JSON: the gaps in seconds, and the longest time without a token, including the
+time to the first one. Fail if an answer fails or differs from the first one. It runs in its own process, so that load
+in the test's process does not delay it.
 """
 
 from __future__ import annotations
