@@ -16,7 +16,7 @@ from functools import partial
 
 import zmq
 from support.damage import damaged_payload, mutate
-from support.engine_harness import World, request
+from support.engine_harness import EngineHarness, request
 from support.examples import EXAMPLES
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
@@ -62,27 +62,31 @@ def live(count: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     frames = [encode(message) for message in EXAMPLES]
     num_canaries = 0
-    with World(options=ToyOptions()) as world:
-        world.start_worker()
-        world.wait_joined()
+    with EngineHarness(options=ToyOptions()) as harness:
+        harness.start_worker()
+        harness.wait_joined()
         context = bare_context()
         rogue = context.socket(zmq.PUSH)
         try:
-            rogue.connect(f"ipc://{world.directory}/result.sock")
+            rogue.connect(f"ipc://{harness.directory}/result.sock")
             for begin in range(0, count, _FRAMES_PER_CANARY):
-                streams = [world.submit(request(begin + i)) for i in range(4)]
+                streams = [harness.submit(request(begin + i)) for i in range(4)]
                 for _ in range(min(_FRAMES_PER_CANARY, count - begin)):
                     rogue.send(_undecodable(rng.choice(frames), rng))
-                world.wait_ended(streams)
+                harness.wait_ended(streams)
                 for stream in streams:
-                    stream.check(world.options.vocab_size)
+                    stream.check(harness.options.vocab_size)
                 num_canaries += len(streams)
-            world.wait(lambda: world.engine.snapshot().link.bad_frames >= count or _nudge(world), what="the last frame")
+            harness.wait(
+                lambda: harness.engine.snapshot().link.bad_frames >= count or _nudge(harness), what="the last frame"
+            )
         finally:
             context.destroy()
-        counters = world.engine.snapshot().link
-        if len(world.joins) != 1 or world.losses or world.fatal:
-            raise Failure(f"seed {seed}: the worker was lost ({len(world.losses)}), or the engine died ({world.fatal})")
+        counters = harness.engine.snapshot().link
+        if len(harness.joins) != 1 or harness.losses or harness.fatal:
+            raise Failure(
+                f"seed {seed}: the worker was lost ({len(harness.losses)}), or the engine died ({harness.fatal})"
+            )
     return {"frames": count, "bad_frames": counters.bad_frames, "canaries_exact": num_canaries}
 
 
@@ -96,10 +100,10 @@ def _undecodable(frame: bytes, rng: random.Random) -> bytes:
             return damaged
 
 
-def _nudge(world: World) -> bool:
+def _nudge(harness: EngineHarness) -> bool:
     """Submit one more request, so that the engine publishes a snapshot."""
-    number = 1_000_000 + len(world.streams)
-    world.submit(request(number, max_tokens=1))
+    number = 1_000_000 + len(harness.streams)
+    harness.submit(request(number, max_tokens=1))
     return False
 
 

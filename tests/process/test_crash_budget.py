@@ -28,7 +28,7 @@ def outcome(history: str, *, max_crashes: int = 5, window: float = 600.0, spacin
         ("D", None),
         ("DDDDD", None),
         ("DDDDDD", 6),
-        ("PDDDDDD", 6),  # what was achieved before the first death helps none of them
+        ("PDDDDDD", 6),  # progress before the first crash does not count for the later ones
         ("DDDDDPD", None),
         ("DDDDDPDDDDDD", 11),
         ("DP" * 10_000, None),  # a server that is killed for ever and gets on in between

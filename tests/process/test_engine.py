@@ -1,4 +1,4 @@
-"""The engine over real sockets and real worker processes: what goes in, what comes out, and in which order."""
+"""The engine over real sockets and worker processes: requests, events and their order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import structlog
 import zmq
-from support.engine_harness import Stream, World, eventually, request
+from support.engine_harness import EngineHarness, Stream, eventually, request
 from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
@@ -43,25 +43,25 @@ def error_of(stream: Stream) -> LineclearError:
 
 
 def test_many_answers_are_exact_through_sockets() -> None:
-    with World() as world:
-        world.start_worker()
-        world.wait_joined()
-        streams = [world.submit(request(i, prompt_len=5 + i % 40, max_tokens=8 + i % 50)) for i in range(100)]
-        world.wait_ended(streams)
+    with EngineHarness() as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        streams = [harness.submit(request(i, prompt_len=5 + i % 40, max_tokens=8 + i % 50)) for i in range(100)]
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
-        snapshot = world.engine.snapshot()
+            stream.check(harness.options.vocab_size)
+        snapshot = harness.engine.snapshot()
         assert snapshot.worker.num_joins == 1
         assert snapshot.link.bad_frames == snapshot.membership.stale_messages == 0
 
 
 def test_requests_from_many_threads_are_all_answered() -> None:
-    with World() as world:
-        world.start_worker()
+    with EngineHarness() as harness:
+        harness.start_worker()
         streams: list[Stream] = []
 
         def send(first: int) -> None:
-            streams.extend([world.submit(request(i, max_tokens=10)) for i in range(first, first + 10)])
+            streams.extend([harness.submit(request(i, max_tokens=10)) for i in range(first, first + 10)])
 
         threads = [threading.Thread(target=send, args=(10 * i,)) for i in range(8)]
         for thread in threads:
@@ -69,97 +69,97 @@ def test_requests_from_many_threads_are_all_answered() -> None:
         for thread in threads:
             thread.join()
         assert len(streams) == 80
-        world.wait_ended(streams)
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
 
 
 def test_stop_tokens_end_an_answer() -> None:
-    with World() as world:
-        world.start_worker()
-        streams = [world.submit(request(i, max_tokens=200, stop_ids=frozenset(range(10)))) for i in range(20)]
-        world.wait_ended(streams)
+    with EngineHarness() as harness:
+        harness.start_worker()
+        streams = [harness.submit(request(i, max_tokens=200, stop_ids=frozenset(range(10)))) for i in range(20)]
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
             assert isinstance(stream.end, Finished)
             assert stream.end.reason is FinishReason.STOP_TOKEN
 
 
 def test_cancel_ends_one_request_only() -> None:
-    with World(options=SLOW) as world:
-        world.start_worker()
-        streams = [world.submit(request(i, max_tokens=50)) for i in range(4)]
-        world.wait(lambda: len(streams[0].tokens) > 5)
-        world.engine.cancel("r0")
-        world.engine.cancel("r1", WorkerUnavailable("given up"))
-        world.engine.cancel("nobody")
-        world.wait_ended(streams)
+    with EngineHarness(options=SLOW) as harness:
+        harness.start_worker()
+        streams = [harness.submit(request(i, max_tokens=50)) for i in range(4)]
+        harness.wait(lambda: len(streams[0].tokens) > 5)
+        harness.engine.cancel("r0")
+        harness.engine.cancel("r1", WorkerUnavailable("given up"))
+        harness.engine.cancel("nobody")
+        harness.wait_ended(streams)
         assert isinstance(error_of(streams[0]), Cancelled)
         assert isinstance(error_of(streams[1]), WorkerUnavailable)
         for stream in streams[2:]:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
 
 
 def test_finish_completes_an_answer_at_a_stop_string() -> None:
-    with World(options=SLOW) as world:
-        world.start_worker()
-        stream = world.submit(request(1, max_tokens=200))
-        world.wait(lambda: len(stream.tokens) >= 6)
-        world.engine.finish("r1", 5)
-        world.wait_ended([stream])
+    with EngineHarness(options=SLOW) as harness:
+        harness.start_worker()
+        stream = harness.submit(request(1, max_tokens=200))
+        harness.wait(lambda: len(stream.tokens) >= 6)
+        harness.engine.finish("r1", 5)
+        harness.wait_ended([stream])
         assert isinstance(stream.end, Finished)
         assert stream.end.reason is FinishReason.STOP_STRING
         assert stream.end.record.completion_tokens == 5
 
 
 def test_deadline_wakes_an_idle_engine() -> None:
-    with World() as world:
+    with EngineHarness() as harness:
         begin = time.monotonic()
-        stream = world.submit(Request("late", (1, 2, 3), request(1).sampling, 5, deadline=begin + 0.1))
-        world.wait_ended([stream])
+        stream = harness.submit(Request("late", (1, 2, 3), request(1).sampling, 5, deadline=begin + 0.1))
+        harness.wait_ended([stream])
         assert isinstance(error_of(stream), DeadlineExceeded)
         assert 0.1 <= time.monotonic() - begin < SOON_SECONDS
 
 
 def test_deadline_years_ahead_without_a_worker() -> None:
-    with World() as world:
+    with EngineHarness() as harness:
         far = Request("far", (1, 2, 3), request(1).sampling, 5, deadline=time.monotonic() + 1e9)
-        stream = world.submit(far)
-        world.wait_ended([world.submit(Request("near", (1, 2), far.sampling, 5, deadline=time.monotonic() + 0.05))])
-        world.start_worker()
-        world.wait_ended([stream])
-        stream.check(world.options.vocab_size)
+        stream = harness.submit(far)
+        harness.wait_ended([harness.submit(Request("near", (1, 2), far.sampling, 5, deadline=time.monotonic() + 0.05))])
+        harness.start_worker()
+        harness.wait_ended([stream])
+        stream.check(harness.options.vocab_size)
 
 
 def test_drain_finishes_running_and_refuses_new_requests() -> None:
-    with World(options=SLOW) as world:
-        world.start_worker()
-        before = world.submit(request(1))
-        world.engine.drain()
-        after = world.submit(request(2))
-        world.wait_ended([before, after])
-        before.check(world.options.vocab_size)
+    with EngineHarness(options=SLOW) as harness:
+        harness.start_worker()
+        before = harness.submit(request(1))
+        harness.engine.drain()
+        after = harness.submit(request(2))
+        harness.wait_ended([before, after])
+        before.check(harness.options.vocab_size)
         assert isinstance(error_of(after), ServerDraining)
 
 
 def test_request_refused_by_the_core_fails_with_the_reason() -> None:
-    with World() as world:
-        world.start_worker()
-        world.wait_joined()
-        stream = world.submit(request(1, prompt_len=500, max_tokens=500))
-        world.wait_ended([stream])
+    with EngineHarness() as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        stream = harness.submit(request(1, prompt_len=500, max_tokens=500))
+        harness.wait_ended([stream])
         assert isinstance(error_of(stream), PromptTooLong)
 
 
 def test_full_inbox_refuses_requests() -> None:
-    with World(max_inbox=10) as world:
-        world.start_worker()
-        world.wait_joined()
-        with world.held():  # the engine sits in publish() and cannot empty its inbox
-            streams = [world.submit(request(i)) for i in range(15)]
-        world.wait_ended(streams)
+    with EngineHarness(max_inbox=10) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        with harness.held():  # the engine sits in publish() and cannot empty its inbox
+            streams = [harness.submit(request(i)) for i in range(15)]
+        harness.wait_ended(streams)
         for stream in streams[:10]:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
         for stream in streams[10:]:
             assert isinstance(error_of(stream), QueueFull)
             assert error_of(stream).retry_after_seconds is not None
@@ -168,99 +168,99 @@ def test_full_inbox_refuses_requests() -> None:
 @pytest.mark.parametrize("size", [1, 3000])
 def test_inbox_holds_a_submit_and_a_cancel_of_each_request(size: int) -> None:
     settings = SchedulerSettings(model="m", max_queue_size=size, max_batch_size=1)
-    with World(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size)) as world:
-        world.start_worker()
-        world.wait_joined()
-        with world.held():
+    with EngineHarness(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size)) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        with harness.held():
             streams = []
             for i in range(size):
-                streams.append(world.submit(request(i)))
-                world.engine.cancel(streams[-1].request.request_id)
-        world.wait_ended(streams)
+                streams.append(harness.submit(request(i)))
+                harness.engine.cancel(streams[-1].request.request_id)
+        harness.wait_ended(streams)
         assert {type(error_of(stream)) for stream in streams} == {Cancelled}
 
 
 def test_full_queue_is_refused_by_the_core() -> None:
-    with World(core=CoreLimits(max_queue_size=3)) as world:
-        streams = [world.submit(request(i)) for i in range(5)]
-        world.wait_ended(streams[3:])
-        world.start_worker()
-        world.wait_ended(streams)
+    with EngineHarness(core=CoreLimits(max_queue_size=3)) as harness:
+        streams = [harness.submit(request(i)) for i in range(5)]
+        harness.wait_ended(streams[3:])
+        harness.start_worker()
+        harness.wait_ended(streams)
         assert [type(s.end) for s in streams] == [Finished] * 3 + [Failed] * 2
 
 
 def test_error_on_the_engine_thread_is_fatal() -> None:
-    world = World()
-    with world:
-        world.start_worker()
-        world.wait_joined()
+    harness = EngineHarness()
+    with harness:
+        harness.start_worker()
+        harness.wait_joined()
 
         def broken(now: float) -> None:
             raise KeyError("a bug")
 
-        world.core.expire = broken  # type: ignore[assignment]
-        world.engine.submit(request(1))
-        world.wait(lambda: bool(world.fatal))
-        assert isinstance(world.engine.failure, KeyError)
-        assert world.fatal == [world.engine.failure]
+        harness.core.expire = broken  # type: ignore[assignment]
+        harness.engine.submit(request(1))
+        harness.wait(lambda: bool(harness.fatal))
+        assert isinstance(harness.engine.failure, KeyError)
+        assert harness.fatal == [harness.engine.failure]
 
 
 def test_protocol_mismatch_names_both_versions() -> None:
-    with World() as world:
+    with EngineHarness() as harness:
         frame = bytearray(encode(Heartbeat(7, 0)))
         frame[4] += 1  # the protocol, little-endian
         context = bare_context()
         peer = context.socket(zmq.PUSH)
-        peer.connect(f"ipc://{world.directory}/result.sock")
+        peer.connect(f"ipc://{harness.directory}/result.sock")
         peer.send(bytes(frame))
-        world.wait(lambda: bool(world.fatal))
+        harness.wait(lambda: bool(harness.fatal))
         context.destroy()
-        assert isinstance(world.fatal[0], ProtocolMismatch)
-        assert f"protocol {PROTOCOL + 1}, this one {PROTOCOL}" in str(world.fatal[0])
+        assert isinstance(harness.fatal[0], ProtocolMismatch)
+        assert f"protocol {PROTOCOL + 1}, this one {PROTOCOL}" in str(harness.fatal[0])
 
 
 def test_suspended_process_does_not_lose_its_worker() -> None:
-    """After a suspend the clock has gone on, and what the worker said is still in the kernel's buffers."""
+    """After a suspend the clock has jumped, and the worker's messages are still in the kernel's buffers."""
     ahead = [0.0]
-    with World(options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0]) as world:
-        world.start_worker()
-        world.wait_joined()
+    with EngineHarness(options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0]) as harness:
+        harness.start_worker()
+        harness.wait_joined()
         for number in range(5):
-            heard = world.engine.snapshot().link.messages
-            eventually(lambda heard=heard: world.engine.snapshot().link.messages > heard)
+            heard = harness.engine.snapshot().link.messages
+            eventually(lambda heard=heard: harness.engine.snapshot().link.messages > heard)
             ahead[0] += 3600.0  # just after a heartbeat: the next word of the worker is half a second away
-            stream = world.submit(request(number))
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
-        assert world.losses == []
-        assert world.broken == []
+            stream = harness.submit(request(number))
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
+        assert harness.losses == []
+        assert harness.broken == []
 
 
 def test_plans_are_sent_before_their_events_are_published() -> None:
-    """A reader that takes its time does not keep the device waiting: the worker computes meanwhile."""
-    with World() as world:
-        world.start_worker()
-        world.wait_joined()
+    """A slow reader does not delay the device: the worker computes while events are published."""
+    with EngineHarness() as harness:
+        harness.start_worker()
+        harness.wait_joined()
         sent: list[int] = []
 
         def slow(events: Sequence[Event]) -> None:
-            sent.append(world.link.counters.plans)
+            sent.append(harness.link.counters.plans)
 
-        world.on_publish = slow
-        stream = world.submit(request(1, max_tokens=5))
-        world.wait_ended([stream])
+        harness.on_publish = slow
+        stream = harness.submit(request(1, max_tokens=5))
+        harness.wait_ended([stream])
         assert sent[0] >= 1, "the first events came before the first plan"
 
 
 def test_snapshot_counts_requests_steps_and_bytes() -> None:
-    with World() as world:
-        assert world.engine.worker_status.hello is None
-        world.start_worker()
-        streams = [world.submit(request(i, max_tokens=100)) for i in range(30)]
-        world.wait_ended(streams)
-        eventually(lambda: world.engine.snapshot().core.counters.requests_finished == 30)
-        snapshot = world.engine.snapshot()
-        assert snapshot.worker == world.engine.worker_status
+    with EngineHarness() as harness:
+        assert harness.engine.worker_status.hello is None
+        harness.start_worker()
+        streams = [harness.submit(request(i, max_tokens=100)) for i in range(30)]
+        harness.wait_ended(streams)
+        eventually(lambda: harness.engine.snapshot().core.counters.requests_finished == 30)
+        snapshot = harness.engine.snapshot()
+        assert snapshot.worker == harness.engine.worker_status
         assert snapshot.core.steps_in_flight == snapshot.core.num_requests_running == 0
         steps = snapshot.core.counters.steps
         assert snapshot.link.plans == steps == len(snapshot.step_times)
@@ -278,45 +278,45 @@ def test_snapshot_counts_requests_steps_and_bytes() -> None:
             assert 0 < seconds < 60
 
 
-def spoil(world: World) -> None:
+def spoil(harness: EngineHarness) -> None:
     """Give one slot back twice."""
-    free = world.core._batch.free_slots
-    world.engine.call_on_engine_thread(lambda: free.append(free[0]))
+    free = harness.core._batch.free_slots
+    harness.engine.call_on_engine_thread(lambda: free.append(free[0]))
 
 
 @pytest.mark.parametrize(("every", "max_tokens"), [(8, 400), (10**6, 1)], ids=["while it runs", "when it is idle"])
 def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> None:
-    with World(check_every_steps=every) as world:
-        world.start_worker()
-        world.wait_joined()
-        world.wait_ended([world.submit(request(0, max_tokens=100))])
-        checks = world.engine.snapshot().counters.checks
+    with EngineHarness(check_every_steps=every) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        harness.wait_ended([harness.submit(request(0, max_tokens=100))])
+        checks = harness.engine.snapshot().counters.checks
         assert checks == 1 if every > 100 else checks >= 100 // every
-        spoil(world)
-        stream = world.submit(request(1, max_tokens=max_tokens))
-        world.wait(lambda: bool(world.fatal), what="the end of the engine")
-        assert isinstance(world.fatal[0], AssertionError)
+        spoil(harness)
+        stream = harness.submit(request(1, max_tokens=max_tokens))
+        harness.wait(lambda: bool(harness.fatal), what="the end of the engine")
+        assert isinstance(harness.fatal[0], AssertionError)
         assert len(stream.tokens) < 400
 
 
 def test_invariant_checks_can_be_disabled() -> None:
-    with World(check_every_steps=0) as world:
-        world.start_worker()
-        world.wait_joined()
-        spoil(world)
-        stream = world.submit(request(1, max_tokens=10))
-        world.wait_ended([stream])
-        assert world.engine.snapshot().counters.checks == 0
+    with EngineHarness(check_every_steps=0) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        spoil(harness)
+        stream = harness.submit(request(1, max_tokens=10))
+        harness.wait_ended([stream])
+        assert harness.engine.snapshot().counters.checks == 0
 
 
 def test_idle_engine_iterates_only_for_heartbeats() -> None:
-    with World(options=ToyOptions(heartbeat_seconds=0.1)) as world:
-        world.start_worker()
-        world.wait_joined()
-        eventually(lambda: world.engine.snapshot().link.messages >= 2)
-        before = world.engine.snapshot()
-        eventually(lambda: world.engine.snapshot().link.messages >= before.link.messages + 10)
-        after = world.engine.snapshot()
+    with EngineHarness(options=ToyOptions(heartbeat_seconds=0.1)) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        eventually(lambda: harness.engine.snapshot().link.messages >= 2)
+        before = harness.engine.snapshot()
+        eventually(lambda: harness.engine.snapshot().link.messages >= before.link.messages + 10)
+        after = harness.engine.snapshot()
         assert after.counters.iterations - before.counters.iterations <= 3 * (
             after.link.messages - before.link.messages
         )
@@ -324,19 +324,22 @@ def test_idle_engine_iterates_only_for_heartbeats() -> None:
 
 @pytest.mark.parametrize("num_stops", [1, 2])
 def test_stop_ends_the_thread_and_returns_the_link(num_stops: int) -> None:
-    with World() as world:
+    with EngineHarness() as harness:
         for _ in range(num_stops):
-            world.engine.stop()
-        assert list(world.link.receive(WorkerRegistry(WorkerTimeouts(), lambda count: 0.0), time.monotonic())) == []
-        world.engine.submit(request(1))  # into the void, without harm
+            harness.engine.stop()
+        assert list(harness.link.receive(WorkerRegistry(WorkerTimeouts(), lambda count: 0.0), time.monotonic())) == []
+        harness.engine.submit(request(1))  # into the void, without harm
 
 
 def test_worker_smaller_than_the_limits_is_a_warning() -> None:
-    """In containers of their own the two have flags of their own."""
+    """In separate containers, scheduler and worker get separate flags."""
     limits = CoreLimits(max_batch_size=128, target_batch_tokens=8192)
-    with structlog.testing.capture_logs() as lines, World(core=limits, options=ToyOptions(num_slots=64)) as world:
-        world.start_worker()
-        world.wait_joined()
+    with (
+        structlog.testing.capture_logs() as lines,
+        EngineHarness(core=limits, options=ToyOptions(num_slots=64)) as harness,
+    ):
+        harness.start_worker()
+        harness.wait_joined()
         eventually(lambda: len([line for line in lines if line["event"] == "worker_caps_batches"]) == 2)
     told = [line for line in lines if line["event"] == "worker_caps_batches"]
     assert [(line["flag"], line["value"], line["worker_value"]) for line in told] == [
@@ -347,21 +350,21 @@ def test_worker_smaller_than_the_limits_is_a_warning() -> None:
 
 
 def test_worker_as_large_as_the_limits_is_no_warning() -> None:
-    with structlog.testing.capture_logs() as lines, World(core=CoreLimits(max_batch_size=64)) as world:
-        world.start_worker()
-        world.wait_joined()
+    with structlog.testing.capture_logs() as lines, EngineHarness(core=CoreLimits(max_batch_size=64)) as harness:
+        harness.start_worker()
+        harness.wait_joined()
         eventually(lambda: "worker_joined" in [line["event"] for line in lines])
     assert "worker_caps_batches" not in [line["event"] for line in lines]
 
 
 def test_stuck_thread_is_reported_and_keeps_its_link() -> None:
     goes_on = threading.Event()
-    with World() as world:
-        world.engine.call_on_engine_thread(lambda: goes_on.wait(PATIENCE_SECONDS))
-        eventually(lambda: world.engine.busy_seconds() > 0)
+    with EngineHarness() as harness:
+        harness.engine.call_on_engine_thread(lambda: goes_on.wait(PATIENCE_SECONDS))
+        eventually(lambda: harness.engine.busy_seconds() > 0)
         with structlog.testing.capture_logs() as lines, pytest.raises(EngineStuck):
-            world.engine.stop(0.1)
+            harness.engine.stop(0.1)
         assert [line["event"] for line in lines] == ["engine_not_stopped"]
-        world.link.close()
+        harness.link.close()
         goes_on.set()
-        world.engine.stop()
+        harness.engine.stop()

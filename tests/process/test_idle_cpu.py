@@ -1,4 +1,4 @@
-"""Nobody spins: both processes sleep in the kernel while there is nothing to do."""
+"""Idle CPU time: both processes sleep in the kernel without work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cpu_percent(pids: list[int], seconds: float) -> list[float]:
 
 def test_two_idle_processes_use_no_processor(directory: Path) -> None:
     with ToyScheduler(directory, 0, IDLE) as scheduler:
-        worker = scheduler.hear("joined")
+        worker = scheduler.read_pid("joined")
         percent = cpu_percent([scheduler.process.pid, worker], 5.0)
         assert max(percent) < 2.0, percent
 
@@ -61,5 +61,5 @@ def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None
 def test_idle_measure_detects_work(directory: Path) -> None:
     """The measure is not blind: with streams running it exceeds the bound of the other tests."""
     with ToyScheduler(directory, 16, IDLE) as scheduler:
-        worker = scheduler.hear("joined")
+        worker = scheduler.read_pid("joined")
         eventually(lambda: min(cpu_percent([scheduler.process.pid, worker], 0.5)) > 2.0)

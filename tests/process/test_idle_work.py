@@ -1,4 +1,4 @@
-"""Idle time: the runner prepares for later steps while no order comes, and nobody waits for that."""
+"""Idle work: the runner prepares for later steps while no plan arrives, without delaying one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Preparing(ToyRunner):
 
 
 class Script:
-    """Plays the orders that come, None where nothing does for as long as it is waited for, and keeps the waits."""
+    """Returns the messages of a script, None for a timeout, and records the timeouts."""
 
     def __init__(self, *orders: SchedulerMessage | None) -> None:
         self.waits: list[float | None] = []

@@ -5,69 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.engine_harness import World, eventually, request
+from support.engine_harness import EngineHarness, eventually, request
 from support.worker_peer import Peer, hello, peers
 
 from lineclear.wire.messages import Heartbeat, LogLevel, SetLogLevel, StepPlan
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    with World() as world:
-        yield world
+def harness() -> Iterator[EngineHarness]:
+    with EngineHarness() as harness:
+        yield harness
 
 
 @pytest.fixture
-def peer(world: World) -> Iterator[Callable[[int], Peer]]:
-    with peers(world.directory) as peer:
+def peer(harness: EngineHarness) -> Iterator[Callable[[int], Peer]]:
+    with peers(harness.directory) as peer:
         yield peer
 
 
-def joined(world: World, peer: Callable[[int], Peer], epoch: int) -> Peer:
+def joined(harness: EngineHarness, peer: Callable[[int], Peer], epoch: int) -> Peer:
     new = peer(epoch)
-    new.say(hello(epoch))
+    new.send(hello(epoch))
     return new
 
 
-def test_log_level_is_sent_to_the_joined_worker(world: World, peer: Callable[[int], Peer]) -> None:
-    worker = joined(world, peer, 7)
-    world.wait_joined()
+def test_log_level_is_sent_to_the_joined_worker(harness: EngineHarness, peer: Callable[[int], Peer]) -> None:
+    worker = joined(harness, peer, 7)
+    harness.wait_joined()
     for level in LogLevel:
-        world.engine.set_log_level(level.name.lower())
-        assert worker.hear() == SetLogLevel(7, level)
+        harness.engine.set_log_level(level.name.lower())
+        assert worker.receive() == SetLogLevel(7, level)
 
 
-def test_log_level_is_sent_first_to_a_later_worker(world: World, peer: Callable[[int], Peer]) -> None:
-    world.engine.set_log_level("error")
-    world.engine.set_log_level("debug")
+def test_log_level_is_sent_first_to_a_later_worker(harness: EngineHarness, peer: Callable[[int], Peer]) -> None:
+    harness.engine.set_log_level("error")
+    harness.engine.set_log_level("debug")
     for epoch in (7, 9):
-        worker = joined(world, peer, epoch)
-        world.submit(request(epoch, prompt_len=4, max_tokens=4))
-        assert worker.hear() == SetLogLevel(epoch, LogLevel.DEBUG)
-        assert isinstance(worker.hear(), StepPlan)
-        worker.leave()
-        world.wait(lambda epoch=epoch: [lost for _, lost in world.losses][-1:] == [epoch])
+        worker = joined(harness, peer, epoch)
+        harness.submit(request(epoch, prompt_len=4, max_tokens=4))
+        assert worker.receive() == SetLogLevel(epoch, LogLevel.DEBUG)
+        assert isinstance(worker.receive(), StepPlan)
+        worker.close()
+        harness.wait(lambda epoch=epoch: [lost for _, lost in harness.losses][-1:] == [epoch])
 
 
-def test_no_log_level_is_sent_by_default(world: World, peer: Callable[[int], Peer]) -> None:
-    worker = joined(world, peer, 7)
-    world.submit(request(1, prompt_len=4, max_tokens=4))
-    assert isinstance(worker.hear(), StepPlan)
+def test_no_log_level_is_sent_by_default(harness: EngineHarness, peer: Callable[[int], Peer]) -> None:
+    worker = joined(harness, peer, 7)
+    harness.submit(request(1, prompt_len=4, max_tokens=4))
+    assert isinstance(worker.receive(), StepPlan)
 
 
-def test_unsent_log_level_is_sent_again(world: World, peer: Callable[[int], Peer]) -> None:
-    worker = joined(world, peer, 7)
-    world.wait_joined()
-    tell, refused = world.link.send_control, list[SetLogLevel]()
+def test_unsent_log_level_is_sent_again(harness: EngineHarness, peer: Callable[[int], Peer]) -> None:
+    worker = joined(harness, peer, 7)
+    harness.wait_joined()
+    tell, refused = harness.link.send_control, list[SetLogLevel]()
 
     def no_room(order: SetLogLevel) -> bool:
         refused.append(order)
-        world.link.send_control = tell  # type: ignore[method-assign]
+        harness.link.send_control = tell  # type: ignore[method-assign]
         return False
 
-    world.link.send_control = no_room  # type: ignore[method-assign]
-    world.engine.set_log_level("warning")
+    harness.link.send_control = no_room  # type: ignore[method-assign]
+    harness.engine.set_log_level("warning")
     eventually(lambda: bool(refused))
-    worker.say(Heartbeat(7, 0))  # what any worker says all the time: the engine turns, and tries again
-    assert worker.hear_a(SetLogLevel) == SetLogLevel(7, LogLevel.WARNING)
+    worker.send(Heartbeat(7, 0))  # what any worker says all the time: the engine turns, and tries again
+    assert worker.receive_kind(SetLogLevel) == SetLogLevel(7, LogLevel.WARNING)
     assert refused == [SetLogLevel(7, LogLevel.WARNING)]

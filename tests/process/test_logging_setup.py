@@ -83,7 +83,7 @@ def test_an_unknown_level_or_form_is_named(level: str, form: str) -> None:
 
 
 class Stuck(io.StringIO):
-    """A stream nobody reads: the first write does not return before `released`."""
+    """A stream without a reader: the first write blocks until `released`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ pathlib.Path({str(done)!r}).touch()
 
 
 def test_nonblocking_standard_error_gets_whole_lines() -> None:
-    """Thousands of lines into a pipe whose reader is slow to begin: more than it holds, and none is cut or lost."""
+    """Thousands of lines, more than the pipe holds, reach a reader that starts late, whole."""
     script = """
 import os, sys, structlog
 from lineclear.process.logging_setup import configure

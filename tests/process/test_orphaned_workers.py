@@ -1,4 +1,4 @@
-"""Whatever happens to the scheduler process, no worker of its own stays behind; one that nobody owns finds the next."""
+"""A supervised worker never outlives its scheduler; an unsupervised one joins the next scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engine_harness import ENVIRONMENT, ToyScheduler, World, eventually, request, short_directory
+from support.engine_harness import ENVIRONMENT, EngineHarness, ToyScheduler, eventually, request, short_directory
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
 @pytest.mark.parametrize("num_streams", [0, 8], ids=["idle", "busy"])
 def test_worker_ends_with_a_killed_scheduler(directory: Path, num_streams: int) -> None:
     with ToyScheduler(directory, num_streams, STEPPING) as scheduler:
-        pid = scheduler.hear("joined")
+        pid = scheduler.read_pid("joined")
         scheduler.end(signal.SIGKILL)
         assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
 
@@ -49,7 +49,7 @@ def test_worker_ends_with_a_killed_scheduler(directory: Path, num_streams: int) 
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.12, 0.5])
 def test_worker_ends_with_its_scheduler_while_it_loads(directory: Path, delay_seconds: float) -> None:
     with ToyScheduler(directory, 0, ToyOptions(load_seconds=3600)) as scheduler:
-        pid = scheduler.hear("started")
+        pid = scheduler.read_pid("started")
         time.sleep(delay_seconds)
         scheduler.end(signal.SIGKILL)
         assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
@@ -84,7 +84,7 @@ def test_no_death_pipe_without_a_parent() -> None:
 
 def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(directory: Path) -> None:
     with ToyScheduler(directory, 4, STEPPING) as scheduler:
-        pid = scheduler.hear("joined")
+        pid = scheduler.read_pid("joined")
         assert scheduler.end(signal.SIGTERM) == 0
         assert not is_running(pid)
         assert not (directory / "plan.sock").exists()
@@ -94,7 +94,7 @@ def test_unsupervised_worker_joins_the_next_scheduler(directory: Path) -> None:
     worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)  # before any scheduler
     for _ in range(3):
         with ToyScheduler(directory, 4) as scheduler:
-            assert scheduler.hear("joined") == worker.pid
+            assert scheduler.read_pid("joined") == worker.pid
             scheduler.end(signal.SIGKILL)  # leaves its socket files behind
     assert worker.poll() is None
     worker.send_signal(signal.SIGTERM)
@@ -104,11 +104,11 @@ def test_unsupervised_worker_joins_the_next_scheduler(directory: Path) -> None:
 def test_answers_are_exact_on_a_reused_worker(directory: Path) -> None:
     with ToyScheduler(directory, 8) as scheduler:
         worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)
-        assert scheduler.hear("joined") == worker.pid
+        assert scheduler.read_pid("joined") == worker.pid
         scheduler.end(signal.SIGKILL)
-    with World(directory=directory, options=STEPPING) as world:
-        world.workers.append(worker)
-        streams = [world.submit(request(i)) for i in range(10)]
-        world.wait_ended(streams)
+    with EngineHarness(directory=directory, options=STEPPING) as harness:
+        harness.workers.append(worker)
+        streams = [harness.submit(request(i)) for i in range(10)]
+        harness.wait_ended(streams)
         for stream in streams:
             stream.check(STEPPING.vocab_size)

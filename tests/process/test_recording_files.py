@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.engine_harness import ENVIRONMENT, World, request, supervised
+from support.engine_harness import ENVIRONMENT, EngineHarness, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -22,19 +22,19 @@ def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) ->
     core = RecordingScheduler(CoreLimits(max_batch_size=64))
     recordings = RecordingFiles(core, tmp_path / "recordings")
     options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
-    with World(options=options, core=core, on_anomaly=recordings.dump) as world:
+    with EngineHarness(options=options, core=core, on_anomaly=recordings.dump) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(index, max_tokens=100)) for index in range(8)]
-            world.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))
+            harness.wait_joined()
+            streams = [harness.submit(request(index, max_tokens=100)) for index in range(8)]
+            harness.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))
             assert supervisor.pid is not None
             os.kill(supervisor.pid, signal.SIGKILL)
-            world.wait_ended(streams)
+            harness.wait_ended(streams)
             for stream in streams:
                 stream.check(options.vocab_size)
 
-        supervised(world, body)
+        supervised(harness, body)
     recordings.wait()
     (file,) = (tmp_path / "recordings").iterdir()
     assert "WorkerLost" in file.read_text()

@@ -29,7 +29,7 @@ def prompt(number: int) -> list[int]:
 
 def check(results: list[Generation]) -> None:
     for number, result in enumerate(results):
-        # Without a seed of its own the request got one, which the first message told.
+        # The server chose the seed and sent it in the first message.
         tokens = answer(prompt(number), LENGTH, seed=result.started.seed)
         assert list(result.token_ids) == tokens
         assert result.text == text_of(tokens)

@@ -1,4 +1,4 @@
-"""The private directory: what is refused, what is cleared away, and how the refusal reads."""
+"""The private socket directory: refusals, their sentences, and removal of stale sockets."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_link_leaves_no_descriptor_behind(root: Path) -> None:
 
 
 def test_dropped_link_releases_its_sockets(root: Path) -> None:
-    """In a process of its own, because a collection that waits for the link's sockets would wait for ever."""
+    """In a child process, because a collection that waits for the link's sockets would block forever."""
     program = f"""
 import gc, os, pathlib
 from lineclear.scheduler.engine.worker_link import WorkerLink

@@ -1,4 +1,4 @@
-"""The standby worker: promoted when the worker ends, replaced when it ends itself, and never in anybody's way."""
+"""The standby worker: promoted when the worker exits, replaced when it exits itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.engine_harness import World, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -56,97 +56,97 @@ def hello(pid: int) -> Hello:
 
 
 def test_the_standby_takes_over_and_another_one_is_kept() -> None:
-    with World(options=OPTIONS) as world:
+    with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(number, max_tokens=400)) for number in range(4)]
+            harness.wait_joined()
+            streams = [harness.submit(request(number, max_tokens=400)) for number in range(4)]
             for number in range(2, 5):
                 standby = ready_standby(supervisor)
                 kill(supervisor.pid)
-                world.wait_joined(number)
+                harness.wait_joined(number)
                 assert supervisor.pid == standby
-            world.wait_ended(streams)
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervisor = supervised(world, body, SupervisorLimits(max_crashes=3), standby=True)
+        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=3), standby=True)
         assert supervisor.num_starts == 4
 
 
 def test_standby_crash_costs_no_stream_and_no_budget() -> None:
-    with World(options=OPTIONS) as world:
+    with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
+            harness.wait_joined()
             worker = supervisor.pid
-            stream = world.submit(request(1, max_tokens=400))
+            stream = harness.submit(request(1, max_tokens=400))
             killed = set()
             for _ in range(3):
                 killed.add(standby := ready_standby(supervisor))
                 kill(standby)
                 eventually(lambda standby=standby: supervisor.standby_pid != standby)  # type: ignore[misc]
             assert len(killed) == 3
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
             assert supervisor.pid == worker
 
-        supervised(world, body, SupervisorLimits(max_crashes=0), standby=True)
-        assert world.give_ups == []
+        supervised(harness, body, SupervisorLimits(max_crashes=0), standby=True)
+        assert harness.give_ups == []
 
 
 def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_PROMOTION_SECONDS", 0.2)
-    with World(options=OPTIONS) as world:
+    with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            stream = world.submit(request(1, max_tokens=400))
-            world.wait(lambda: len(stream.tokens) > 4)
+            harness.wait_joined()
+            stream = harness.submit(request(1, max_tokens=400))
+            harness.wait(lambda: len(stream.tokens) > 4)
             hung = ready_standby(supervisor)
             kill(hung, signal.SIGSTOP)
             kill(supervisor.pid)
-            world.wait_joined(2)
+            harness.wait_joined(2)
             assert supervisor.pid != hung
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
 
         # One end is survived: the worker's. That of the standby does not count.
-        supervised(world, body, SupervisorLimits(max_crashes=1), standby=True)
-        assert world.give_ups == []
+        supervised(harness, body, SupervisorLimits(max_crashes=1), standby=True)
+        assert harness.give_ups == []
 
 
 def test_a_standby_that_still_imports_is_not_promoted() -> None:
     """It imports at a low priority that it cannot raise: beside a busy process a new worker is ready before it."""
-    with World(options=replace(OPTIONS, import_seconds=1.0)) as world:
+    with EngineHarness(options=replace(OPTIONS, import_seconds=1.0)) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            stream = world.submit(request(1, max_tokens=400))
+            harness.wait_joined()
+            stream = harness.submit(request(1, max_tokens=400))
             keeper = supervisor._standby
             assert keeper is not None
             eventually(lambda: keeper.pid is not None)
             importing, worker = keeper.pid, supervisor.pid
             kill(worker)
-            world.wait_joined(2)
+            harness.wait_joined(2)
             assert supervisor.pid not in (importing, worker)
             # It goes on, and is there for the next end.
             assert ready_standby(supervisor) == importing
             kill(supervisor.pid)
-            world.wait_joined(3)
+            harness.wait_joined(3)
             assert supervisor.pid == importing
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
 
-        supervised(world, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
+        supervised(harness, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["one that is killed", "one that is due"])
 def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with World(options=OPTIONS) as world:
+    with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
+            harness.wait_joined()
             keeper, loop = supervisor._standby, supervisor._loop
             assert keeper is not None
             assert loop is not None
@@ -163,26 +163,26 @@ def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, mon
 
         if number is None:
             monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.5)
-        supervised(world, body, standby=True)
+        supervised(harness, body, standby=True)
 
 
 def test_ready_standby_takes_over_during_a_drain() -> None:
-    with World(options=OPTIONS) as world:
+    with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            stream = world.submit(request(1, max_tokens=400))
-            world.wait(lambda: len(stream.tokens) > 4)
+            harness.wait_joined()
+            stream = harness.submit(request(1, max_tokens=400))
+            harness.wait(lambda: len(stream.tokens) > 4)
             standby = ready_standby(supervisor)
             assert supervisor._loop is not None
             supervisor._loop.call_soon_threadsafe(supervisor.drain)
             kill(supervisor.pid)
-            world.wait_joined(2)
+            harness.wait_joined(2)
             assert supervisor.pid == standby
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
 
-        supervised(world, body, standby=True)
+        supervised(harness, body, standby=True)
 
 
 WILLING = """

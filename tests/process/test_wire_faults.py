@@ -1,4 +1,4 @@
-"""Frames that are lost, doubled, damaged, out of order or from another life, between two real ends of the link.
+"""Frames that are lost, doubled, damaged, reordered or replayed between scheduler and worker.
 
 Whatever happens to a frame, the answers are exact: either the frame did not matter, or the worker joins anew.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import zmq
-from support.engine_harness import World, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, request, supervised
 from support.frame_proxy import Proxy, Tamper
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
@@ -37,7 +37,7 @@ def is_step(frame: bytes) -> bool:
 
 
 class Kind(NamedTuple):
-    """What is done to a frame, given it and the one before; and to the one after it, given that and this."""
+    """Changes a frame, given it and the one before; `then` changes the next frame, given that and this one."""
 
     what: Callable[[bytes, bytes], Sequence[bytes]]
     then: Callable[[bytes, bytes], Sequence[bytes]] = lambda frame, last: (frame,)
@@ -84,27 +84,27 @@ FAULTS = {
     "instead of it the one before": Kind(lambda frame, last: (last,)),
 }
 REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
-"""By whom: the worker runs no plan out of its step, the core takes no result out of its."""
+"""The worker refuses a plan of the wrong step, the core a result of the wrong step."""
 CASES = [(name, at) for name in FAULTS for at in (1, 9) if at > 1 or "the one before" not in name]
 
 
 def serve(
-    tamper: Tamper, body: Callable[[World, Proxy, WorkerSupervisor], None], patience: WorkerTimeouts = PATIENCE
-) -> World:
-    """Run `body` in a world whose worker speaks through a proxy that tampers."""
-    with World(timeouts=patience, options=OPTIONS) as world:
-        scheduler_side, worker_side = world.directory, world.root / "w"
+    tamper: Tamper, body: Callable[[EngineHarness, Proxy, WorkerSupervisor], None], patience: WorkerTimeouts = PATIENCE
+) -> EngineHarness:
+    """Run `body` in a harness whose worker speaks through a proxy that tampers."""
+    with EngineHarness(timeouts=patience, options=OPTIONS) as harness:
+        scheduler_side, worker_side = harness.directory, harness.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
-            world.directory = worker_side
-            supervised(world, lambda supervisor: body(world, proxy, supervisor))
-    return world
+            harness.directory = worker_side
+            supervised(harness, lambda supervisor: body(harness, proxy, supervisor))
+    return harness
 
 
-def all_exact(world: World) -> None:
-    streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)]
-    world.wait_ended(streams)
+def all_exact(harness: EngineHarness) -> None:
+    streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)]
+    harness.wait_ended(streams)
     for stream in streams:
-        stream.check(world.options.vocab_size)
+        stream.check(harness.options.vocab_size)
 
 
 @pytest.mark.parametrize("direction", ["plan", "result"])
@@ -112,13 +112,13 @@ def all_exact(world: World) -> None:
 def test_answers_are_exact_whatever_happens_to_one_frame(name: str, direction: str, at: int) -> None:
     kind = FAULTS[name]
     fault = Fault(direction, at, kind)
-    world = serve(fault, lambda world, proxy, supervisor: all_exact(world))
+    harness = serve(fault, lambda harness, proxy, supervisor: all_exact(harness))
     assert fault.num_seen > at
-    assert world.fatal == []
-    # What is no frame costs nothing; whatever else costs one worker, and its successor nothing more.
-    assert len(world.broken) == kind.costs_a_worker
-    assert all(REFUSED_AS[direction] in reason for reason in world.broken)
-    assert len(world.joins) == 1 + kind.costs_a_worker
+    assert harness.fatal == []
+    # Noise costs nothing. Any other fault costs one worker.
+    assert len(harness.broken) == kind.costs_a_worker
+    assert all(REFUSED_AS[direction] in reason for reason in harness.broken)
+    assert len(harness.joins) == 1 + kind.costs_a_worker
 
 
 @pytest.mark.parametrize("direction", ["plan", "result"])
@@ -133,50 +133,50 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
         count += 1
         return (flipped(frame, count),)
 
-    world = serve(tamper, lambda world, proxy, supervisor: all_exact(world))
+    harness = serve(tamper, lambda harness, proxy, supervisor: all_exact(harness))
     assert count > 0
-    assert world.fatal == []
+    assert harness.fatal == []
 
 
 def test_late_hello_of_a_dead_worker_delays_no_join() -> None:
-    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
-        world.wait_joined()
+    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
+        harness.wait_joined()
         (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
         with bare_context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(f"ipc://{private_socket_dir(world.directory).result}")
+            socket.connect(f"ipc://{private_socket_dir(harness.directory).result}")
             socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
             eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
         pid = supervisor.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        world.wait_joined(2)
-        all_exact(world)
-        assert world.joins[1][1] != hello.epoch ^ 1
+        harness.wait_joined(2)
+        all_exact(harness)
+        assert harness.joins[1][1] != hello.epoch ^ 1
 
-    world = serve(lambda direction, frame: (frame,), body)
-    assert world.fatal == []
+    harness = serve(lambda direction, frame: (frame,), body)
+    assert harness.fatal == []
 
 
 def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
-    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
-        world.wait_joined()
-        streams = [world.submit(request(i, max_tokens=120)) for i in range(8)]
-        world.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
+    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
+        harness.wait_joined()
+        streams = [harness.submit(request(i, max_tokens=120)) for i in range(8)]
+        harness.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
         pid = supervisor.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        world.wait_joined(2)
-        old = world.joins[0][1]
+        harness.wait_joined(2)
+        old = harness.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]
         assert len(said) > 10
-        before = world.engine.snapshot().membership.stale_messages
+        before = harness.engine.snapshot().membership.stale_messages
         for frame in said:
             proxy.inject(frame)
-        world.wait_ended(streams)
-        eventually(lambda: world.engine.snapshot().membership.stale_messages >= before + len(said) or not said)
+        harness.wait_ended(streams)
+        eventually(lambda: harness.engine.snapshot().membership.stale_messages >= before + len(said) or not said)
         for stream in streams:
-            stream.check(world.options.vocab_size)
-        assert len(world.joins) == 2
+            stream.check(harness.options.vocab_size)
+        assert len(harness.joins) == 2
 
     serve(lambda where, frame: (frame,), body)
 
@@ -194,15 +194,15 @@ def test_lost_heartbeats_cost_a_worker_and_no_token() -> None:
                 return ()
         return (frame,)
 
-    def body(world: World, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
-        world.wait_joined(2)
-        all_exact(world)
+    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
+        harness.wait_joined(2)
+        all_exact(harness)
 
-    world = serve(tamper, body, SHORT_SILENCE)
-    assert "silent" in world.broken[0]
+    harness = serve(tamper, body, SHORT_SILENCE)
+    assert "silent" in harness.broken[0]
 
 
 def test_proxy_without_faults_changes_nothing(tmp_path: Path) -> None:
-    world = serve(lambda where, frame: (frame,), lambda world, proxy, supervisor: all_exact(world))
-    assert len(world.joins) == 1
-    assert world.broken == []
+    harness = serve(lambda where, frame: (frame,), lambda harness, proxy, supervisor: all_exact(harness))
+    assert len(harness.joins) == 1
+    assert harness.broken == []

@@ -1,4 +1,4 @@
-"""The worker dies, hangs or fails in the middle of answers: every stream goes on, exactly, on the next worker."""
+"""The worker crashes, hangs or fails during answers: every stream continues exactly on the next worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.engine_harness import Stream, World, eventually, request, supervised
+from support.engine_harness import EngineHarness, Stream, eventually, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -22,7 +22,7 @@ from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
 SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)
-"""A process that is not stopped may stand still on a busy machine, but hardly for so long."""
+"""Longer than a busy machine delays a running process."""
 
 
 def num_tokens(streams: list[Stream]) -> int:
@@ -33,134 +33,134 @@ def num_tokens(streams: list[Stream]) -> int:
 def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None:
     chance = random.Random(seed)
     num_kills = 3
-    with World(options=SLOW) as world:
+    with EngineHarness(options=SLOW) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
+            harness.wait_joined()
+            streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
             for kill in range(1, num_kills + 1):
                 # A random amount of progress, so that kills fall into prefills, decodes and recoveries alike.
                 goal = num_tokens(streams) + chance.randrange(300)
-                world.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
+                harness.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
                 pid = supervisor.pid
                 assert pid is not None
                 killed_at = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
-                world.wait(lambda kill=kill: len(world.losses) >= kill, what="loss")
-                assert world.losses[-1][0] - killed_at < SOON_SECONDS
-                world.wait_joined(kill + 1)
-            world.wait_ended(streams)
+                harness.wait(lambda kill=kill: len(harness.losses) >= kill, what="loss")
+                assert harness.losses[-1][0] - killed_at < SOON_SECONDS
+                harness.wait_joined(kill + 1)
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervised(world, body)
-        assert len({epoch for _, epoch in world.joins}) == num_kills + 1
-        assert world.engine.snapshot().worker.num_joins == num_kills + 1
+        supervised(harness, body)
+        assert len({epoch for _, epoch in harness.joins}) == num_kills + 1
+        assert harness.engine.snapshot().worker.num_joins == num_kills + 1
 
 
 def test_silent_worker_is_killed() -> None:
-    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
+    with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
-            world.wait(lambda: num_tokens(streams) > 50)
+            harness.wait_joined()
+            streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
+            harness.wait(lambda: num_tokens(streams) > 50)
             pid = supervisor.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            world.wait_ended(streams)
+            harness.wait_ended(streams)
             assert supervisor.pid != pid
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervised(world, body)
-        assert world.broken
-        assert all("silent" in reason for reason in world.broken)  # on a busy machine maybe more than one
+        supervised(harness, body)
+        assert harness.broken
+        assert all("silent" in reason for reason in harness.broken)  # on a busy machine maybe more than one
 
 
 def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
-    """As in a pod, where it has a container of its own: the health name `worker` says what the engine says here."""
-    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
-        worker = world.start_worker()
-        world.wait_joined()
-        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
-        world.wait(lambda: num_tokens(streams) > 50)
-        assert not world.engine.worker_status.is_hung
+    """As in a pod with a separate container for the worker; the health name `worker` reports the same."""
+    with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
+        worker = harness.start_worker()
+        harness.wait_joined()
+        streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
+        harness.wait(lambda: num_tokens(streams) > 50)
+        assert not harness.engine.worker_status.is_hung
         worker.send_signal(signal.SIGSTOP)
-        world.wait(lambda: len(world.losses) == 1)
-        eventually(lambda: world.engine.worker_status.is_hung)
+        harness.wait(lambda: len(harness.losses) == 1)
+        eventually(lambda: harness.engine.worker_status.is_hung)
         worker.kill()
         worker.wait()
-        eventually(lambda: not world.engine.worker_status.is_hung, what="the end of the hung worker")
-        assert len(world.joins) == 1  # said before its successor, which may load for long, has joined
-        world.start_worker()
-        world.wait_ended(streams)
+        eventually(lambda: not harness.engine.worker_status.is_hung, what="the end of the hung worker")
+        assert len(harness.joins) == 1  # said before its successor, which may load for long, has joined
+        harness.start_worker()
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
-        assert not world.engine.worker_status.is_hung
+            stream.check(harness.options.vocab_size)
+        assert not harness.engine.worker_status.is_hung
 
 
 def test_hung_worker_that_wakes_joins_again() -> None:
-    with World(options=SLOW, timeouts=SHORT_SILENCE) as world:
-        worker = world.start_worker()
-        world.wait_joined()
-        streams = [world.submit(request(i, max_tokens=80)) for i in range(8)]
-        world.wait(lambda: num_tokens(streams) > 50)
+    with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
+        worker = harness.start_worker()
+        harness.wait_joined()
+        streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
+        harness.wait(lambda: num_tokens(streams) > 50)
         worker.send_signal(signal.SIGSTOP)
-        world.wait(lambda: len(world.losses) == 1)
+        harness.wait(lambda: len(harness.losses) == 1)
         worker.send_signal(signal.SIGCONT)
-        world.wait_ended(streams)
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
-        assert len(world.joins) == 2
-        assert not world.engine.worker_status.is_hung
+            stream.check(harness.options.vocab_size)
+        assert len(harness.joins) == 2
+        assert not harness.engine.worker_status.is_hung
 
 
 def test_worker_killed_again_during_recovery() -> None:
-    """Each successor dies as soon as it has joined, when all it may do is recompute what was lost."""
-    with World(options=SLOW) as world:
+    """Each worker is killed as soon as it has joined, before it has recomputed lost tokens."""
+    with EngineHarness(options=SLOW) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
-            world.wait(lambda: num_tokens(streams) > 80)
+            harness.wait_joined()
+            streams = [harness.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
+            harness.wait(lambda: num_tokens(streams) > 80)
             for kill in range(1, 4):
                 pid = supervisor.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-                world.wait_joined(kill + 1)
-            world.wait_ended(streams)
+                harness.wait_joined(kill + 1)
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervised(world, body)
-        assert len(world.joins) == 4
+        supervised(harness, body)
+        assert len(harness.joins) == 4
 
 
 def test_hanging_step_with_heartbeats_is_killed_at_its_timeout() -> None:
-    with World(timeouts=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as world:
-        world.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(world.root / "once"))
+    with EngineHarness(timeouts=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as harness:
+        harness.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(harness.root / "once"))
 
         def body(supervisor: WorkerSupervisor) -> None:
-            streams = [world.submit(request(i)) for i in range(8)]
-            world.wait_ended(streams)
+            streams = [harness.submit(request(i)) for i in range(8)]
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervised(world, body)
-        assert len(world.broken) == 1
-        assert "step 7 is not done" in world.broken[0]
+        supervised(harness, body)
+        assert len(harness.broken) == 1
+        assert "step 7 is not done" in harness.broken[0]
 
 
 def test_long_step_may_run_until_its_timeout() -> None:
     step_seconds = SHORT_SILENCE.heartbeat_timeout_seconds + 0.5
     options = ToyOptions(min_step_seconds=step_seconds, max_step_seconds=step_seconds)
-    with World(options=options, timeouts=SHORT_SILENCE) as world:
-        world.start_worker()
-        stream = world.submit(request(1, max_tokens=1))
-        world.wait_ended([stream])
+    with EngineHarness(options=options, timeouts=SHORT_SILENCE) as harness:
+        harness.start_worker()
+        stream = harness.submit(request(1, max_tokens=1))
+        harness.wait_ended([stream])
         stream.check(options.vocab_size)
-        assert world.losses == []
+        assert harness.losses == []
 
 
 @pytest.mark.parametrize(
@@ -168,97 +168,97 @@ def test_long_step_may_run_until_its_timeout() -> None:
     [("exception", "exception"), ("assertion", "exception"), ("tokens", "cannot be"), ("exit", None)],
 )
 def test_failing_worker_is_replaced(fault: str, reason: str | None) -> None:
-    with World() as world:
-        world.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(world.root / "once"))
+    with EngineHarness() as harness:
+        harness.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(harness.root / "once"))
 
         def body(supervisor: WorkerSupervisor) -> None:
-            streams = [world.submit(request(i)) for i in range(8)]
-            world.wait_ended(streams)
+            streams = [harness.submit(request(i)) for i in range(8)]
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
             eventually(lambda: supervisor.num_starts == 2)
 
-        supervised(world, body)
-        assert [r for r in world.broken if reason is None or reason not in r] == []
-        assert len(world.broken) == (reason is not None)
+        supervised(harness, body)
+        assert [r for r in harness.broken if reason is None or reason not in r] == []
+        assert len(harness.broken) == (reason is not None)
 
 
 def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
     options = ToyOptions(fault="memory", fault_step=5)
-    with World() as world:
-        worker = world.start_worker(ToyOptions(**{**options.__dict__, "fault_once": str(world.root / "once")}))
-        streams = [world.submit(request(i)) for i in range(8)]
-        world.wait_ended(streams)
+    with EngineHarness() as harness:
+        worker = harness.start_worker(ToyOptions(**{**options.__dict__, "fault_once": str(harness.root / "once")}))
+        streams = [harness.submit(request(i)) for i in range(8)]
+        harness.wait_ended(streams)
         for stream in streams:
             stream.check(options.vocab_size)
-        assert len(world.joins) == 2
+        assert len(harness.joins) == 2
         assert worker.poll() is None
-        assert world.broken == []
+        assert harness.broken == []
 
 
 def test_requests_wait_for_the_first_worker() -> None:
-    with World() as world:
-        streams = [world.submit(request(i)) for i in range(5)]
-        eventually(lambda: world.engine.snapshot().core.num_requests_waiting == 5)
-        world.start_worker()
-        world.wait_ended(streams)
+    with EngineHarness() as harness:
+        streams = [harness.submit(request(i)) for i in range(5)]
+        eventually(lambda: harness.engine.snapshot().core.num_requests_waiting == 5)
+        harness.start_worker()
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
 
 
 def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
     """With a drain timeout of 0; else it would finish what its scheduler runs."""
     anomalies: list[str] = []
-    with World(on_anomaly=anomalies.append) as world:
-        begun = world.root / "begun"
+    with EngineHarness(on_anomaly=anomalies.append) as harness:
+        begun = harness.root / "begun"
         slow = ToyOptions(min_step_seconds=0.5, max_step_seconds=0.5, fault="none", fault_step=3, fault_once=str(begun))
         slow = replace(slow, drain_timeout_seconds=0.0)
-        first = world.start_worker(slow)
-        stream = world.submit(request(0, max_tokens=40))  # a token a step
+        first = harness.start_worker(slow)
+        stream = harness.submit(request(0, max_tokens=40))  # a token a step
         eventually(begun.exists, what="the third step")
         first.send_signal(signal.SIGTERM)
-        world.wait(lambda: len(world.losses) == 1)
+        harness.wait(lambda: len(harness.losses) == 1)
         assert len(stream.tokens) >= 3, "a step that had begun was thrown away"
         assert CLOSED not in anomalies, "it went without a word, and whoever was in its steps is suspected"
         assert first.wait(PATIENCE_SECONDS) == 0
-        world.start_worker()
-        world.wait_ended([stream])
-        stream.check(world.options.vocab_size)
+        harness.start_worker()
+        harness.wait_ended([stream])
+        stream.check(harness.options.vocab_size)
 
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
     deepest = 0
-    with World(core=CoreLimits(pipeline_depth=depth), options=SLOW) as world:
+    with EngineHarness(core=CoreLimits(pipeline_depth=depth), options=SLOW) as harness:
 
         def look(events: Sequence[Event]) -> None:
             nonlocal deepest
-            deepest = max(deepest, world.core.snapshot().steps_in_flight)
+            deepest = max(deepest, harness.core.snapshot().steps_in_flight)
 
-        world.on_publish = look
-        world.start_worker()
-        streams = [world.submit(request(i)) for i in range(20)]
-        world.wait_ended(streams)
+        harness.on_publish = look
+        harness.start_worker()
+        streams = [harness.submit(request(i)) for i in range(20)]
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
         assert deepest == depth
-        assert len(world.joins) == 1, "right answers, but of several workers"
-        assert world.losses == []
+        assert len(harness.joins) == 1, "right answers, but of several workers"
+        assert harness.losses == []
 
 
 def test_streams_pause_and_continue_after_a_kill() -> None:
     """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
-    with World(options=SLOW) as world:
+    with EngineHarness(options=SLOW) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            stream = world.submit(request(0, max_tokens=200))
-            world.wait(lambda: len(stream.tokens) > 50)
+            harness.wait_joined()
+            stream = harness.submit(request(0, max_tokens=200))
+            harness.wait(lambda: len(stream.tokens) > 50)
             pid = supervisor.pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            world.wait_ended([stream])
-            stream.check(world.options.vocab_size)
+            harness.wait_ended([stream])
+            stream.check(harness.options.vocab_size)
             assert max(stream.gaps) < SOON_SECONDS
 
-        supervised(world, body)
+        supervised(harness, body)

@@ -1,4 +1,4 @@
-"""Who may speak to a scheduler: strangers, second workers, the dead, other releases, and plain noise."""
+"""Messages of unknown epochs, second workers, dead workers, other releases, and noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from support.engine_harness import World, eventually, request, short_directory
+from support.engine_harness import EngineHarness, eventually, request, short_directory
 from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
@@ -73,7 +73,7 @@ class Station:
 
     def joined(self, epoch: int) -> Peer:
         peer = self.peer(epoch)
-        peer.say(hello(epoch))
+        peer.send(hello(epoch))
         assert self.expect(1) == [Joined(hello(epoch))]
         return peer
 
@@ -118,15 +118,15 @@ def test_plans_and_results_keep_their_order(station: Station) -> None:
     peer = station.joined(7)
     station.link.send(plan(7, 1))
     station.link.send(plan(7, 2))
-    assert [peer.hear(), peer.hear()] == [plan(7, 1), plan(7, 2)]
+    assert [peer.receive(), peer.receive()] == [plan(7, 1), plan(7, 2)]
     results = [StepResult(7, 1, (5,)), StepResult(7, 2, (6,))]
-    peer.say(*results)
+    peer.send(*results)
     assert station.expect(2) == results
 
 
 def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
     peer = station.peer(7)
-    peer.say(hello(8))  # nobody of that name has connected yet
+    peer.send(hello(8))  # no plan socket of that epoch is connected yet
     assert station.settle() == []
     peer.plans.close()
     peer.plans = station.context.socket(zmq.DEALER)
@@ -134,7 +134,7 @@ def test_a_worker_joins_only_when_a_plan_can_reach_it(station: Station) -> None:
     peer.plans.connect(f"ipc://{station.directory}/plan.sock")
     assert station.expect(1) == [Joined(hello(8))]
     station.link.send(plan(8))
-    assert peer.hear() == plan(8)
+    assert peer.receive() == plan(8)
 
 
 @pytest.mark.parametrize("message", [Heartbeat(9, 0), StepResult(9, 1, (1,))], ids=lambda m: type(m).__name__)
@@ -142,10 +142,10 @@ def test_unknown_epoch_is_sent_rejoin(station: Station, message: Message) -> Non
     peer = station.peer(9)
     eventually(lambda: station.link.is_reachable(9))
     counters = station.workers.counters
-    peer.say(message)
+    peer.send(message)
     station.settle(0.1, until=lambda: counters.stale_messages == 1)
-    assert peer.hear() == Rejoin(9)
-    peer.say(hello(9))  # what it said before it was told so comes too late
+    assert peer.receive() == Rejoin(9)
+    peer.send(hello(9))  # a Hello of the epoch that was sent Rejoin is stale
     assert station.settle(until=lambda: counters.stale_messages == 2) == []
     station.joined(11)
     assert counters.stale_messages == 2
@@ -156,28 +156,28 @@ def test_results_of_an_ended_epoch_are_dropped(station: Station) -> None:
     now = time.monotonic()
     station.link.perform(station.workers.on_bad_result("9 tokens", now))
     station.link.perform(station.workers.on_kill_answer(7, False, now))
-    assert peer.hear() == Rejoin(7)
-    peer.say(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
+    assert peer.receive() == Rejoin(7)
+    peer.send(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
     assert station.settle(until=lambda: station.workers.counters.stale_messages == 3) == []
 
 
 def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -> None:
     first = station.joined(7)
     second = station.peer(9)
-    second.say(hello(9))
+    second.send(hello(9))
     assert station.settle(0.1, until=lambda: station.workers.counters.refused_joins > 0) == [JoinRefused(hello(9))]
-    answer = second.hear()
+    answer = second.receive()
     assert isinstance(answer, Goodbye)
     assert "another worker is joined" in answer.reason
     station.link.send(plan(7))
-    assert first.hear() == plan(7)
+    assert first.receive() == plan(7)
     assert station.workers.counters.refused_joins == 1
 
 
 def test_closed_connection_is_a_loss(station: Station) -> None:
     peer = station.joined(7)
     begin = time.monotonic()
-    peer.leave()
+    peer.close()
     assert station.expect(1) == [lost(7, CLOSED, WorkerLoss.KILLED)]
     assert time.monotonic() - begin < SOON_SECONDS
     station.joined(9)
@@ -189,12 +189,12 @@ def test_last_messages_after_the_plan_socket_closed_count(station: Station) -> N
     station.is_timing_out = False
     peer.plans.close()
     assert station.settle(0.0, until=lambda: station.workers.joined is None) == []
-    peer.say(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
+    peer.send(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
     assert station.expect(2) == [StepResult(7, 3, (5,)), lost(7, "it left: told to stop")]
     successor = station.joined(9)
-    peer.say(Goodbye(7, "told to stop"))
+    peer.send(Goodbye(7, "told to stop"))
     assert station.settle(until=lambda: station.workers.counters.stale_messages == 1) == []
-    successor.leave()
+    successor.close()
 
 
 def test_plan_for_a_disconnected_worker_raises(station: Station) -> None:
@@ -222,10 +222,10 @@ def test_plan_for_a_disconnected_worker_raises(station: Station) -> None:
 def test_worker_may_join_again_after_its_last_message(station: Station, last: Message, outputs: list[Fact]) -> None:
     peer = station.joined(7)
     second = station.peer(9)
-    peer.say(last, hello(9))
+    peer.send(last, hello(9))
     assert station.expect(len(outputs) + 1) == [*outputs, Joined(hello(9))]
     station.link.send(plan(9))
-    assert second.hear() == plan(9)
+    assert second.receive() == plan(9)
 
 
 def test_send_raises_instead_of_blocking(station: Station) -> None:
@@ -265,7 +265,7 @@ def test_noise_on_the_result_socket_is_counted_and_dropped(station: Station) -> 
     sent += 1
     peer.plans.send(b"a worker has nothing to say here")
     sent += 1
-    peer.say(StepResult(7, 1, (1,)))
+    peer.send(StepResult(7, 1, (1,)))
     arrivals = station.expect(1)
     eventually(lambda: not station.settle(0.05) and station.link.counters.bad_frames >= sent)
     assert arrivals == [StepResult(7, 1, (1,))]
@@ -282,7 +282,7 @@ def test_peers_without_zeromq_are_ignored(station: Station) -> None:
             stranger.sendall(data)
             strangers.append(stranger)
     assert station.settle() == []
-    peer.say(StepResult(7, 1, (1,)))
+    peer.send(StepResult(7, 1, (1,)))
     assert station.expect(1) == [StepResult(7, 1, (1,))]
     for stranger in strangers:
         stranger.close()
@@ -351,7 +351,7 @@ class FakeScheduler:
         self.results = self.context.socket(zmq.PULL)
         self.results.bind(f"ipc://{directory}/result.sock")
 
-    def hear(self, kind: type[Message], seconds: float = PATIENCE_SECONDS) -> Message:
+    def receive(self, kind: type[Message], seconds: float = PATIENCE_SECONDS) -> Message:
         """The next message of a kind."""
         while self.results.poll(seconds * 1000):
             message = decode(self.results.recv())
@@ -367,19 +367,19 @@ class FakeScheduler:
 
 
 @pytest.fixture
-def staged() -> Iterator[tuple[World, FakeScheduler]]:
-    """A world whose engine is away, so that the test can play the scheduler."""
-    with World() as world:
-        world.engine.stop()
-        world.link.close()
-        scheduler = FakeScheduler(world.directory)
-        yield world, scheduler
+def staged() -> Iterator[tuple[EngineHarness, FakeScheduler]]:
+    """A harness whose engine is away, so that the test can play the scheduler."""
+    with EngineHarness() as harness:
+        harness.engine.stop()
+        harness.link.close()
+        scheduler = FakeScheduler(harness.directory)
+        yield harness, scheduler
         scheduler.close()
 
 
 def join(scheduler: FakeScheduler) -> int:
     """The epoch of a worker that has said Hello and is connected both ways."""
-    epoch = scheduler.hear(Hello).epoch
+    epoch = scheduler.receive(Hello).epoch
     scheduler.plans.set(zmq.ROUTER_MANDATORY, 1)
 
     def is_reachable() -> bool:
@@ -393,125 +393,127 @@ def join(scheduler: FakeScheduler) -> int:
     return epoch
 
 
-def test_rejoin_starts_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    world.start_worker()
+def test_rejoin_starts_a_new_epoch(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    harness.start_worker()
     first = join(scheduler)
     scheduler.send(first, encode(Rejoin(first)))
     second = join(scheduler)
     assert first != second
-    scheduler.send(second, encode(plan(second, 1)))  # of a slot that was never begun: the toy asserts
-    error = scheduler.hear(StepError)
+    scheduler.send(second, encode(plan(second, 1)))  # the slot was never initialised: the toy asserts
+    error = scheduler.receive(StepError)
     assert isinstance(error, StepError)
     assert (error.epoch, error.step, error.kind) == (second, 1, StepErrorKind.EXCEPTION)
     assert error.summary.startswith("KeyError at toy.py:")
-    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
+    assert harness.workers[0].wait(PATIENCE_SECONDS) == 70
 
 
-def test_missing_plan_ends_the_worker(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    world.start_worker()
+def test_missing_plan_ends_the_worker(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    harness.start_worker()
     epoch = join(scheduler)
     scheduler.send(epoch, encode(plan(epoch, 2)))
-    error = scheduler.hear(StepError)
+    error = scheduler.receive(StepError)
     assert isinstance(error, StepError)
     assert (error.step, error.kind, error.summary) == (2, StepErrorKind.PROTOCOL, "plan 2 came after plan 0")
-    assert world.workers[0].wait(PATIENCE_SECONDS) == 70
+    assert harness.workers[0].wait(PATIENCE_SECONDS) == 70
 
 
-def test_noise_on_the_plan_socket_is_dropped(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    world.start_worker()
+def test_noise_on_the_plan_socket_is_dropped(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    harness.start_worker()
     epoch = join(scheduler)
     noise = random.Random(2)
     for length in (0, 10, 28, 1000):
         scheduler.send(epoch, noise.randbytes(length))
     scheduler.send(epoch, encode(plan(epoch + 2)))
     scheduler.send(epoch, encode(StepPlan(epoch, 1, ())))
-    assert scheduler.hear(StepResult) == StepResult(epoch, 1, ())
+    assert scheduler.receive(StepResult) == StepResult(epoch, 1, ())
 
 
-def test_scheduler_of_another_release_ends_the_worker(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    world.start_worker()
+def test_scheduler_of_another_release_ends_the_worker(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    harness.start_worker()
     epoch = join(scheduler)
     scheduler.send(epoch, _other_release(plan(epoch)))
-    assert world.workers[0].wait(PATIENCE_SECONDS) == 78
+    assert harness.workers[0].wait(PATIENCE_SECONDS) == 78
 
 
-def test_heartbeats_carry_the_current_step(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    world.start_worker(ToyOptions(min_step_seconds=0.6, max_step_seconds=0.6, heartbeat_seconds=0.05))
+def test_heartbeats_carry_the_current_step(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    harness.start_worker(ToyOptions(min_step_seconds=0.6, max_step_seconds=0.6, heartbeat_seconds=0.05))
     epoch = join(scheduler)
-    beat = scheduler.hear(Heartbeat)
+    beat = scheduler.receive(Heartbeat)
     assert beat == Heartbeat(epoch, 0)
     sent_at = time.monotonic()
     scheduler.send(epoch, encode(StepPlan(epoch, 1, ())))
-    eventually(lambda: getattr(scheduler.hear(Heartbeat), "step", 0) == 1)
-    busy = scheduler.hear(Heartbeat)
+    eventually(lambda: getattr(scheduler.receive(Heartbeat), "step", 0) == 1)
+    busy = scheduler.receive(Heartbeat)
     assert isinstance(busy, Heartbeat)
     assert 0 < busy.busy_seconds < time.monotonic() - sent_at
 
 
 def test_waiting_worker_takes_over_at_once() -> None:
     """It is asked, and does not ask again itself: that would be in ten minutes."""
-    with World(options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)) as world:
-        workers = [world.start_worker()]
-        world.wait_joined()
+    with EngineHarness(
+        options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)
+    ) as harness:
+        workers = [harness.start_worker()]
+        harness.wait_joined()
         for number in range(3):
-            workers.append(world.start_worker())
-            eventually(lambda: world.engine.snapshot().membership.refused_joins > number, what="refused")  # noqa: B023
-        streams = [world.submit(request(i, max_tokens=400)) for i in range(8)]
+            workers.append(harness.start_worker())
+            eventually(lambda: harness.engine.snapshot().membership.refused_joins > number, what="refused")  # noqa: B023
+        streams = [harness.submit(request(i, max_tokens=400)) for i in range(8)]
         for number in range(1, 4):
-            joined = world.engine.worker_status.hello
+            joined = harness.engine.worker_status.hello
             assert joined is not None
-            world.wait(lambda: all(len(stream.tokens) > number * 20 for stream in streams))  # noqa: B023
+            harness.wait(lambda: all(len(stream.tokens) > number * 20 for stream in streams))  # noqa: B023
             next(worker for worker in workers if worker.pid == joined.pid).kill()
-            world.wait_joined(number + 1)
-        world.wait_ended(streams)
+            harness.wait_joined(number + 1)
+        harness.wait_ended(streams)
         for stream in streams:
-            stream.check(world.options.vocab_size)
+            stream.check(harness.options.vocab_size)
         assert [worker.poll() for worker in workers].count(None) == 1
 
 
 def test_waiting_worker_asks_again_by_itself() -> None:
     """Where the scheduler that refused it has forgotten it."""
-    with World(options=ToyOptions(standby_seconds=0.2)) as world:
-        world.start_worker()
-        world.wait_joined()
-        world.start_worker()
-        eventually(lambda: world.engine.snapshot().membership.refused_joins >= 3, what="asking again")
+    with EngineHarness(options=ToyOptions(standby_seconds=0.2)) as harness:
+        harness.start_worker()
+        harness.wait_joined()
+        harness.start_worker()
+        eventually(lambda: harness.engine.snapshot().membership.refused_joins >= 3, what="asking again")
 
 
-def refused(world: World, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
+def refused(harness: EngineHarness, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
     """A worker that was refused by this scheduler and waits, and its epoch."""
-    worker = world.start_worker(ToyOptions(standby_seconds=600.0))
+    worker = harness.start_worker(ToyOptions(standby_seconds=600.0))
     epoch = join(scheduler)
     scheduler.send(epoch, encode(Goodbye(epoch, "another worker is joined")))
     return worker, epoch
 
 
-def test_waiting_worker_rejoins_with_a_new_epoch(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    _, epoch = refused(world, scheduler)
+def test_waiting_worker_rejoins_with_a_new_epoch(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    _, epoch = refused(harness, scheduler)
     scheduler.send(epoch, encode(Rejoin(epoch)))
     assert join(scheduler) != epoch
 
 
-def test_waiting_worker_asks_the_next_scheduler_at_once(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    _, epoch = refused(world, scheduler)
+def test_waiting_worker_asks_the_next_scheduler_at_once(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    _, epoch = refused(harness, scheduler)
     scheduler.close()
-    successor = FakeScheduler(world.directory)
+    successor = FakeScheduler(harness.directory)
     try:
         assert join(successor) != epoch
     finally:
         successor.close()
 
 
-def test_waiting_worker_stops_on_sigterm(staged: tuple[World, FakeScheduler]) -> None:
-    world, scheduler = staged
-    worker, _ = refused(world, scheduler)
+def test_waiting_worker_stops_on_sigterm(staged: tuple[EngineHarness, FakeScheduler]) -> None:
+    harness, scheduler = staged
+    worker, _ = refused(harness, scheduler)
     time.sleep(0.2)  # it has read its refusal by then, and waits
     worker.terminate()
     assert worker.wait(PATIENCE_SECONDS) == 0
@@ -520,9 +522,9 @@ def test_waiting_worker_stops_on_sigterm(staged: tuple[World, FakeScheduler]) ->
 def test_free_place_is_offered_to_each_waiting_worker(station: Station) -> None:
     first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
     for peer, epoch in zip(waiting, (9, 11), strict=True):
-        peer.say(hello(epoch))
+        peer.send(hello(epoch))
         assert station.expect(1) == [JoinRefused(hello(epoch))]
-        assert isinstance(peer.hear(), Goodbye)
-    first.leave()
+        assert isinstance(peer.receive(), Goodbye)
+    first.close()
     assert station.expect(1) == [lost(7, CLOSED, WorkerLoss.KILLED)]
-    assert [peer.hear() for peer in waiting] == [Rejoin(9), Rejoin(11)]
+    assert [peer.receive() for peer in waiting] == [Rejoin(9), Rejoin(11)]

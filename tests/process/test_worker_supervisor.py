@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from support.engine_harness import World, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -35,7 +35,7 @@ while True:
 
 
 class Calls:
-    """What a supervisor called back."""
+    """Callbacks of a supervisor."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[float, int]] = []
@@ -285,7 +285,7 @@ async def test_stop_during_a_back_off_starts_nothing() -> None:
     supervisor.start()
     await until(lambda: bool(calls.exits))
     assert await supervisor.stop()
-    num_starts = supervisor.num_starts  # 1, unless the machine stood still meanwhile
+    num_starts = supervisor.num_starts  # 1, unless the machine stalled
     await asyncio.sleep(0.6)  # more than the back-off
     assert supervisor.num_starts == num_starts
 
@@ -332,7 +332,7 @@ async def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
 
 
 def _zombies() -> list[str]:
-    """Children of this process that nobody reaped."""
+    """Zombie children of this process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -346,30 +346,30 @@ def _zombies() -> list[str]:
 
 def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
     options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
-    # So many kills in a row, without a step between some of them, would convict a request.
-    with World(options=options, core=CoreLimits(max_isolated_kills=100)) as world:
+    # So many kills without a step between them would make a request a suspect.
+    with EngineHarness(options=options, core=CoreLimits(max_isolated_kills=100)) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            world.wait_joined()
-            streams = [world.submit(request(i, max_tokens=300)) for i in range(4)]
+            harness.wait_joined()
+            streams = [harness.submit(request(i, max_tokens=300)) for i in range(4)]
             before: set[str] = set()
             for number in range(1, 21):
                 # What is there now may be half way through a step; it dies all the same.
                 pid = supervisor.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-                world.wait_joined(number + 1)
+                harness.wait_joined(number + 1)
                 if number == 1:
                     before = descriptors()
             eventually(lambda: len(descriptors()) <= len(before), what="as few descriptors as after the first restart")
-            world.wait_ended(streams)
+            harness.wait_ended(streams)
             for stream in streams:
-                stream.check(world.options.vocab_size)
+                stream.check(harness.options.vocab_size)
 
-        supervised(world, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001))
-        assert len(world.joins) == 21
+        supervised(harness, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001))
+        assert len(harness.joins) == 21
         assert _zombies() == []
-        assert world.engine.snapshot().worker.num_joins == 21
+        assert harness.engine.snapshot().worker.num_joins == 21
 
 
 def descriptors() -> set[str]:
@@ -377,13 +377,15 @@ def descriptors() -> set[str]:
 
 
 def test_spent_budget_is_reported_while_requests_wait() -> None:
-    with World(options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_isolated_crashes=10)) as world:
+    with EngineHarness(
+        options=ToyOptions(fault="exit", fault_step=1), core=CoreLimits(max_isolated_crashes=10)
+    ) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
-            stream = world.submit(request(1))
-            eventually(lambda: bool(world.give_ups))
+            stream = harness.submit(request(1))
+            eventually(lambda: bool(harness.give_ups))
             # Supervisor and engine see a death by themselves; the engine may come second.
-            eventually(lambda: len(world.losses) == 3)
+            eventually(lambda: len(harness.losses) == 3)
             assert stream.end is None
 
-        supervised(world, body, SupervisorLimits(max_crashes=2, min_backoff_seconds=0.01))
+        supervised(harness, body, SupervisorLimits(max_crashes=2, min_backoff_seconds=0.01))

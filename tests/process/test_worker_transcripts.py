@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import structlog
-from support.engine_harness import Stream, World, eventually, request
+from support.engine_harness import EngineHarness, Stream, eventually, request
 from support.time_limits import PATIENCE_SECONDS
 from support.worker_peer import Peer, hello, peers
 
@@ -299,10 +299,12 @@ def received(epoch: int, message: Message) -> str:
 
 
 class Player:
-    """Carries out the lines of a script and collects what follows."""
+    """Carries out the lines of a script and collects messages, log events and losses."""
 
-    def __init__(self, world: World, peer: Callable[[int], Peer], lines: list[Any], anomalies: list[str]) -> None:
-        self._world, self._peer, self._lines = world, peer, lines
+    def __init__(
+        self, harness: EngineHarness, peer: Callable[[int], Peer], lines: list[Any], anomalies: list[str]
+    ) -> None:
+        self._harness, self._peer, self._lines = harness, peer, lines
         self._peers: dict[int, Peer] = {}
         self._closed: set[int] = set()
         self._num_logged = self._num_broken = 0
@@ -318,27 +320,27 @@ class Player:
             return
         match line.split():
             case ["submit"]:
-                self._stream = self._world.submit(request(0, prompt_len=4, max_tokens=4))
+                self._stream = self._harness.submit(request(0, prompt_len=4, max_tokens=4))
             case ["release"]:
-                self._world.engine.release_worker()
+                self._harness.engine.release_worker()
             case ["level", level]:
-                self._world.engine.set_log_level(level)
+                self._harness.engine.set_log_level(level)
             case ["the", "supervisor", "kills"]:
-                self._world.is_killing = True
+                self._harness.is_killing = True
             case ["process", pid, "exits", code]:
-                self._world.engine.worker_exited(int(pid), int(code))
+                self._harness.engine.worker_exited(int(pid), int(code))
             case [epoch, "connects", *which]:
                 self._connect(int(epoch), " ".join(which))
             case [epoch, "closes"]:
-                self._peers[int(epoch)].leave()
+                self._peers[int(epoch)].close()
                 self._closed.add(int(epoch))
             case [epoch, "closes", "its", "plan", "socket"]:
                 self._peers[int(epoch)].plans.close()
             case [epoch, "sends", "hello", instance]:
                 pid = 7 if instance == "1" else 8
-                self._peers[int(epoch)].say(hello(int(epoch), instance=int(instance), pid=pid))
+                self._peers[int(epoch)].send(hello(int(epoch), instance=int(instance), pid=pid))
             case [epoch, "sends", *what]:
-                self._peers[int(epoch)].say(MESSAGES[" ".join(what)](int(epoch)))
+                self._peers[int(epoch)].send(MESSAGES[" ".join(what)](int(epoch)))
             case _:
                 raise AssertionError(line)
 
@@ -353,8 +355,8 @@ class Player:
         answers: list[bool] = []
 
         def is_reachable() -> bool:
-            ask = self._world.link.is_reachable
-            self._world.engine.call_on_engine_thread(lambda: answers.append(ask(epoch)))
+            ask = self._harness.link.is_reachable
+            self._harness.engine.call_on_engine_thread(lambda: answers.append(ask(epoch)))
             return any(answers)
 
         eventually(is_reachable)
@@ -370,21 +372,21 @@ class Player:
             if line["event"] in EVENTS:
                 reason = f": {line['reason'].partition(': more')[0]}" if "reason" in line else ""
                 found.append(f"{line['event']} {line['epoch']}{reason}")
-        broken, self._num_broken = self._world.broken[self._num_broken :], len(self._world.broken)
+        broken, self._num_broken = self._harness.broken[self._num_broken :], len(self._harness.broken)
         found += [f"broken: {reason}" for reason in broken]
         anomalies, self._anomalies[:] = self._anomalies[:], []
         found += [f"anomaly: {what}" for what in anomalies]
         if self._stream is not None and len(self._stream.tokens) > self._num_tokens:
             self._num_tokens = len(self._stream.tokens)
             found.append(f"tokens {self._num_tokens}")
-        if self._is_hung != self._world.engine.worker_status.is_hung:
+        if self._is_hung != self._harness.engine.worker_status.is_hung:
             self._is_hung = not self._is_hung
             found.append("hung" if self._is_hung else "not hung")
         return [line.partition("cannot be: ")[0] + "cannot be" if "cannot be: " in line else line for line in found]
 
 
 def acts(script: str) -> list[tuple[str, list[str]]]:
-    """What happens, and what follows each."""
+    """Return each `>` line with its `<` lines."""
     found: list[tuple[str, list[str]]] = []
     for line in filter(None, map(str.strip, script.splitlines())):
         if line.startswith(">"):
@@ -397,9 +399,9 @@ def acts(script: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_transcript(name: str) -> None:
     anomalies: list[str] = []
-    world = World(core=CoreLimits(pipeline_depth=1), on_anomaly=anomalies.append)
-    with structlog.testing.capture_logs() as lines, world, peers(world.directory) as peer:
-        player = Player(world, peer, lines, anomalies)
+    harness = EngineHarness(core=CoreLimits(pipeline_depth=1), on_anomaly=anomalies.append)
+    with structlog.testing.capture_logs() as lines, harness, peers(harness.directory) as peer:
+        player = Player(harness, peer, lines, anomalies)
         for event, expected in acts(SCRIPTS[name]):
             player.play(event)
             found: list[str] = []

@@ -1,4 +1,4 @@
-"""A scheduler's engine in the test's process, and toy workers as processes of their own."""
+"""A scheduler's engine in the test's process, with toy workers as child processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def short_directory() -> Path:
 
 
 class Stream:
-    """What has happened to one request."""
+    """The events of one request."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -63,8 +63,8 @@ class Stream:
         self.gaps: list[float] = []
         self._last = time.monotonic()
 
-    def hear(self, event: Event) -> None:
-        """Take an event in; note it when tokens are lost, repeated or late."""
+    def handle(self, event: Event) -> None:
+        """Handle an event; record a problem if tokens are lost, repeated or late."""
         if self.end is not None:
             self.problem = f"{type(event).__name__} after the end"
         if isinstance(event, TokensReady):
@@ -90,7 +90,7 @@ class Stream:
         assert self.logprobs == asked, f"{request.request_id} has other log probabilities"
 
 
-class World:
+class EngineHarness:
     """An engine over real sockets. Use as a context manager: it ends everything it started."""
 
     def __init__(
@@ -115,7 +115,7 @@ class World:
         self.fatal: list[BaseException] = []
         self.give_ups: list[str] = []
         self.is_killing = False
-        """Whoever the engine condemns is said to be being killed, and is not."""
+        """Answer the engine that a condemned worker is being killed, without killing it."""
         self.supervisor: WorkerSupervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         limits = core or CoreLimits(max_batch_size=self.options.num_slots)
@@ -139,7 +139,7 @@ class World:
             on_fatal=self._died,
         )
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> EngineHarness:
         self.engine.start()
         return self
 
@@ -155,7 +155,7 @@ class World:
         assert self.engine.failure is None or self.fatal, "the engine died silently"
 
     def start_worker(self, options: ToyOptions | None = None) -> subprocess.Popen[bytes]:
-        """Start a worker that nobody supervises."""
+        """Start a worker without a supervisor."""
         command = (options or self.options).arguments(self.directory)
         worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL)
         self.workers.append(worker)
@@ -180,7 +180,7 @@ class World:
         """Wait until every one of `streams` has ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
-    # --- what the engine reports to a supervisor ---
+    # --- the Supervisor protocol ---
 
     def worker_joined(self, hello: Hello) -> None:
         if self.supervisor is not None:
@@ -229,7 +229,7 @@ class World:
                 elif isinstance(event, WorkerLost):
                     self.losses.append((time.monotonic(), event.epoch))
                 else:
-                    self.streams[event.request_id].hear(event)
+                    self.streams[event.request_id].handle(event)
             self._changed.notify_all()
 
 
@@ -249,13 +249,13 @@ class ToyScheduler:
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def hear(self, key: str) -> int:
+    def read_pid(self, key: str) -> int:
         """The pid in the next line that has `key`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if key in (said := json.loads(line)):
                 return int(said[key])
-        raise AssertionError(f"the scheduler ended before it said {key}")
+        raise AssertionError(f"the scheduler exited before it wrote {key}")
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal and reap."""
@@ -276,36 +276,36 @@ _PARAMETERS = (
 def request(
     index: int, *, prompt_len: int = 12, max_tokens: int = 24, stop_ids: frozenset[int] = frozenset()
 ) -> Request:
-    """A request unlike any other `index`'s; some share a prefix, and most have sampling parameters of their own."""
+    """Return a request that differs for each `index`; some share a prefix, most differ in sampling parameters."""
     prompt = (*((7 * (index % 5) + 3 * i + 1) % 97 for i in range(prompt_len - 1)), index % 97)
     sampling = replace(_PARAMETERS[index % len(_PARAMETERS)], seed=index, stop_ids=tuple(sorted(stop_ids)))
     return Request(f"r{index}", prompt, sampling, max_tokens, stop_ids=stop_ids)
 
 
 def supervised(
-    world: World,
+    harness: EngineHarness,
     body: Callable[[WorkerSupervisor], None],
     limits: SupervisorLimits | None = None,
     *,
     standby: bool = False,
 ) -> WorkerSupervisor:
-    """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `world` running."""
+    """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `harness` running."""
 
     async def scenario() -> WorkerSupervisor:
         supervisor = WorkerSupervisor(
-            world.options.arguments(world.directory),
+            harness.options.arguments(harness.directory),
             limits=limits or SupervisorLimits(),
             environment=ENVIRONMENT,
             standby=standby,
-            on_exit=world.engine.worker_exited,
-            on_give_up=world.give_ups.append,
+            on_exit=harness.engine.worker_exited,
+            on_give_up=harness.give_ups.append,
         )
-        world.supervisor = supervisor
+        harness.supervisor = supervisor
         supervisor.start()
         try:
             await asyncio.to_thread(body, supervisor)
         finally:
-            world.engine.release_worker()
+            harness.engine.release_worker()
             assert await supervisor.stop()
         return supervisor
 

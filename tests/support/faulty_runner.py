@@ -1,4 +1,4 @@
-"""The toy runner with moods: it takes its time, and fails where it is told to."""
+"""The toy runner with delays and planned faults."""
 
 from __future__ import annotations
 

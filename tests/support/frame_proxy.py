@@ -1,7 +1,4 @@
-"""Somebody between the two ends of the link: every frame passes through a function that may do anything to it.
-
-Real sockets on both sides, so that what arrives has come the way that frames come.
-"""
+"""A proxy between scheduler and worker: a function may drop, repeat or change each frame. Real sockets both sides."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from lineclear.wire.codec import DecodeError, decode, encode
 from lineclear.wire.messages import Heartbeat, Hello
 
 Tamper = Callable[[str, bytes], Sequence[bytes]]
-"""Called with "plan" or "result" and a frame, on the proxy's thread; what it returns travels on, in that order."""
+"""Called with "plan" or "result" and a frame, on the proxy's thread; returns the frames to send on, in order."""
 
 
 class Proxy:
-    """Binds in `worker_side` what a worker connects to, and connects to what a scheduler binds in `scheduler_side`."""
+    """Binds the scheduler's sockets in `worker_side` and connects to those of the scheduler in `scheduler_side`."""
 
     def __init__(self, scheduler_side: Path, worker_side: Path, tamper: Tamper) -> None:
         self.seen: deque[tuple[str, bytes]] = deque(maxlen=10_000)
-        """What came, as it came."""
+        """Frames as received."""
         self._tamper = tamper
         self._injected: deque[bytes] = deque()
         self._context = bare_context()
@@ -55,7 +52,7 @@ class Proxy:
         self._context.destroy()
 
     def inject(self, frame: bytes) -> None:
-        """Send a frame to the scheduler that no worker has sent now. Any thread."""
+        """Send a frame to the scheduler. Any thread."""
         self._injected.append(frame)
 
     def _run(self) -> None:
@@ -73,7 +70,7 @@ class Proxy:
                         self._pass_plan(epoch, changed)
 
     def _pass_plan(self, epoch: bytes, frame: bytes) -> bool:
-        """Send to the worker of that epoch, and say whether it is there."""
+        """Send to the worker of that epoch; return whether it is connected."""
         try:
             self._plans_out.send_multipart((epoch, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -83,15 +80,15 @@ class Proxy:
         return True
 
     def _pass_hello(self, epoch: int, frame: bytes) -> bool:
-        """Pass it on if that epoch's worker hears us. Its plan socket may be behind the one its Hello came through.
+        """Pass a Hello on once a plan can reach its worker; return whether that is so.
 
-        Or the worker may be dead, its Hello the last thing it said: then nobody waits for it.
+        The worker's plan socket may connect later than the socket of its Hello, or never if the worker is dead.
         """
-        # The scheduler, too, lets nobody join whom a plan cannot reach, and finds out so: workers ignore a heartbeat.
+        # The scheduler probes in the same way: workers ignore a heartbeat.
         identity = _identity(epoch)
         if not self._pass_plan(identity, encode(Heartbeat(epoch, 0))):
             return False
-        # The scheduler addresses plans by epoch: from here on we are who bears that name.
+        # The scheduler addresses plans by epoch, so the proxy connects under the identity of this one.
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, identity)
         socket.connect(self._to_plans)

@@ -1,7 +1,7 @@
 """A scheduler process without gRPC: `python -m support.toy_scheduler DIRECTORY NUM_STREAMS WORKER_COMMAND_AS_JSON`.
 
-Engine, link and supervisor as in the real one; it keeps `NUM_STREAMS` endless requests running, and writes a line of
-JSON to standard output whenever a worker starts to matter: {"joined": pid}. An empty command supervises nobody.
+Engine, link and supervisor as in the product. It keeps `NUM_STREAMS` endless requests running and writes a line of
+JSON to standard output when a worker starts or joins: {"joined": pid}. An empty command starts no worker.
 """
 
 from __future__ import annotations

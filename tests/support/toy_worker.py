@@ -38,7 +38,7 @@ class ToyOptions:
     fault_once: str = ""
     """A file that is made by the first fault and prevents further ones, also in later processes."""
     poison_token: int = -1
-    """The process ends at a step with a row of a sequence whose prompt begins with this."""
+    """The process exits at a step with a row of a sequence whose prompt starts with this token."""
     max_rows: int = 0
     """A step with more rows runs out of memory; 0: none does."""
     heartbeat_seconds: float = 0.1
@@ -59,10 +59,10 @@ class ToyOptions:
 
 
 def main() -> int:
-    """Run until told to stop."""
+    """Run until SIGTERM."""
     supervised = die_with_parent()
     standby = Standby.claim()
-    # Only now what takes long to import: a scheduler that dies meanwhile takes this process along.
+    # Slow imports only now: this process already ends with its scheduler.
     from support.faulty_runner import FaultyRunner
 
     from lineclear.process.logging_setup import configure

@@ -1,4 +1,4 @@
-"""The bare sockets of a worker, for tests that play one: it says what the test wants, and only that."""
+"""The bare sockets of a worker, for tests that send a worker's messages themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Message)
 
 
 def hello(epoch: int, *, instance: int = 0, pid: int | None = None) -> Hello:
-    """Of the smallest worker, one process for each epoch unless said otherwise."""
+    """Return the Hello of a small worker; each epoch is a new process unless `instance` is given."""
     return Hello(epoch, 8, 4, 2, 32, 97, (0,), 64, pid=epoch if pid is None else pid, instance=instance or epoch)
 
 
@@ -38,32 +38,32 @@ class Peer:
         self.plans.set(zmq.IDENTITY, self._epoch.to_bytes(8, "little"))
         self.plans.connect(f"ipc://{self._directory}/plan.sock")
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         """Send to the scheduler."""
         for message in messages:
             self.results.send(encode(message))
 
     def poll(self, seconds: float = 0.0) -> Message | None:
-        """The next message that is no probe, None if none arrives in time."""
+        """Return the next message except probes, None if none arrives in time."""
         while self.plans.poll(seconds * 1000):
             message = decode(self.plans.recv())
             if not isinstance(message, Heartbeat):
                 return message
         return None
 
-    def hear(self, seconds: float = PATIENCE_SECONDS) -> Message:
-        """The next message that is no probe."""
+    def receive(self, seconds: float = PATIENCE_SECONDS) -> Message:
+        """Return the next message except probes."""
         message = self.poll(seconds)
-        assert message is not None, f"nothing came in {seconds} s"
+        assert message is not None, f"nothing arrived in {seconds} s"
         return message
 
-    def hear_a(self, kind: type[M]) -> M:
-        """The next message of a kind; those before it are dropped."""
-        while not isinstance(message := self.hear(), kind):
+    def receive_kind(self, kind: type[M]) -> M:
+        """Return the next message of a kind and drop those before it."""
+        while not isinstance(message := self.receive(), kind):
             pass
         return message
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close both connections."""
         self.plans.close()
         self.results.close()
@@ -71,7 +71,7 @@ class Peer:
 
 @contextmanager
 def peers(directory: Path) -> Iterator[Callable[[int], Peer]]:
-    """What makes the peer of an epoch for the scheduler in `directory`; all are gone after the block."""
+    """Yield a function that connects a peer of an epoch to the scheduler in `directory`; all close after the block."""
     context = bare_context()
     try:
         yield partial(Peer, context, directory)

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.write_stderr(f"lineclear-scheduler: {error}")
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("scheduler", settings.log_level, settings.log_format)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC writes lines of its own into the log
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC writes unstructured lines into the log
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
