@@ -211,7 +211,7 @@ def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
     anomalies: list[str] = []
     with EngineHarness(on_anomaly=anomalies.append) as harness:
         begun = harness.root / "begun"
-        slow = ToyOptions(min_step_seconds=0.5, max_step_seconds=0.5, fault="none", fault_step=3, fault_once=str(begun))
+        slow = ToyOptions(min_step_seconds=0.3, max_step_seconds=0.3, fault="none", fault_step=3, fault_once=str(begun))
         slow = replace(slow, drain_timeout_seconds=0.0)
         first = harness.start_worker(slow)
         stream = harness.submit(request(0, max_tokens=40))  # a token a step
