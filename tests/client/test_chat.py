@@ -52,12 +52,12 @@ def test_the_commands_of_a_conversation(
     talk.say("one")
     talk.say("two")
     commands.run("/undo")
-    assert [turn.content for turn in talk.turns] == ["one", "one"]
+    assert [message.content for message in talk.chat_messages] == ["one", "one"]
     commands.run("/system be kind")
     commands.run("/set temperature 0.5")
     commands.run('/set stop ["a", "b"]')
     commands.run("/retry")
-    assert (server.requests[-1].chat.messages[0].content, len(talk.turns)) == ("be kind", 2)
+    assert (server.requests[-1].chat.messages[0].content, len(talk.chat_messages)) == ("be kind", 2)
     assert (server.requests[-1].sampling.temperature, list(server.requests[-1].stop.strings)) == (0.5, ["a", "b"])
     commands.run("/set temperature")
     assert talk.sampling.temperature is None
@@ -69,25 +69,25 @@ def test_the_commands_of_a_conversation(
     ]
     commands.run("/save /nonexistent/place")
     commands.run("/reset")
-    assert talk.turns == []
+    assert talk.chat_messages == []
     capsys.readouterr()
     for name in ("/nonsense", "/set nonsense 1", "/undo", "/retry", "/help"):
         commands.run(name)
-    assert "there is no command /nonsense" in (text := capsys.readouterr().err)
+    assert "unknown command /nonsense" in (text := capsys.readouterr().err)
     assert "/retry" in text
     commands.run("/quit")
-    assert commands.left
+    assert commands.is_done
 
 
 def test_a_message_that_fails_leaves_no_trace(talk: chat.Conversation, server: Any) -> None:
     talk.say("one")
-    kept = list(talk.turns)
+    kept = list(talk.chat_messages)
     server.failures = [errors.QueueFull("full")] * 2
     with pytest.raises(errors.QueueFull):
         talk.say("two")
     with pytest.raises(errors.QueueFull):
         chat.Commands(talk).run("/retry")
-    assert talk.turns == kept
+    assert talk.chat_messages == kept
 
 
 def test_a_wrong_parameter_is_an_error_of_the_next_message_not_of_the_program(talk: chat.Conversation) -> None:
@@ -110,7 +110,7 @@ def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
     assert run.returncode == 0, err
     assert out.count(b"hello there") >= 2  # typed and answered
     assert server.requests[1].chat.messages[-1].content == "line one\nline two"
-    assert b"all as the server has them" in err
+    assert b"the defaults of the server" in err
     assert "hello there" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
 
@@ -137,5 +137,5 @@ def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(serv
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
     os.close(told)
     assert run.returncode == 0, err
-    assert b"stopped; the answer is kept as far as it came" in err
+    assert b"stopped; the partial answer is kept" in err
     assert [turn.content for turn in server.requests[1].chat.messages] == ["first", "begun", "second one"]

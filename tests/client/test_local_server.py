@@ -84,7 +84,7 @@ def test_one_that_does_not_come_up_says_why(
 
 
 def test_one_that_takes_too_long_is_ended(started: list[subprocess.Popen[bytes]]) -> None:
-    with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s: it said nothing"):
+    with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s: its log is empty"):
         LocalServer(*NEVER_JOINS, start_timeout_seconds=1.5)
     assert [process.returncode for process in started] == [0]
 

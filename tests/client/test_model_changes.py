@@ -185,7 +185,7 @@ def test_the_command_shows_the_new_answer_alone_and_fails_by_default(server: Any
     server.script = replaced()
     done = cli("generate", "x", "--on-model-change", "restart")
     assert (done.exit_code, done.stdout) == (0, "uno dos tres quatro\n")
-    assert "begins again" in done.stderr
+    assert "starts over" in done.stderr
     server.script = replaced()
     lines = cli("generate", "x", "--json", "--deltas", "--on-model-change", "restart").stdout.splitlines()
     *deltas, result = map(json.loads, lines)

@@ -127,5 +127,5 @@ def test_prompts_are_read_by_one_pass_at_a_time() -> None:
     assert [entry.shown["prompt"] for entry in prompts] == ["one", "two"]
     first = iter(prompts)
     next(first)
-    with pytest.raises(RuntimeError, match="one pass at a time"):
+    with pytest.raises(RuntimeError, match="one iteration at a time"):
         next(iter(prompts))

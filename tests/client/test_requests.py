@@ -125,7 +125,7 @@ def test_text_that_is_no_unicode_is_malformed(wrong: dict[str, Any]) -> None:
 
 
 def test_a_keyword_that_is_no_parameter_is_a_type_error_that_lists_those_there_are() -> None:
-    with pytest.raises(TypeError, match=r"no such parameter: temprature; there are .*temperature"):
+    with pytest.raises(TypeError, match=r"no such parameter: temprature; the parameters are .*temperature"):
         Request.of("hi", temprature=1)  # type: ignore[call-arg]
 
 

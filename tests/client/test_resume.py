@@ -229,7 +229,7 @@ def test_retries_and_resumes_are_logged_without_content(
         if record.name == "lineclear"
     ]
     assert said == [
-        ("INFO", "a call was not taken (QUEUE_FULL)"),
-        ("WARNING", "an answer was cut off (SHUTDOWN_INTERRUPTED)"),
+        ("INFO", "a call was not accepted (QUEUE_FULL)"),
+        ("WARNING", "an answer was interrupted (SHUTDOWN_INTERRUPTED)"),
     ]
     assert "secret" not in caplog.text

@@ -65,7 +65,7 @@ def test_where_attempts_are_counted_they_are_told(capsys: pytest.CaptureFixture[
     WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=3))
     WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=1))
     assert [line.partition(":")[0] for line in said(capsys)] == [
-        "asking here again, up to 3 times, in 12 s", "asking here again, once, in 12 s",
+        "retrying here, up to 3 times, in 12 s", "retrying here, once, in 12 s",
     ]  # fmt: skip
 
 
@@ -167,4 +167,4 @@ def test_who_says_when_to_come_again_is_quoted_at_once(server: Any) -> None:
     run = spawn("generate", "x", "--target", server.target)
     out, err = run.communicate(timeout=PATIENCE_SECONDS)
     assert (run.returncode, out) == (0, b"x\n")
-    assert f"asking {server.target} again, up to 3 times, in 2 s: the queue is full" in err.decode().splitlines()
+    assert f"retrying {server.target}, up to 3 times, in 2 s: the queue is full" in err.decode().splitlines()

@@ -158,9 +158,9 @@ def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..
     server = start()
     list(server.stub.Generate(endless()))
     server.wait_for("request_ended")
-    assert order("log-level", "warning").stdout == "warning, before info\n"
+    assert order("log-level", "warning").stdout == "warning, previously info\n"
     list(server.stub.Generate(endless()))
-    assert order("log-level", "info").stdout == "info, before warning\n"
+    assert order("log-level", "info").stdout == "info, previously warning\n"
     list(server.stub.Generate(endless()))
     server.wait_for("request_ended", count=2)
     assert [line["log_level"] for line in server.lines if line.get("order") == "set_log_level"] == ["warning", "info"]

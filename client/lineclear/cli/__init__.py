@@ -1,4 +1,4 @@
-"""The `lineclear` command. This file decides only whether it can run: its packages are the extra `cli`."""
+"""The entry point of the `lineclear` command. It checks that the packages of the extra `cli` are installed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lineclear.extras import install_command
 
 def main() -> None:
     """Run the command line in sys.argv and exit with its code (see `exit_codes`)."""
-    # Else gRPC, once imported, notes on standard error that a server has left, and the like.
+    # gRPC would log lost connections to standard error.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    _open_what_is_closed()
+    _open_closed_streams()
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -25,18 +25,18 @@ def main() -> None:
 
         for stream in (sys.stdout, sys.stderr):
             if stream.encoding.lower() != "utf-8" and hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # an answer the terminal cannot show is no reason to fail
+                stream.reconfigure(errors="replace")  # show what the terminal can show
         app(prog_name="lineclear")
-    except KeyboardInterrupt:  # before a command was there to take it
+    except KeyboardInterrupt:  # before a command runs
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def _open_what_is_closed() -> None:
-    """Read nothing and report nowhere where standard input and error are closed. Exit where standard output is."""
+def _open_closed_streams() -> None:
+    """Open the null device for a closed standard input or error. Exit if standard output is closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
-        print("standard output is closed; give it somewhere to go, as in > /dev/null", file=sys.stderr)
+        print("standard output is closed; redirect it, for instance with > /dev/null", file=sys.stderr)
         sys.exit(ExitCode.USAGE)

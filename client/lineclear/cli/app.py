@@ -1,4 +1,4 @@
-"""The `lineclear` command: all its commands, in the order in which --help lists them."""
+"""The `lineclear` command."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Ask a lineclear server, watch it, or start one."""
+    """Generate text with a lineclear server, watch it, or start one."""

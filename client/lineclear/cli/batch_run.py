@@ -1,4 +1,4 @@
-"""Prompts asked from the command line: one, shown as its answer comes, or many, written as results in order."""
+"""Run one prompt and stream its answer, or many prompts and write their results in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Format(StrEnum):
-    """Of a file of prompts. AUTO: by its name, else by its first line."""
+    """The format of a prompt file. AUTO: by the name of the file, else by its first line."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -35,7 +35,7 @@ class Format(StrEnum):
 
 
 def show(answer: Stream, shown: Shown) -> None:
-    """Read an answer, showing it as it comes."""
+    """Read an answer and write it while it streams."""
     with sigint.cancel_on_sigint(answer.cancel), answer as stream:
         try:
             if not shown.json_lines:
@@ -57,17 +57,17 @@ def show(answer: Stream, shown: Shown) -> None:
 
 
 class Entries(Protocol):
-    """Prompts that are counted before they are read."""
+    """Prompts whose number is known before they are read."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Entry]: ...
 
 
 def several(client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int, progress: bool) -> int:
-    """Ask all, and write a JSON object for each in order. Returns how many failed.
+    """Run all prompts, write one line of JSON for each in order, and return the number of failures.
 
-    Raises the error of a server that is not there any more: what was written before can be resumed. Raises DataLoss
-    if there are not as many results as prompts.
+    Raises the error of a server that is unavailable; --resume continues after the lines written. Raises DataLoss if
+    the number of results differs from that of the prompts.
     """
     with _opened(out, resume) as results:
         prompts = iter(entries)
@@ -92,7 +92,7 @@ def several(client: Client, entries: Entries, out: Path | None, resume: bool, co
 
 
 def repeated(ask: Callable[[], T], interval_seconds: float, count: int | None) -> Iterator[T]:
-    """What `ask` says, now and every so often, `count` times or for ever."""
+    """Yield the result of `ask` every `interval_seconds`, `count` times or for ever."""
     for number in itertools.count() if count is None else range(count):
         if number:
             time.sleep(interval_seconds)
@@ -100,9 +100,9 @@ def repeated(ask: Callable[[], T], interval_seconds: float, count: int | None) -
 
 
 class _Asked:
-    """The requests of prompts in one pass, and beside it what to repeat in the results of those under way.
+    """The requests of the prompts, and for each running one the fields to repeat in its result.
 
-    The pass is made on the threads that ask; `shown` is taken from by the thread that writes, in the same order.
+    The client reads the requests in a thread of its own; the thread that writes takes from `shown`, in the same order.
     """
 
     def __init__(self, entries: Iterator[Entry], count: int) -> None:
@@ -121,7 +121,7 @@ class _Asked:
 
 @contextmanager
 def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
-    """Open what results are written to. A last line that an earlier run did not write to its end is dropped."""
+    """Open the file of the results. Drop a last line without an end."""
     if out is None:
         yield _Results(sys.stdout)
         return
@@ -139,7 +139,7 @@ def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
 
 
 class _Results:
-    """Lines of JSON, the first `count` of them by an earlier run."""
+    """The file of the results. `count` lines are from an earlier run."""
 
     def __init__(self, file: TextIO, path: Path | None = None, count: int = 0) -> None:
         self.count = count
@@ -147,7 +147,7 @@ class _Results:
         self._path = path
 
     def check(self, entries: Iterable[Entry]) -> int:
-        """Return how many results there are. Raises typer.BadParameter if they are not those of `entries`."""
+        """Return the number of earlier results. Raises typer.BadParameter if they are of other prompts."""
         if self._path is None or not self.count:
             return 0
         checked = 0
@@ -155,8 +155,8 @@ class _Results:
             for index, (line, entry) in enumerate(zip(file, entries, strict=False)):
                 if not _begins(line, {"index": index, **entry.shown}):
                     raise typer.BadParameter(
-                        f"{self._path}, line {index + 1}: is not the result of prompt {index + 1}; the results to go on"
-                        " after were written for other prompts",
+                        f"{self._path}, line {index + 1}: is not the result of prompt {index + 1};"
+                        " the file has the results of other prompts",
                         param_hint="--resume",
                     )
                 checked += 1
@@ -167,13 +167,13 @@ class _Results:
         return checked
 
     def write(self, result: dict[str, Any]) -> None:
-        """Write one, at once."""
+        """Write and flush one result."""
         self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
         self._file.flush()
 
 
 def _begins(line: bytes, beginning: dict[str, Any]) -> bool:
-    """Whether a line is a JSON object with these entries among its own."""
+    """Return whether a line is a JSON object with these entries."""
     try:
         found = json.loads(line)
     except ValueError:

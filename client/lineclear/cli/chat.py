@@ -1,4 +1,4 @@
-"""`lineclear chat`: a conversation that is kept here and sent whole with every message, and its commands."""
+"""`lineclear chat`: the conversation, which is sent whole with every message, and its slash commands."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from . import output
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
-    """One message of the user's, after a system message if there is one."""
+    """Return a user message, after the system message if there is one."""
     opening = [] if system is None else [ChatMessage("system", system)]
     return [*opening, ChatMessage("user", text)]
 
 
 class Conversation:
-    """The turns so far, and how to take the next one. A turn that fails leaves no trace.
+    """The messages so far. A failed request adds none.
 
-    One that is stopped by Ctrl-C stays, with what there was of its answer, unless there was nothing yet.
+    A request stopped by Ctrl-C adds the partial answer, if it is not empty.
     """
 
     def __init__(self, client: Client, sampling: Sampling, system: str | None, json_lines: bool = False) -> None:
         self.sampling = sampling
         self.system = system
-        self.turns: list[ChatMessage] = []
+        self.chat_messages: list[ChatMessage] = []
         self._client = client
         self._json_lines = json_lines
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """What the server is shown."""
-        return self.turns if self.system is None else [ChatMessage("system", self.system), *self.turns]
+        """The messages that are sent, with the system message."""
+        return self.chat_messages if self.system is None else [ChatMessage("system", self.system), *self.chat_messages]
 
     def say(self, text: str) -> str:
-        """Send a message and show the answer as it comes. Returns a line about the answer."""
+        """Send a message and stream the answer. Returns a line with its figures."""
         question = ChatMessage("user", text)
         answer = self._client.stream([*self.messages, question], self.sampling)
         try:
@@ -56,80 +56,80 @@ class Conversation:
                         output.show("\n")
         except KeyboardInterrupt:
             if answer.text:
-                self.turns += [question, ChatMessage("assistant", answer.text)]
+                self.chat_messages += [question, ChatMessage("assistant", answer.text)]
             raise
         result = stream.result
-        self.turns += [question, ChatMessage("assistant", result.text)]
+        self.chat_messages += [question, ChatMessage("assistant", result.text)]
         if self._json_lines:
             output.show_json({"prompt": text, **result.to_dict()})
         return output.summary(result)
 
     def undo(self) -> str | None:
-        """Forget the last message and its answer. Returns the message."""
-        if not self.turns:
+        """Remove the last message and its answer. Returns the message."""
+        if not self.chat_messages:
             return None
-        text = self.turns[-2].content
-        del self.turns[-2:]
+        text = self.chat_messages[-2].content
+        del self.chat_messages[-2:]
         return text
 
 
 def interactive(talk: Conversation, history: Path | None) -> None:
-    """Read messages and commands from the terminal until its end."""
+    """Read messages and commands from the terminal."""
     readline = _readline(history)
     commands = Commands(talk)
-    output.print_stderr("/help lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
+    output.print_stderr("/help lists the commands; Ctrl-C stops an answer; Ctrl-D exits.")
     try:
-        while not commands.left:
+        while not commands.is_done:
             try:
                 line = _read()
             except EOFError:
                 output.print_stderr("")
                 return
             except KeyboardInterrupt:
-                output.print_stderr("\nCtrl-D leaves.")
+                output.print_stderr("\nCtrl-D exits.")
                 continue
             if line.strip():
                 _answer(talk, commands, line)
     finally:
         if readline is not None and history is not None:
             readline.set_history_length(1000)
-            # Before anything is in it: GNU's readline makes a file that is its owner's alone, others write into this.
+            # GNU readline creates a private file; other implementations do not.
             history.touch(mode=0o600)
             history.chmod(0o600)
             readline.write_history_file(str(history))
 
 
 def _answer(talk: Conversation, commands: Commands, line: str) -> None:
-    turns = len(talk.turns)
+    count = len(talk.chat_messages)
     try:
         if line.startswith("/"):
             commands.run(line)
         else:
             output.print_stderr(talk.say(line))
     except KeyboardInterrupt:
-        kept = "kept as far as it came; /undo forgets it" if len(talk.turns) > turns else "not kept"
-        output.print_stderr(f"stopped; the answer is {kept}")
+        kept = "kept; /undo removes it" if len(talk.chat_messages) > count else "not kept"
+        output.print_stderr(f"stopped; the partial answer is {kept}")
     except LineclearError as error:
         output.show_error(error)
 
 
 class Commands:
-    """The lines that begin with a slash."""
+    """The slash commands."""
 
     def __init__(self, talk: Conversation) -> None:
-        self.left = False
+        self.is_done = False
         self._talk = talk
         self._table: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "this list", self._help),
-            "/reset": ("", "begin a new conversation", self._reset),
+            "/reset": ("", "start a new conversation", self._reset),
             "/system": ("[TEXT]", "set the system message, or remove it", self._system),
             "/set": ("NAME [VALUE]", "set a sampling parameter, or remove it", self._set),
             "/params": ("", "the parameters in use", self._params),
-            "/undo": ("", "forget the last message and its answer", self._undo),
-            "/retry": ("", "ask the last message again", self._retry),
+            "/undo": ("", "remove the last message and its answer", self._undo),
+            "/retry": ("", "send the last message again", self._retry),
             "/show": ("", "the conversation so far", self._show),
             "/save": ("FILE", "write the conversation as JSON", self._save),
-            "/exit": ("", "leave", self._exit),
+            "/exit": ("", "exit", self._exit),
         }
 
     def run(self, line: str) -> None:
@@ -138,7 +138,7 @@ class Commands:
         if name == "/quit":
             name = "/exit"
         if name not in self._table:
-            output.print_stderr(f"there is no command {name}; /help lists them", "yellow")
+            output.print_stderr(f"unknown command {name}; /help lists the commands", "yellow")
             return
         self._table[name][2](argument.strip())
 
@@ -148,7 +148,7 @@ class Commands:
         output.print_stderr('A message of several lines begins and ends with """.', "")
 
     def _reset(self, _: str) -> None:
-        self._talk.turns.clear()
+        self._talk.chat_messages.clear()
         output.print_stderr("a new conversation")
 
     def _system(self, text: str) -> None:
@@ -174,23 +174,23 @@ class Commands:
     def _params(self, _: str) -> None:
         given = {name: value for name, value in dataclasses.asdict(self._talk.sampling).items() if value is not None}
         output.print_stderr(
-            " ".join(f"{name}={value}" for name, value in given.items()) or "all as the server has them"
+            " ".join(f"{name}={value}" for name, value in given.items()) or "the defaults of the server"
         )
 
     def _undo(self, _: str) -> None:
-        output.print_stderr("nothing to forget" if self._talk.undo() is None else "forgotten")
+        output.print_stderr("nothing to remove" if self._talk.undo() is None else "removed")
 
     def _retry(self, _: str) -> None:
-        kept = list(self._talk.turns)
+        kept = list(self._talk.chat_messages)
         text = self._talk.undo()
         if text is None:
-            output.print_stderr("nothing to ask again")
+            output.print_stderr("nothing to send again")
             return
         try:
             output.print_stderr(self._talk.say(text))
         except BaseException:
-            if len(self._talk.turns) < len(kept):  # nothing came in place of the earlier answer
-                self._talk.turns = kept
+            if len(self._talk.chat_messages) < len(kept):  # the new answer is empty
+                self._talk.chat_messages = kept
             raise
 
     def _show(self, _: str) -> None:
@@ -210,7 +210,7 @@ class Commands:
             output.print_stderr(f"saved {len(messages)} messages")
 
     def _exit(self, _: str) -> None:
-        self.left = True
+        self.is_done = True
 
 
 def _read() -> str:
@@ -225,7 +225,7 @@ def _read() -> str:
 
 
 def _readline(history: Path | None) -> Any:
-    """Line editing where Python has it, with what was typed before."""
+    """Return the readline module with the saved history, None if Python has no readline."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""How a command is made: registered, its errors turned into a sentence and an exit code. Knows no command."""
+"""Register a command; convert its errors to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose errors become a sentence and an exit code."""
+    """Register a function as a command. A LineclearError becomes a message and an exit code."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         inner = expanded(function)
@@ -42,7 +42,7 @@ def command(**settings: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 output.print_stderr("interrupted")
                 raise typer.Exit(ExitCode.INTERRUPTED) from None
             except BrokenPipeError:
-                raise  # whoever read our output left: typer ends quietly
+                raise  # the reader of the output has exited: typer exits quietly
             except OSError as error:
                 output.print_stderr(f"error: {output.os_error_text(error)}", "bold red")
                 raise typer.Exit(ExitCode.USAGE) from None

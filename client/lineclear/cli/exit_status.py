@@ -1,4 +1,4 @@
-"""The exit codes of the command and how errors become one: by their gRPC code, so that scripts can tell them apart."""
+"""Exit codes of the command, by the gRPC code of the error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lineclear.exit_codes import ExitCode, of_grpc
 
 
 def exit_code(error: LineclearError) -> int:
-    """100 + the number of the error's gRPC code: UNAVAILABLE, the 14, is 114."""
+    """Return 100 + the number of the gRPC code: UNAVAILABLE is 14, so 114."""
     return of_grpc(Code.Value(error.code))
 
 
 def table() -> str:
-    """The codes in one paragraph, for --help."""
+    """Return the codes in one paragraph, for --help."""
     named = ", ".join(f"{of_grpc(number)} {code}" for code, number in Code.items() if code != "OK")
     return (
         f"Exit codes: 0 success; {ExitCode.NEGATIVE:d} some of several prompts failed, or the server is not serving"
@@ -27,7 +27,7 @@ def table() -> str:
 
 
 def as_dict(error: LineclearError) -> dict[str, Any]:
-    """The error for --json; what it does not have is left out."""
+    """Return the fields of the error that are set, for --json."""
     plain = {
         "class": type(error).__name__,
         "code": error.code,
@@ -40,7 +40,7 @@ def as_dict(error: LineclearError) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value not in (None, {}, [])}
 
 
-# What gRPC says of a connection that came to nothing, and what that most likely means. It has no codes for these.
+# Texts of gRPC for a failed connection and their most likely cause. gRPC has no codes for these.
 _HINTS = {
     "WRONG_VERSION_NUMBER": "The server listens without TLS at this address: leave --tls and --tls-ca away.",
     "CERTIFICATE_VERIFY_FAILED": "Its certificate is not trusted here: --tls-ca names the authority that signed it.",
@@ -50,7 +50,7 @@ _HINTS = {
 
 
 def hint(error: LineclearError) -> str | None:
-    """What to try, where there is something."""
+    """Return what to try, None if nothing is known."""
     if not isinstance(error, Unreachable):
         return None
     return next(

@@ -1,4 +1,4 @@
-"""The commands that ask for answers: which flags each takes, and the few lines of what it does."""
+"""The commands that generate text and count tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generate(
     shown: Shown,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", help="What to continue. None, or -: standard input.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="The prompt. Default, or -: standard input.", show_default=False),
     ] = None,
     token_ids: Annotated[
         str | None, typer.Option(metavar="ID,ID,...", help="Token ids as the prompt.", show_default=False)
@@ -37,12 +37,12 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help='Prompts, one a line, or a JSON object a line: {"prompt": ..., "max_tokens": ...}. -: standard input.',
+            help='Prompts, one per line, or JSON objects: {"prompt": ..., "max_tokens": ...}. -: standard input.',
             dir_okay=False, show_default=False, rich_help_panel="Many prompts",
         ),
     ] = None,
     file_format: Annotated[
-        batch_run.Format, typer.Option("--format", help="Of --file.", rich_help_panel="Many prompts")
+        batch_run.Format, typer.Option("--format", help="Format of --file.", rich_help_panel="Many prompts")
     ] = batch_run.Format.AUTO,
     out: Annotated[
         Path | None,
@@ -53,16 +53,16 @@ def generate(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on after the results --out has.", rich_help_panel="Many prompts"),
+        typer.Option("--resume", help="Continue after the results in --out.", rich_help_panel="Many prompts"),
     ] = False,
     concurrency: Annotated[
         int, typer.Option(help="Requests at once.", min=1, max=4096, rich_help_panel="Many prompts")
     ] = 32,
 ) -> None:  # fmt: skip
-    """Continue a prompt, and show the answer as it is made.
+    """Generate the continuation of a prompt and stream it.
 
-    With several prompts, or with --file, each result is a JSON object on a line, in the order of the prompts; one that
-    failed has `error` in it. A server that is gone ends the run.
+    With several prompts, or with --file, each result is one line of JSON, in the order of the prompts. A failed one has
+    `error`. The run ends if the server is unavailable.
     """
     chosen = sampling.sampling()
 
@@ -100,14 +100,14 @@ def submit(
     sampling: SamplingFlags,
     request: RequestFlags,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to continue. None, or -: standard input.", show_default=False)
+        str | None, typer.Argument(help="The prompt. Default, or -: standard input.", show_default=False)
     ] = None,
     as_chat: AsChat = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Begin an answer and leave it to the server; shows the id to fetch it by.
+    """Submit a prompt and show its request id. The server generates the answer in the background.
 
-    The server keeps the answer for a while after its end, as long as it runs itself.
+    The server keeps the answer for a while, until it restarts.
     """
     text = _text(prompt, "a PROMPT")
     asked = request.request(chat.conversation(None, text) if as_chat else text, sampling.sampling())
@@ -123,10 +123,10 @@ def submit(
 def attach(
     connection: Connection,
     shown: Shown,
-    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
-    from_index: Annotated[int, typer.Option(help="The first token wanted.", min=0)] = 0,
+    request_id: Annotated[str, typer.Argument(help="The id that `submit` showed.")],
+    from_index: Annotated[int, typer.Option(help="Index of the first token.", min=0)] = 0,
 ) -> None:
-    """Show a submitted answer: what there is of it, and then the rest as it is made. Leaving does not end it."""
+    """Stream a submitted answer from its start. Ctrl-C does not cancel the request."""
     with connection.client() as client:
         batch_run.show(client.submitted(request_id).attach(from_index), shown)
 
@@ -134,12 +134,14 @@ def attach(
 @command()
 def result(
     connection: Connection,
-    request_id: Annotated[str, typer.Argument(help="What `submit` showed.")],
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="For the end; or show what there is now.")] = True,
-    cancel: Annotated[bool, typer.Option("--cancel", help="End it, or have its answer forgotten, instead.")] = False,
+    request_id: Annotated[str, typer.Argument(help="The id that `submit` showed.")],
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait for the complete answer, or show the answer so far.")
+    ] = True,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request or drop its answer.")] = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Show a submitted answer once it is complete, or with --no-wait what there is of it now."""
+    """Show a submitted answer once it is complete, or with --no-wait the answer so far."""
     with connection.client() as client:
         submitted = client.submitted(request_id)
         if cancel:
@@ -166,14 +168,14 @@ def converse(
     system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
     history: Annotated[
         Path | None,
-        typer.Option(help="Keep what you type here, for the arrow keys. Default: not kept.", dir_okay=False,
+        typer.Option(help="Save your messages in this file, for the arrow keys. Default: not saved.", dir_okay=False,
                      show_default=False),
     ] = None,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Hold a conversation.
+    """Chat with the model.
 
-    On a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
+    On a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D exits. Otherwise each line of standard
     input is a message, and the first error ends the run.
     """
     with connection.client() as client:
@@ -190,12 +192,12 @@ def converse(
 def tokenize(
     connection: Connection,
     text: Annotated[
-        str | None, typer.Argument(help="The text. None, or -: standard input.", show_default=False)
+        str | None, typer.Argument(help="The text. Default, or -: standard input.", show_default=False)
     ] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", "-d", help="The other way: TEXT is token ids, the output is their text.")
+        bool, typer.Option("--decode", "-d", help="Show the text of token ids.")
     ] = False,
-    count: Annotated[bool, typer.Option("--count", "-c", help="Show only how many tokens.")] = False,
+    count: Annotated[bool, typer.Option("--count", "-c", help="Show only the number of tokens.")] = False,
     as_chat: AsChat = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
@@ -215,7 +217,7 @@ def tokenize(
 
 
 def _text(argument: str | None, wanted: str) -> str:
-    """The argument, or standard input as it is but for one newline at its end."""
+    """Return the argument, or standard input without its last newline."""
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():

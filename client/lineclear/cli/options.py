@@ -1,7 +1,6 @@
-"""The flags that several commands share, as bundles: a dataclass each, whose fields are the flags.
+"""The options that several commands share: dataclasses whose fields are options.
 
-A command takes a bundle as one argument; `expanded` shows typer its fields instead. A field of `Sampling` is a flag
-here and nowhere else.
+A command takes such a dataclass as one argument; `expanded` shows typer its fields instead.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ AsChat = Annotated[bool, typer.Option("--chat", help="Send the text as a user's 
 
 
 def numbers(text: str | None, flag: str) -> list[int] | None:
-    """Comma or space separated whole numbers."""
+    """Parse whole numbers separated by commas or spaces. Raises typer.BadParameter."""
     if text is None:
         return None
     try:
@@ -50,7 +49,7 @@ def numbers(text: str | None, flag: str) -> list[int] | None:
 
 
 class ModelChange(StrEnum):
-    """Of --on-model-change."""
+    """The values of --on-model-change."""
 
     ERROR = "error"
     RESTART = "restart"
@@ -58,7 +57,7 @@ class ModelChange(StrEnum):
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the server is and how patient to be."""
+    """The server, its credentials and the retries."""
 
     target: Annotated[
         str,
@@ -73,35 +72,40 @@ class Connection:
     ] = DEFAULT_TARGET
     timeout_seconds: Annotated[
         float | None,
-        _option(CONNECTION, "Deadline of a call in seconds. Default 600; of calls that compute nothing 30.",
+        _option(CONNECTION, "Deadline of a call in seconds. Default 600; 30 for calls that generate nothing.",
                 "--timeout-seconds", "--timeout", min=0.001),
     ] = None  # fmt: skip
     max_attempts: Annotated[
-        int, _option(CONNECTION, "Attempts where there is no room, or nobody yet; 1 never retries. Default 4.", min=1)
+        int,
+        _option(
+            CONNECTION,
+            "Attempts if the queue is full or the server is not reachable yet; 1: no retries. Default 4.",
+            min=1,
+        ),
     ] = 4
     on_model_change: Annotated[
         ModelChange,
-        _option(CONNECTION, "Where another model takes over in the middle of an answer: fail, or begin it again."),
+        _option(CONNECTION, "If the model is replaced during an answer: fail, or start the answer over."),
     ] = ModelChange.ERROR
-    tls: Annotated[bool, _option(CONNECTION, "Encrypt, trusting the usual authorities.", "--tls")] = False
+    tls: Annotated[bool, _option(CONNECTION, "Use TLS with the default certificate authorities.", "--tls")] = False
     tls_ca: Annotated[
         Path | None,
-        _option(CONNECTION, "Encrypt, trusting the authority in this PEM file.", exists=True, dir_okay=False),
+        _option(CONNECTION, "Use TLS with the certificate authority in this PEM file.", exists=True, dir_okay=False),
     ] = None
     tls_cert: Annotated[
         Path | None,
-        _option(CONNECTION, "Present the certificate in this PEM file; needs --tls-key.", exists=True, dir_okay=False),
+        _option(CONNECTION, "Client certificate, a PEM file; needs --tls-key.", exists=True, dir_okay=False),
     ] = None
     tls_key: Annotated[
-        Path | None, _option(CONNECTION, "The key of --tls-cert, in a PEM file.", exists=True, dir_okay=False)
+        Path | None, _option(CONNECTION, "Key of --tls-cert, a PEM file.", exists=True, dir_okay=False)
     ] = None
     token_file: Annotated[
         Path | None,
-        # Not the token itself: every user of the machine can read a command line.
-        # And not LINECLEAR_TOKEN_FILE: that is the server's, with a name beside each token.
+        # A file, because every user of the machine can read a command line. LINECLEAR_TOKEN_FILE is the server's file,
+        # which has a name beside each token.
         _option(
             CONNECTION,
-            "Show the token in this file.",
+            "File with the token to send.",
             envvar="LINECLEAR_CLIENT_TOKEN_FILE",
             exists=True,
             dir_okay=False,
@@ -112,7 +116,7 @@ class Connection:
     ] = None
 
     def client(self) -> Client:
-        """Raises typer.BadParameter for what cannot be a server."""
+        """Return the client. Raises typer.BadParameter for an invalid option."""
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("go together", param_hint="--tls-cert, --tls-key")
         credentials = None
@@ -146,9 +150,9 @@ class Connection:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Every field of `Sampling`. A flag that is not given leaves the server's default."""
+    """The fields of `Sampling`. Without an option the server's default applies."""
 
-    max_tokens: Annotated[int | None, _option(STOPPING, "The most output tokens.", "--max-tokens", "-n")] = None
+    max_tokens: Annotated[int | None, _option(STOPPING, "Max output tokens.", "--max-tokens", "-n")] = None
     temperature: Annotated[
         float | None, _option(SAMPLING, "0 is greedy; higher is more varied. [0, 10]", "--temperature", "-T")
     ] = None
@@ -157,7 +161,7 @@ class SamplingFlags:
         None
     )
     min_p: Annotated[
-        float | None, _option(SAMPLING, "Drop what is less likely than this share of the most likely. [0, 1]")
+        float | None, _option(SAMPLING, "Drop tokens less likely than this share of the most likely one. [0, 1]")
     ] = None
     repetition_penalty: Annotated[
         float | None, _option(SAMPLING, "Divides the logits of tokens seen before. [0.01, 10]")
@@ -176,7 +180,7 @@ class SamplingFlags:
     seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
     min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
     ignore_eos: Annotated[
-        bool | None, _option(STOPPING, "Sample on through end-of-sequence.", "--ignore-eos/--no-ignore-eos")
+        bool | None, _option(STOPPING, "Continue after end-of-sequence.", "--ignore-eos/--no-ignore-eos")
     ] = None
     stop: Annotated[
         list[str] | None, _option(STOPPING, "End before this text. May be repeated.", "--stop", "-s", metavar="TEXT")
@@ -188,7 +192,7 @@ class SamplingFlags:
     ] = None
 
     def sampling(self) -> Sampling:
-        """Raises typer.BadParameter for lists that are none."""
+        """Return the sampling parameters. Raises typer.BadParameter."""
         bias: dict[int, float] = {}
         for entry in self.logit_bias or ():
             token, _, value = entry.partition("=")
@@ -209,12 +213,12 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class RequestFlags:
-    """What a request says besides prompt and sampling."""
+    """The fields of `Request` other than prompt and sampling."""
 
     priority: Annotated[int | None, _option(SAMPLING, "0 (most urgent) to 255. Default 128.")] = None
     logprobs: Annotated[bool, _option(OUTPUT, "With --json: log probability of each token.", "--logprobs")] = False
     top_logprobs: Annotated[
-        int | None, _option(OUTPUT, "With --json: and of this many most likely tokens. [0, 20]")
+        int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")
     ] = None
     token_timings: Annotated[bool, _option(OUTPUT, "With --json: when each token was made.", "--token-timings")] = False
     keep_special_tokens: Annotated[
@@ -224,7 +228,7 @@ class RequestFlags:
 
     def params(self) -> Params:
         given = {field.name: getattr(self, field.name) or None for field in dataclasses.fields(self)}
-        given["priority"] = self.priority  # where 0 is not "not given"
+        given["priority"] = self.priority  # 0 is a priority
         return cast("Params", given)
 
     def request(self, prompt: Any, sampling: Sampling) -> Request:
@@ -233,10 +237,10 @@ class RequestFlags:
 
 @dataclass(frozen=True)
 class Shown:
-    """How an answer is shown."""
+    """The format of the output."""
 
     json_lines: Json = False
-    deltas: Annotated[bool, _option(OUTPUT, "With --json: each piece as it comes, too.", "--deltas")] = False
+    deltas: Annotated[bool, _option(OUTPUT, "With --json: also each piece of the answer.", "--deltas")] = False
     quiet: Annotated[bool, _option(OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False
 
 
@@ -244,7 +248,7 @@ BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, Shown
 
 
 def expanded(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with the fields of each bundle among its parameters in place of the bundle."""
+    """Return the function with the fields of each dataclass as parameters instead of the dataclass."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     bundles: dict[str, type[Any]] = {}

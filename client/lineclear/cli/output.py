@@ -1,4 +1,4 @@
-"""What the command shows: text as it comes, errors, and tables. Standard output is for answers alone."""
+"""The output of the command. Answers are written to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from lineclear.errors import LineclearError
 
 from . import exit_status
 
-# A model may write anything; a terminal obeys some of it.
+# A model may generate escape sequences of a terminal.
 _CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
 def strip_control_chars(text: str) -> str:
-    """The text without what would steer a terminal."""
+    """Replace the control characters of `text`."""
     return text.translate(_CONTROLS)
 
 
 def show(text: str) -> None:
-    """A piece of an answer, now. On a terminal it is made safe, elsewhere it is left as it is."""
+    """Write a piece of an answer, on a terminal without control characters."""
     if text:
         sys.stdout.write(strip_control_chars(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
 def show_answer(stream: Stream) -> None:
-    """The text of an answer as it comes.
+    """Write the text of an answer while it streams.
 
-    One that may begin again with another model is shown at its end, where what was shown cannot be told from what
-    counts: anywhere but on a terminal.
+    An answer that may restart with another model is written at its end, except on a terminal: a reader could not
+    separate the dropped part.
     """
-    is_held = stream.may_restart and not sys.stdout.isatty()
+    is_buffered = stream.may_restart and not sys.stdout.isatty()
     for delta in stream:
         if delta.restarted:
-            print_stderr("\nThe model was replaced; the answer begins again.")
-        if not is_held:
+            print_stderr("\nThe model was replaced; the answer starts over.")
+        if not is_buffered:
             show(delta.text)
-    if is_held:
+    if is_buffered:
         show(stream.text)
 
 
 def show_json(value: Any) -> None:
-    """One object on one line."""
+    """Write one line of JSON."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """One of the client's dataclasses for `show_json`, without what is not set."""
+    """Convert a dataclass of the client for `show_json`, without unset fields."""
     return {name: entry for name, entry in dataclasses.asdict(value).items() if entry not in (None, ())}
 
 
 def print_stderr(text: str, style: str = "dim") -> None:
-    """A line beside the answer."""
+    """Write a line to standard error."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(strip_control_chars(text), style=style))
 
 
 def show_error(error: LineclearError) -> None:
-    """The sentence of the error, where in the request it is, and what to try."""
+    """Write the error, the fields that it names and a hint."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(
         Text.assemble(("error: ", "bold red"), strip_control_chars(str(error)), (f" ({error.reason})", "dim"))
@@ -79,12 +79,12 @@ def show_error(error: LineclearError) -> None:
 
 
 def os_error_text(error: OSError) -> str:
-    """What the system says, without its number."""
+    """Return the message of the system without the error number."""
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 def summary(result: Generation) -> str:
-    """One line about how the answer came to be."""
+    """Return one line with the figures of an answer."""
     usage, timings = result.usage, result.timings
     words = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
     if usage.cached_tokens:
@@ -97,7 +97,7 @@ def summary(result: Generation) -> str:
 
 
 def stats_view(stats: Stats) -> Group:
-    """All of GetStats on a screen."""
+    """Return the tables of GetStats."""
     counters, gauges, worker = stats.counters, stats.gauges, stats.worker
     state = "draining" if gauges.draining else "joined" if worker.up else "no worker"
     head = Text.assemble(
@@ -121,9 +121,9 @@ def stats_view(stats: Stats) -> Group:
         ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
         ("mean batch size", f"{stats.mean_batch_size:.2f}"),
     )
-    ever = _table("since start", "")
+    totals_table = _table("since start", "")
     _rows(
-        ever,
+        totals_table,
         ("admitted", counters.requests_admitted),
         ("finished", counters.requests_finished),
         ("rejected / failed", f"{counters.requests_rejected} / {counters.requests_failed}"),
@@ -143,12 +143,12 @@ def stats_view(stats: Stats) -> Group:
     ):
         times.add_row(name, *_milliseconds(quantiles))
     side_by_side = Table.grid(padding=(0, 3))
-    side_by_side.add_row(now, ever)
+    side_by_side.add_row(now, totals_table)
     return Group(head, side_by_side, times)
 
 
 def model_view(model: Model) -> Table:
-    """All of GetModel."""
+    """Return the table of GetModel."""
     table = _table("model", "")
     _rows(
         table,

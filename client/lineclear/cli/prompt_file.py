@@ -1,4 +1,4 @@
-"""A file of prompts: one a line, or a JSON object a line with `prompt` and any parameters. Checked before it is used.
+"""A file of prompts: lines of text, or of JSON with `prompt` or `messages` and any parameters.
 
 Tell me a joke
 {"id": "a1", "prompt": "Tell me a joke", "max_tokens": 32}
@@ -29,18 +29,17 @@ _PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata"}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One prompt of the file: the request, and what to repeat in its result."""
+    """One prompt of the file: the request, and the fields to repeat in its result."""
 
     request: Request
     shown: dict[str, Any]
 
 
 class PromptFile:
-    """The prompts of a file or of a stream; `len()` of them, and one pass over them at a time.
+    """The prompts of a file or a stream. Allows `len()` and one iteration at a time.
 
-    A regular file is read where it is. A pipe, a FIFO or a terminal is read once, to its end, into a temporary file.
-    `make` turns a prompt into a request with what the command line says. Raises typer.BadParameter, naming the line,
-    if any line is wrong: nothing has been asked then.
+    A pipe, a FIFO or a terminal is first copied to a temporary file. `make` converts a prompt to a request with the
+    options of the command line. Raises typer.BadParameter with the number of an invalid line, before any request.
     """
 
     def __init__(self, source: Path | IO[bytes], form: str, make: Callable[[Any], Request]) -> None:
@@ -69,8 +68,8 @@ class PromptFile:
             yield entry
 
     def _lines(self) -> Generator[tuple[int, str], None, None]:
-        if self._is_being_read:  # two passes over one pipe would each get some of its lines
-            raise RuntimeError("the prompts are read by one pass at a time")
+        if self._is_being_read:  # two iterations over one pipe would share its lines
+            raise RuntimeError("the prompts allow one iteration at a time")
         self._is_being_read = True
         try:
             yield from self._read_lines()
@@ -95,7 +94,7 @@ class PromptFile:
             value = json.loads(first)
         except ValueError:
             return False
-        return isinstance(value, dict)  # one without a prompt is a mistake, more likely than a prompt
+        return isinstance(value, dict)  # an object without a prompt is more likely a mistake than a prompt
 
     def _parsed(self, line: str) -> Entry:
         if not self._json:
@@ -105,15 +104,15 @@ class PromptFile:
             raise ValueError("is not a JSON object with `prompt` or `messages`; --format text takes lines as they are")
         shown = {name: value.pop(name) for name in ("id", "prompt", "messages") if name in value}
         if unknown := sorted(value.keys() - _PARAMETERS):
-            raise ValueError(f"there is no parameter {', '.join(unknown)}")
+            raise ValueError(f"no such parameter: {', '.join(unknown)}")
         if isinstance(bias := value.get("logit_bias"), dict):
-            value["logit_bias"] = {int(token): weight for token, weight in bias.items()}  # JSON keys are texts
+            value["logit_bias"] = {int(token): weight for token, weight in bias.items()}  # JSON keys are strings
         prompt = shown["prompt"] if "prompt" in shown else shown["messages"]
         return Entry(Request.of(self._make(prompt), **value), shown)
 
 
 def _opener(path: Path) -> Callable[[], AbstractContextManager[IO[bytes]]]:
-    """Return what opens the prompts at their beginning. Only a regular file can be opened again."""
+    """Return a function that opens the prompts. Only a regular file can be opened twice."""
     with path.open("rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return _spooled(file)
@@ -121,7 +120,7 @@ def _opener(path: Path) -> Callable[[], AbstractContextManager[IO[bytes]]]:
 
 
 def _spooled(source: IO[bytes]) -> Callable[[], AbstractContextManager[IO[bytes]]]:
-    """Copy all of `source`; the result opens the copy at its beginning."""
+    """Copy `source` and return a function that opens the copy."""
     copy = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - closed at exit
     shutil.copyfileobj(source, copy)
 

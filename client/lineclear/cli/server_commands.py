@@ -1,4 +1,4 @@
-"""The commands that start, watch and direct a server: which flags each takes, and the few lines of what it does."""
+"""The commands that start, watch and control a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .options import Connection, Json
 
 
 class _Verbatim(TyperCommand):
-    """A command that takes every word as it stands, `--` and --help too."""
+    """A command that does not parse its arguments, `--` and --help included."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -32,7 +32,7 @@ class _Verbatim(TyperCommand):
 
 @command(name="serve", cls=_Verbatim)
 def start(context: typer.Context) -> None:
-    """Start a server here: scheduler and worker. All flags are the scheduler's; `serve --help` shows them."""
+    """Start a server on this machine: scheduler and worker. `serve --help` shows the flags of the scheduler."""
     serve.run(context.args)
 
 
@@ -40,14 +40,14 @@ def start(context: typer.Context) -> None:
 def health(
     connection: Connection,
     service: Annotated[
-        str, typer.Option(help="Which service; '' is the process as a whole.")
+        str, typer.Option(help="The service to check; '' is the server process.")
     ] = rpc_methods.SERVICE,
     wait_seconds: Annotated[
-        float, typer.Option("--wait-seconds", "--wait", help="Ask again until it serves, for so long.", min=0)
+        float, typer.Option("--wait-seconds", "--wait", help="Wait up to this long until the server serves.", min=0)
     ] = 0.0,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Ask whether the server is serving: exit code 0 if it is, 1 if it answers that it is not."""
+    """Check the health of the server: exit code 0 if it serves, 1 if it answers and does not serve."""
     until = time.monotonic() + wait_seconds
     with connection.client() as client:
         while True:
@@ -72,16 +72,16 @@ def health(
 @command()
 def stats(
     connection: Connection,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until interrupted.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
     interval_seconds: Annotated[
-        float, typer.Option("--interval-seconds", "--interval", help="With --watch: how often.", min=0.05)
+        float, typer.Option("--interval-seconds", "--interval", help="With --watch: seconds between updates.", min=0.05)
     ] = 1.0,
     count: Annotated[
-        int | None, typer.Option(help="With --watch: stop after so many.", min=1, show_default=False)
+        int | None, typer.Option(help="With --watch: number of updates.", min=1, show_default=False)
     ] = None,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Show what the server is doing and how it has been doing."""
+    """Show the statistics of the server."""
     rounds = count if watch else 1
     with connection.client() as client:
         if json_lines:
@@ -99,7 +99,7 @@ def stats(
 
 @command()
 def model(connection: Connection, json_lines: Json = False) -> None:
-    """Show which model is served, and the limits in force."""
+    """Show the served model and the limits of the server."""
     with connection.client() as client:
         found = client.model()
     if json_lines:
@@ -109,7 +109,7 @@ def model(connection: Connection, json_lines: Json = False) -> None:
 
 
 class AdminCommand(StrEnum):
-    """What an operator can ask."""
+    """The admin commands."""
 
     DRAIN = "drain"
     DUMP = "dump"
@@ -120,11 +120,11 @@ class AdminCommand(StrEnum):
 @command(name="admin", epilog="Example: lineclear admin drain --target unix:/run/lineclear/admin.sock")
 def operate(
     connection: Connection,
-    order: Annotated[
+    action: Annotated[
         AdminCommand,
         typer.Argument(
-            help="drain: leave as after SIGTERM. dump: write the flight recorder. flush: forget cached prefixes. "
-            "log-level: log from LEVEL upwards.",
+            help="drain: shut down gracefully, as SIGTERM does. dump: write the flight recording. flush: drop cached "
+            "prefixes. log-level: set the log level to LEVEL.",
         ),
     ],
     level: Annotated[
@@ -132,24 +132,24 @@ def operate(
     ] = None,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
-    """Give the server an order, at its admin address."""
-    if (level is not None) != (order is AdminCommand.LOG_LEVEL) or level not in (None, *get_args(LogLevel)):
+    """Send an admin command. --target is the admin address of the server."""
+    if (level is not None) != (action is AdminCommand.LOG_LEVEL) or level not in (None, *get_args(LogLevel)):
         raise typer.BadParameter("log-level takes debug, info, warning or error; the others take nothing")
     with connection.client() as client:
-        operator = AdminClient(client)
-        if order is AdminCommand.DRAIN:
-            left = operator.drain()
-            sentence = f"{left.requests_in_progress} requests in progress, ended in {left.seconds:.1f} s at the latest"
-            values = left._asdict()
-        elif order is AdminCommand.DUMP:
-            sentence = operator.dump_recording()
+        admin = AdminClient(client)
+        if action is AdminCommand.DRAIN:
+            status = admin.drain()
+            sentence = f"{status.requests_in_progress} requests in progress, at most {status.seconds:.1f} s left"
+            values = status._asdict()
+        elif action is AdminCommand.DUMP:
+            sentence = admin.dump_recording()
             values = {"path": sentence}
-        elif order is AdminCommand.FLUSH:
-            operator.flush_prefix_cache()
+        elif action is AdminCommand.FLUSH:
+            admin.flush_prefix_cache()
             sentence, values = "", {}
         else:
-            previous = operator.set_log_level(cast("LogLevel", level))
-            sentence, values = f"{level}, before {previous}", {"level": level, "previous": previous}
+            previous = admin.set_log_level(cast("LogLevel", level))
+            sentence, values = f"{level}, previously {previous}", {"level": level, "previous": previous}
     if json_lines:
         output.show_json(values)
     elif sentence:

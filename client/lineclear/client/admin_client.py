@@ -1,4 +1,4 @@
-"""Orders to a server by whoever operates it. They are answered at its admin address alone."""
+"""The client of the admin RPCs, which a server offers at its admin address only."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class DrainStatus(NamedTuple):
-    """What a server that is leaving has still to do."""
+    """The state of a server that drains."""
 
     requests_in_progress: int
-    """Those that wait included."""
+    """Running and queued requests."""
     seconds: float
-    """Until what is left of them is ended. They can go on elsewhere, and clients of ours do so by themselves."""
+    """Seconds until the server ends the remaining requests. This client resumes them at another server."""
 
 
 class AdminClient:
-    """For scripts: `Operator(Client(admin_address)).drain()`. Raises the LineclearError that a call ended with."""
+    """Admin commands for scripts: `AdminClient(Client(admin_address)).drain()`. Every call raises LineclearError."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def drain(self) -> DrainStatus:
-        """Have the server leave as after SIGTERM. Asked again, it says what remains by then."""
+        """Start a graceful shutdown, as SIGTERM does. A repeated call returns the current state."""
         answer = self._client._unary(rpc_methods.DRAIN, pb.DrainRequest(), UNSET)
         return DrainStatus(answer.requests_in_progress, answer.time_remaining.ToNanoseconds() / 1e9)
 
     def dump_recording(self) -> str:
-        """Have the flight recorder written; the path of the file, on the server's machine."""
+        """Write the flight recording and return the path of the file on the machine of the server."""
         return self._client._unary(rpc_methods.DUMP_RECORDING, pb.DumpRecordingRequest(), UNSET).path
 
     def flush_prefix_cache(self) -> None:
-        """Have all cached prefixes forgotten."""
+        """Drop all cached prefixes."""
         self._client._unary(rpc_methods.FLUSH_PREFIX_CACHE, pb.FlushPrefixCacheRequest(), UNSET)
 
     def set_log_level(self, level: LogLevel) -> LogLevel:
-        """Have the scheduler log from this level upwards; the level before."""
+        """Set the log level of the scheduler and return the previous level."""
         request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))
         previous = self._client._unary(rpc_methods.SET_LOG_LEVEL, request, UNSET).previous
         return cast("LogLevel", pb.LogLevel.Name(previous).removeprefix("LOG_LEVEL_").lower())

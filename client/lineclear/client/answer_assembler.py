@@ -1,7 +1,4 @@
-"""One answer put together from the messages of its stream, and the proof that none is missing.
-
-Knows the order in which a server may say things and nothing about how they arrive.
-"""
+"""Assemble an answer from the responses of its stream and check that no token is missing or repeated. No I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from .results import (
 
 
 class AnswerAssembler:
-    """The answer so far: `text`, `token_ids` and the rest grow with every `add`. It begins at `first_index`."""
+    """The answer so far, from the token `first_index` on. It grows with every `add`."""
 
     def __init__(self, first_index: int = 0) -> None:
         self._first_index = first_index
@@ -34,9 +31,9 @@ class AnswerAssembler:
         self._times_seconds: list[float] = []
         self._started: Started | None = None
         self.resumes = 0
-        """How often the answer was cut off and went on."""
+        """How often the answer was resumed."""
         self.restarts = 0
-        """How often it began again with another model."""
+        """How often the answer started over with another model."""
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -46,23 +43,25 @@ class AnswerAssembler:
 
     @property
     def next_index(self) -> int:
-        """Index in the answer of the token to come."""
+        """The index of the next token."""
         return self._first_index + len(self.token_ids)
 
     @property
     def complete(self) -> bool:
-        """Whether the last piece has been added."""
+        """Whether the last response has been added."""
         return self._finished is not None
 
     def add(self, message: pb.GenerateResponse) -> Delta:
-        """The next piece. Raises DataLoss if it does not continue where the one before ended, ModelChanged if it is
-        another model's."""
+        """Add a response and return it as a Delta.
+
+        Raises DataLoss if it does not start at the next token, ModelChanged if another model or prompt answers.
+        """
         if self.complete:
             raise DataLoss("the server sent more after the end of the answer")
         delta = delta_from_proto(message)
         if self._started is not None and delta.started is not None:
             _check_same(self._started, delta.started)
-            delta = replace(delta, started=None)  # of a call that goes on with what another one began
+            delta = replace(delta, started=None)  # of a resumed call
         count, have = len(delta.token_ids), self.next_index
         if count and delta.first_index != have:
             raise DataLoss(
@@ -71,7 +70,7 @@ class AnswerAssembler:
             )
         for name, entries in (("logprobs", delta.logprobs), ("token times", delta.token_times_seconds)):
             if entries and len(entries) != count:
-                raise DataLoss(f"a piece of the answer has {count} tokens and {len(entries)} {name}")
+                raise DataLoss(f"a response has {count} tokens and {len(entries)} {name}")
         self.token_ids += delta.token_ids
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
@@ -82,12 +81,12 @@ class AnswerAssembler:
         return delta
 
     def close(self) -> None:
-        """The stream ended well. Raises DataLoss if the answer did not."""
+        """Record the end of the stream. Raises DataLoss if the answer is not complete."""
         if not self.complete:
             raise DataLoss(f"the stream ended after {len(self.token_ids)} tokens without the end of the answer")
 
     def rest(self, message: pb.GenerateRequest) -> pb.GenerateRequest:
-        """The request for what is still missing of the answer to `message`, of which something came."""
+        """Return the request that resumes the answer to `message`."""
         again = pb.GenerateRequest()
         again.CopyFrom(message)
         if self._started is not None:
@@ -101,7 +100,7 @@ class AnswerAssembler:
         return again
 
     def generation(self) -> Generation:
-        """The whole answer, once it is `complete`."""
+        """Return the complete answer."""
         assert self._finished is not None
         assert self._finish_reason is not None
         return Generation(
@@ -120,20 +119,20 @@ class AnswerAssembler:
 
 
 def _check_same(first: Started, then: Started) -> None:
-    """Raise where the answer that goes on is not the one that began.
+    """Raise ModelChanged or DataLoss if a resumed call answers another request.
 
-    A server of an earlier release does not compare. A request_id may have been given to another request meanwhile.
+    Servers compare, except for Attach: the request_id may belong to another request by now.
     """
     if (first.model_fingerprint, first.prompt_digest) != (then.model_fingerprint, then.prompt_digest):
         raise ModelChanged(
-            "another model would go on with the answer, or one with another prompt",
+            "the resumed call has another model or another prompt",
             metadata={
                 "model_fingerprint": then.model_fingerprint,
                 "expected_model_fingerprint": first.model_fingerprint,
             },
         )
     if first.seed != then.seed:
-        raise DataLoss("the server goes on with an answer of another seed")
+        raise DataLoss("the resumed call has another seed")
 
 
 def _matched_stop(finished: pb.Finished) -> str | int | None:

@@ -1,8 +1,4 @@
-"""The order of many requests: which is next, which answer is due, how far the one may run ahead of the other, and what
-ends them all.
-
-Pure bookkeeping that the threads of a Client and the tasks of an AsyncClient share; it never waits.
-"""
+"""The window of a batch: requests start and finish in any order, and their outcomes leave in the order of the items."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from .results import Generation
 Item = TypeVar("Item")
 Outcome = Generation | LineclearError
 
-# The window of a batch whose answers are all kept anyway: there is no reason to hold back.
 ALL_AT_ONCE = 2**62
+"""The window of a batch that returns all answers together."""
 
 
 class Read(NamedTuple, Generic[Item]):
@@ -28,26 +24,26 @@ class Read(NamedTuple, Generic[Item]):
 
 
 class WindowRead(NamedTuple):
-    """What the reader of a batch gets at once."""
+    """The outcomes that are ready for the reader."""
 
     due: list[Outcome]
     failure: BaseException | None
-    """Raised instead of all that is still to come."""
+    """The error that ended the batch."""
     is_last: bool
 
 
 class OrderedWindow(Generic[Item]):
-    """Items go out by `take`, outcomes come in by `put` in any order and leave by `turn` in the order of the items.
+    """Items are taken with `take`, outcomes added with `put` in any order and read in order with `read_outcomes`.
 
-    At most `window` items are out or waiting for an earlier one. The items are read one by one, as they are taken.
-    A request that fails is an outcome like others, or ends the batch if not `return_exceptions`.
+    At most `window` items are running or wait for an earlier outcome. Items are read one by one, as needed. A failed
+    request is an outcome; with `return_exceptions` False it ends the batch. Not safe for threads by itself.
     """
 
     def __init__(self, items: Iterable[Item], window: int, return_exceptions: bool = True) -> None:
         assert window >= 1
         self.total: int | None = len(items) if isinstance(items, Sized) else None
-        self.is_in_memory = isinstance(items, (list, tuple))  # reading them waits for nothing
-        self.exhausted = False  # no item is left to take
+        self.is_in_memory = isinstance(items, (list, tuple))  # reading them never blocks
+        self.exhausted = False  # every item is taken
         self.failure: BaseException | None = None  # ends the whole batch
         self.completed = 0
         self.failed = 0
@@ -56,53 +52,53 @@ class OrderedWindow(Generic[Item]):
         self._window = window
         self._return_exceptions = return_exceptions
         self._taken = 0
-        self._left = 0
-        self._reported = -1  # of what is completed, by the last turn
+        self._num_read = 0
+        self._reported = -1  # `completed` at the last read_outcomes
         self._waiting: dict[int, Outcome] = {}
 
     @property
     def has_no_more(self) -> bool:
-        """Nothing will be taken any more, by anybody."""
+        """Whether `take` returns no further item."""
         return self.exhausted or self.failure is not None
 
     @property
     def done(self) -> bool:
-        """Every outcome has left, and none will follow."""
-        return self.failure is not None or (self.exhausted and self._left == self._taken)
+        """Whether the batch has failed or every outcome has been read."""
+        return self.failure is not None or (self.exhausted and self._num_read == self._taken)
 
     def workers(self, concurrency: int) -> int:
-        """How many are of use; one at the least, who finds out that there is nothing."""
+        """Return the number of workers: `concurrency`, or fewer for fewer items, and at least one."""
         return concurrency if self.total is None else max(1, min(concurrency, self.total))
 
     @property
     def has_room(self) -> bool:
-        """Whether one more item may be taken now."""
-        return not self.has_no_more and self._taken - self._left < self._window
+        """Whether the window has room for one more item."""
+        return not self.has_no_more and self._taken - self._num_read < self._window
 
     def read(self) -> Read[Item]:
-        """Read the next item: one reader at a time, under no lock, because the caller's iterable may take its time."""
+        """Read the next item. It may block in the caller's iterable: one worker at a time, and without a lock."""
         try:
             return Read(next(self._items), None)
         except BaseException as error:
             return Read(None, error)
 
     def take(self, read: Read[Item]) -> tuple[int, Item] | None:
-        """Account for what was read: the item and its index, None where it `has_no_more`."""
-        if self.has_no_more:  # it was ended meanwhile
+        """Return the item that was read and its index, None at the end of the batch."""
+        if self.has_no_more:  # the batch failed during the read
             return None
         if isinstance(read.error, StopIteration):
             self.exhausted = True
             return None
         if read.error is not None:
-            self.fail(read.error)  # whoever reads the outcomes gets it
+            self.fail(read.error)  # raised to the reader of the outcomes
             return None
         self._taken += 1
         return self._taken - 1, cast("Item", read.item)
 
     def put(self, index: int, outcome: Generation | BaseException) -> None:
-        """What became of an item. An error that is no LineclearError, a bug or a wrong argument, ends the batch."""
+        """Add the outcome of an item. An error other than a LineclearError, such as a bug, ends the batch."""
         assert index not in self._waiting
-        assert self._left <= index < self._taken
+        assert self._num_read <= index < self._taken
         if not isinstance(outcome, Outcome):
             self.fail(outcome)
             return
@@ -116,23 +112,26 @@ class OrderedWindow(Generic[Item]):
             self.fail(outcome)
 
     def fail(self, error: BaseException) -> None:
-        """End the batch. The first failure is the one that counts."""
+        """End the batch with `error`, unless it has failed before."""
         self.failure = self.failure or error
 
     def read_outcomes(self) -> WindowRead | None:
-        """What is new for the reader; None while nothing is."""
+        """Return the outcomes that are ready, None if nothing has changed."""
         if not self.done and self.completed == self._reported:
             return None
         self._reported = self.completed
         due = []
-        while self._left in self._waiting:
-            due.append(self._waiting.pop(self._left))
-            self._left += 1
+        while self._num_read in self._waiting:
+            due.append(self._waiting.pop(self._num_read))
+            self._num_read += 1
         return WindowRead(due, self.failure, self.done)
 
 
 def checked_concurrency(concurrency: int, window: int | None) -> int:
-    """The window for so many requests at once: wide enough that one slow answer does not idle the others."""
+    """Return the size of the window, by default large enough that one slow answer does not idle the other workers.
+
+    Raises ValueError if `concurrency` is below 1 or above `window`.
+    """
     if concurrency < 1:
         raise ValueError("concurrency must be at least 1")
     if window is not None and window < concurrency:

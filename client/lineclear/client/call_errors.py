@@ -1,7 +1,4 @@
-"""Who is at the other end: whether anybody has ever been there, and what it means when a call fails.
-
-From what gRPC reports to the LineclearError that says what happened. No waiting, and no retrying.
-"""
+"""Translate gRPC errors to LineclearErrors."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ Res = TypeVar("Res")
 # How gRPC refuses a request: at the server, or here before it is sent.
 _TOO_LARGE = re.compile(r"^(?:SERVER: Received|CLIENT: Sent) message larger than max \((\d+) vs\.? (\d+)\)")
 
-# What gRPC says, under codes of a bug, when a stream ends without a status.
+# Texts with which gRPC reports a stream that ended without a status, as INTERNAL or UNKNOWN.
 _CUT = ("RST_STREAM", "Stream removed", "Internal error from Core")
-# What it says of a server that it did not get to. Anything else befell a connection that was there.
-_NOBODY = ("backends failing", "ailed to connect", "rrors resolving", "DNS resolution failed", "name resolution")
-# And what it says around that, as of many servers, with the code of a bug.
-_ALL_OF_ONE = re.compile(r"^connections to all backends failing; last error: ([A-Z_]+: )?")
+# Texts for a server that could not be reached. Other texts mean that a connection broke.
+_NEVER_REACHED = ("backends failing", "ailed to connect", "rrors resolving", "DNS resolution failed", "name resolution")
+# The prefix of these texts with round_robin, which has one server here.
+_ROUND_ROBIN_PREFIX = re.compile(r"^connections to all backends failing; last error: ([A-Z_]+: )?")
 
 
 def check_request_size(size: int, limit: int) -> None:
-    """Raises RequestTooLarge."""
+    """Raise RequestTooLarge if a request of `size` bytes exceeds `limit`."""
     if size > limit:
         raise errors.RequestTooLarge(
             f"the request has {size} bytes and the limit is {limit}; shorten it, or raise --max-message-bytes of the "
@@ -43,19 +40,19 @@ def check_request_size(size: int, limit: int) -> None:
 
 
 class ErrorTranslator:
-    """The other end of one transport. Safe to use from many threads."""
+    """Translates the errors of one transport, and remembers whether its server was reachable. Thread-safe."""
 
     def __init__(self, target: str) -> None:
-        """Raises ValueError for what is no target."""
+        """Raises ValueError if `target` is not a target of gRPC."""
         self.target = checked_target(target)
         self.closed = False
-        """By this side."""
+        """Whether this client was closed."""
         self.owner = OwnerProcess()
         self.was_reachable = False
-        """Somebody was there once: if nobody is now, a server has died or is starting again."""
+        """Whether this target has ever answered. If so, a failure to connect means that the server went away."""
 
     def decoded(self, method: Method[Any, Res], data: bytes) -> Res:
-        """An answer. Raises DataLoss for bytes that are none."""
+        """Decode a response. Raises DataLoss if the bytes are not such a message."""
         self.was_reachable = True
         try:
             return method.decode(data)
@@ -63,16 +60,13 @@ class ErrorTranslator:
             raise errors.DataLoss(f"the server's answer to {method.path} is no such message") from None
 
     def failure(self, error: Any, cancelled: bool) -> errors.LineclearError:
-        """What ended a call: the server's own word, or the one that says what happened on the way.
-
-        `cancelled` says that this side hung up.
-        """
+        """Return the error of the server, or one for what happened on the way. `cancelled`: this client cancelled."""
         code = error.code().name
         trailers = dict(error.trailing_metadata() or ())
         trailer = trailers.get(grpc_status.TRAILER)
         found = grpc_status.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
         if trailer is None:
-            found = self._without_word(code, found, cancelled or self.closed)
+            found = self._without_trailer(code, found, cancelled or self.closed)
         else:
             self.was_reachable = True
         if found.retry_after_seconds is None and _PUSHBACK in trailers:
@@ -80,7 +74,7 @@ class ErrorTranslator:
         return found
 
     def session_failure(self, error: BaseException) -> errors.LineclearError:
-        """What ended a session, whatever was raised."""
+        """Return the LineclearError for any error that ended a session."""
         if isinstance(error, errors.LineclearError):
             return error
         if isinstance(error, asyncio.CancelledError):
@@ -90,10 +84,10 @@ class ErrorTranslator:
         return self._lost(f"no answer from {self.target}: the session broke ({type(error).__name__})")
 
     def misuse(self, error: ValueError) -> Exception:
-        """gRPC reports a call on a closed channel as a ValueError, which says nothing to a caller of ours."""
+        """Return RuntimeError for the ValueError that gRPC raises for a call on a closed channel."""
         return RuntimeError("the client is closed") if self.closed else error
 
-    def _without_word(self, code: str, found: errors.LineclearError, cancelled: bool) -> errors.LineclearError:
+    def _without_trailer(self, code: str, found: errors.LineclearError, cancelled: bool) -> errors.LineclearError:
         text = str(found)
         if code == "RESOURCE_EXHAUSTED" and (too_large := _TOO_LARGE.match(text)):
             self.was_reachable = True
@@ -104,8 +98,8 @@ class ErrorTranslator:
         if code in ("INTERNAL", "UNKNOWN") and any(sign in text for sign in _CUT):
             return self._lost(f"the connection to {self.target} was cut: {text}")
         if isinstance(found, errors.Unreachable):
-            sentence = f"no answer from {self.target}: {_ALL_OF_ONE.sub('', text)}"
-            if not self.was_reachable and any(sign in text for sign in _NOBODY):
+            sentence = f"no answer from {self.target}: {_ROUND_ROBIN_PREFIX.sub('', text)}"
+            if not self.was_reachable and any(sign in text for sign in _NEVER_REACHED):
                 return errors.Unreachable(sentence)
             return self._lost(sentence)
         if isinstance(found, errors.DeadlineExceeded):
@@ -113,7 +107,7 @@ class ErrorTranslator:
         if isinstance(found, errors.Cancelled):
             if cancelled:
                 return errors.Cancelled("the call was cancelled")
-            # A server that stops ends what comes in late like this. Nobody hung up: whoever asked may ask again.
+            # A server that stops cancels the calls that arrive late. They may be retried.
             return self._lost(f"no answer from {self.target}: it ended the call")
         return found
 
@@ -126,7 +120,7 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 
 
 def _pushback_seconds(value: str | bytes) -> float:
-    """When a server wants the same call again, in gRPC's own word for it; what is no such time means never."""
+    """Parse gRPC's retry pushback. A negative or invalid value means that the call must not be retried."""
     try:
         milliseconds = int(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Channels as we want them: what a target is called, and the options of every channel."""
+"""Targets and options of gRPC channels."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_PORT = 50051
 
 KEEPALIVE_TIME_SECONDS = 30.0
-"""A silent connection is pinged after this long."""
+"""Idle time after which a connection is pinged."""
 KEEPALIVE_TIMEOUT_SECONDS = 10.0
-"""A connection whose ping is not answered for this long is lost, and answers on it are resumed."""
+"""Time without an answer to a ping after which the connection is lost. Its answers are then resumed."""
 
 Options = Sequence[tuple[str, Any]]
 Pairs = Sequence[tuple[str, str | bytes]]
 
 
 def default_target() -> str:
-    """Return the target of a client that names none: LINECLEAR_TARGET, which the command takes too, or our own."""
+    """Return the value of LINECLEAR_TARGET, or the default target."""
     return os.environ.get("LINECLEAR_TARGET") or DEFAULT_TARGET
 
 
 def checked_target(target: str) -> str:
-    """The target as gRPC wants it. A bare host gets the default port. Raises ValueError with a sentence that helps."""
+    """Return `target` in gRPC's form. A host without a port gets the default port. Raises ValueError."""
     target = target.strip().removeprefix("grpc://")
     if not target:
         raise ValueError("the target is empty; it is host:port or unix:/path")
@@ -42,13 +42,13 @@ def checked_target(target: str) -> str:
     if ":" not in target:
         return f"{target}:{DEFAULT_PORT}"
     for port in _ports(target):
-        if not 1 <= int(port) <= 65535:  # gRPC would take it modulo 65536, and connect to another server
+        if not 1 <= int(port) <= 65535:  # gRPC takes it modulo 65536
             raise ValueError(f"the port of the target is {port}; ports are from 1 to 65535")
     return target
 
 
 def _ports(target: str) -> list[str]:
-    """Return the ports that a target names: of host:port, or of each of several addresses after a scheme."""
+    """Return the ports in a target: of host:port, or of each address after a scheme."""
     addresses = target.rpartition("/")[2].split(",")
     return [found[1] for address in addresses if (found := _WITH_PORT.fullmatch(address))]
 
@@ -58,7 +58,7 @@ _WITH_PORT = re.compile(r"(?:[a-z0-9]+:)?(?:\[[^\]]*\]|[^:\[\]]+):([0-9]{1,20})"
 
 
 def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
-    """Ours, with those of the caller in their place where the names are the same."""
+    """Return the options of every channel, overridden by those of the caller."""
     try:
         own_version = version("lineclear")
     except PackageNotFoundError:
@@ -69,20 +69,19 @@ def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
         "grpc.keepalive_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # gRPC waits this long for the answer to a ping: 60 s by default, whatever the option above says.
         "grpc.http2.ping_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # A request waiting in the queue is a call without data: its keepalives must not be rationed.
+        # A queued request is a call without data: its keepalives must not be limited.
         "grpc.http2.max_pings_without_data": 0,
-        # What a server takes and sends; a larger request is refused here before it travels.
+        # The limits of a server. A larger request fails here and is not sent.
         "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
         # Reconnecting must not be slower than the pauses between attempts.
         "grpc.initial_reconnect_backoff_ms": 200,
         "grpc.max_reconnect_backoff_ms": 5_000,
-        # In spite of its name, how long one attempt to connect may take. A busy server accepts late, which is no reason
-        # to call it unreachable; but of a replica that has gone nobody ever answers.
+        # Despite its name, the timeout of one attempt to connect. A busy server accepts late; a stopped replica never.
         "grpc.min_reconnect_backoff_ms": 5_000,
-        # Behind a headless Service every replica gets its share.
+        # Balances calls among the replicas of a headless Service.
         "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
-        # A proxy for the web is hardly ever on the way to an inference server, and http_proxy is often set.
+        # http_proxy is often set, but the proxy hardly ever leads to an inference server.
         "grpc.enable_http_proxy": 0,
     }
     return list((chosen | dict(options)).items())

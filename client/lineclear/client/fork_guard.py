@@ -1,7 +1,7 @@
-"""Which process a client belongs to: that of its first call. gRPC's threads and locks do not survive a fork.
+"""Detect that a client is used in a forked child. gRPC's threads and locks do not survive a fork.
 
-In a forked child a call of the parent's client would wait for threads that are not there. So it raises instead, and
-what ends calls does nothing: they are the parent's.
+In the child a call would wait for threads that do not exist, so it raises RuntimeError. Cancelling and closing do
+nothing there: the calls belong to the parent.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import os
 
 
 class OwnerProcess:
-    """The process that an object was first used in. Safe to use from many threads."""
+    """The process that first used an object. Thread-safe."""
 
     def __init__(self) -> None:
         self._pid: int | None = None
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this process is a child of the one of the first use."""
+        """Whether another process, the parent of this one, used the object first."""
         return self._pid is not None and self._pid != os.getpid()
 
     def enter(self) -> None:
-        """Note the process. Raises RuntimeError in a child of the one that was noted before."""
+        """Record this process at the first call. Raises RuntimeError in a forked child of that process."""
         if self.is_elsewhere:
             raise RuntimeError(
-                "the client was used before this process was forked; make another one in each process, and start "
-                "processes with the method spawn or forkserver where calls may be running meanwhile"
+                "the client was used before this process was forked; make a new one in each process, and start "
+                "processes with the method spawn or forkserver if calls may run during the fork"
             )
         self._pid = os.getpid()
 
 
 class AioOwnerProcess(OwnerProcess):
-    """The process that used grpc.aio first, of whatever client. A child that uses it, too, is ended by gRPC.
+    """The process that first used grpc.aio, by any client. gRPC crashes or hangs in a child that uses it too.
 
-    A child that collects what the parent left of grpc.aio would wait for ever for the parent's thread. So garbage from
-    before the fork stays uncollected in the child.
+    The collection of the parent's grpc.aio objects would hang in the child. So the child never collects garbage from
+    before the fork.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""A server of this program's own, started here and gone with it. Decides how it is started, when it is ready, what is
-said where it does not come up, and that it never stays behind. What it serves, and how, is for the flags.
+"""A server that this program starts and that exits with it.
 
-    from lineclear.client import Client, LocalServer
+from lineclear.client import Client, LocalServer
 
-    with LocalServer("--model", "/path/to/model") as server, Client(server.target) as client:
-        print(client.generate("Once upon a time", max_tokens=64).text)
+with LocalServer("--model", "/path/to/model") as server, Client(server.target) as client:
+    print(client.generate("Once upon a time", max_tokens=64).text)
 """
 
 from __future__ import annotations
@@ -39,23 +38,22 @@ _LAST_BYTES = 64 * 1024
 
 
 class ServerStartError(Exception):
-    """A server that was to be started here did not come up; the message says why, as far as the server did."""
+    """The server did not start. The message has the reasons from its log."""
 
 
 class LocalServer:
-    """Scheduler and worker beside this program, reachable by its user alone, at `target`. Close it, or use it as a
-    context manager.
+    """A scheduler and its worker, at `target`. Close it, or use it as a context manager.
 
-    `flags` are those of `lineclear serve`. It ends with this program however that ends: it holds the other end of a
-    pipe. Ctrl-C reaches this program only. What it logs (warnings and worse, unless LINECLEAR_LOG_LEVEL or a flag says
-    otherwise) is in the file `log` until it is closed.
+    Only the user of this program can connect. `flags` are those of `lineclear serve`. The server exits when this
+    program ends, even if it is killed: a pipe connects the two. Ctrl-C does not reach the server. Its log (warnings and
+    errors by default; see LINECLEAR_LOG_LEVEL) is in the file `log` until `close`.
     """
 
     def __init__(self, *flags: str, start_timeout_seconds: float = 600.0, stop_timeout_seconds: float = 60.0) -> None:
-        """Returns when the model is served. Raises ServerFailed, and ValueError for a flag that is decided here."""
+        """Start the server and wait until it serves. Raises ServerStartError, and ValueError for a reserved flag."""
         ours = flags[: flags.index("--")] if "--" in flags else flags
         if decided := [flag for flag in ours if flag.partition("=")[0] in _DECIDED_HERE]:
-            raise ValueError(f"{decided[0]}: a LocalServer decides that itself; `lineclear serve` starts others")
+            raise ValueError(f"{decided[0]}: is set by LocalServer; use `lineclear serve` to set it")
         if absent := missing():
             raise ServerStartError(
                 f"a server needs more than the client: {', '.join(absent)} is not installed; "
@@ -66,7 +64,7 @@ class LocalServer:
         self._socket = Path(self._folder.name) / "api.sock"
         self.target = f"unix:{self._socket}"
         self.log = Path(self._folder.name) / "log"
-        # Each beats the file of --config; where the flag is not refused above, it beats these.
+        # The environment overrides the file of --config, and a flag overrides the environment.
         environment = {"LINECLEAR_LOG_LEVEL": "warning", "LINECLEAR_DRAIN_LINGER_SECONDS": "0"} | dict(os.environ)
         environment |= {"LINECLEAR_LISTEN": self.target, "LINECLEAR_LOG_FORMAT": "json"}
         with self.log.open("wb") as log:
@@ -79,7 +77,7 @@ class LocalServer:
                 start_new_session=True,
             )
         try:
-            self._wait_until_it_serves(start_timeout_seconds)
+            self._wait_until_serving(start_timeout_seconds)
         except BaseException:
             self.close()
             raise
@@ -93,17 +91,17 @@ class LocalServer:
         self.close()
 
     def close(self) -> None:
-        """Let answers in progress finish, as after SIGTERM, and end it; at once after `stop_timeout_seconds`."""
+        """Shut down gracefully, as SIGTERM does. Kill the server after `stop_timeout_seconds`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(self._stop_timeout_seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its worker goes with it
+            self._process.kill()  # its worker exits too
             self._process.wait()
         self._folder.cleanup()
 
-    def _wait_until_it_serves(self, timeout_seconds: float) -> None:
+    def _wait_until_serving(self, timeout_seconds: float) -> None:
         give_up_at = time.monotonic() + timeout_seconds
         with Client(self.target, max_attempts=1) as client:
             while not self._serves(client):
@@ -116,7 +114,7 @@ class LocalServer:
                 time.sleep(_POLL_SECONDS)
 
     def _serves(self, client: Client) -> bool:
-        if not self._socket.exists():  # before that a call would only make gRPC wait for its next attempt
+        if not self._socket.exists():  # an earlier call would start the reconnect backoff of gRPC
             return False
         try:
             return client.health(timeout_seconds=_ANSWER_SECONDS) is HealthStatus.SERVING
@@ -125,12 +123,12 @@ class LocalServer:
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """The scheduler's command line. -P: a file in the working directory must not take the place of a package."""
+    """Return the command line of the scheduler. -P: a file in the working directory must not shadow a package."""
     return [sys.executable, "-P", "-m", MODULE, "--spawn-worker", *arguments]
 
 
 def missing() -> list[str]:
-    """The packages of the extras `scheduler` and `worker` that are not there, by their name in the registry."""
+    """Return the packages of the extras `scheduler` and `worker` that are not installed."""
     found = (_REQUIREMENT.match(line) for line in importlib.metadata.requires("lineclear") or ())
     absent = sorted({match[1] for match in found if match is not None and not _installed(match[1])})
     if not absent and importlib.util.find_spec("lineclear.scheduler") is None:
@@ -147,20 +145,20 @@ def _installed(name: str) -> bool:
 
 
 def _reasons(log: Path) -> str:
-    """What the last lines of a log give as reasons, in order; or else the last line."""
+    """Return the reasons in the last lines of a log, or the last line."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     found = dict.fromkeys(reason for line in lines for reason in _reasons_in(line))
-    return "; ".join(found) or (lines[-1] if lines else "it said nothing")
+    return "; ".join(found) or (lines[-1] if lines else "its log is empty")
 
 
 def _reasons_in(line: str) -> Iterator[str]:
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
-        if line.startswith("lineclear-"):  # a process that cannot read its own flags has no log yet
+        if line.startswith("lineclear-"):  # a process with wrong flags has no log yet
             yield line
         return
-    if isinstance(said, dict) and said.get("level") == "error":
-        yield from (said[name] for name in ("problem", "reason") if isinstance(said.get(name), str))
+    if isinstance(entry, dict) and entry.get("level") == "error":
+        yield from (entry[name] for name in ("problem", "reason") if isinstance(entry.get(name), str))

@@ -1,7 +1,4 @@
-"""How far a batch is, shown on a terminal: by rich where it is installed, by a plain line where it is not.
-
-Writes to standard error, and nothing at all where that is no terminal.
-"""
+"""The progress of a batch on standard error, if that is a terminal: a bar of rich, or a plain line without rich."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ Progress: TypeAlias = bool | Callable[[int, int | None], None] | None
 
 
 class Display(Protocol):
-    """Shows a batch. `close` leaves the terminal as it was found."""
+    """Shows the progress of a batch. `close` ends the line on the terminal."""
 
     def update(self, done: int, failed: int, tokens: int, total: int | None) -> None: ...
     def close(self) -> None: ...
 
 
 def display(progress: Progress, stream: TextIO | None = None) -> Display:
-    """The display for a `progress` argument."""
+    """Return the display for a `progress` argument."""
     stream = stream or sys.stderr
     if callable(progress):
-        return _Told(progress)
+        return _Callback(progress)
     if not progress or not stream.isatty():
         return _Silent()
     try:
@@ -42,7 +39,7 @@ class _Silent:
         pass
 
 
-class _Told(_Silent):
+class _Callback(_Silent):
     def __init__(self, function: Callable[[int, int | None], None]) -> None:
         self._function = function
 
@@ -57,13 +54,13 @@ class PlainBar:
         self._stream = stream
         self._clock = clock
         self._width = width
-        self._began = clock()
+        self._started_at = clock()
         self._written: float | None = None
         self._line = ""
 
     def update(self, done: int, failed: int, tokens: int, total: int | None) -> None:
         now = self._clock()
-        self._line = self._text(done, failed, tokens, total, now - self._began)
+        self._line = self._text(done, failed, tokens, total, now - self._started_at)
         if self._written is None or now - self._written >= 0.1 or done == total:
             self._written = now
             self._stream.write(f"\r{self._line}\x1b[K")
@@ -85,7 +82,7 @@ class PlainBar:
 
 
 class RichBar:
-    """The same by rich. Raises ImportError where it is not installed."""
+    """A progress bar of rich. Raises ImportError if rich is not installed."""
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
@@ -101,11 +98,11 @@ class RichBar:
             console=console or Console(stderr=True),
         )
         self._task = self._bar.add_task("", total=None, facts="")
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._bar.start()
 
     def update(self, done: int, failed: int, tokens: int, total: int | None) -> None:
-        elapsed = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._started_at
         facts = f"{tokens / elapsed:.1f} tok/s" if elapsed > 0 else ""
         facts += f" [red]{failed} failed[/red]" if failed else ""
         self._bar.update(self._task, completed=done, total=total, facts=facts)

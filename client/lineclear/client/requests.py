@@ -1,8 +1,7 @@
-"""What can be asked of a server, as frozen values, and the protobuf message each becomes.
+"""Requests as frozen values, and their protobuf messages.
 
-Every field left at None is left unset in the message, so that the server's default applies; no default of the server
-is repeated here. Bounds are the server's to check: only what a protobuf field cannot hold is refused on this side.
-Nothing here knows about connections or answers.
+A field that is None stays unset in the message: the server applies its default. The server checks the bounds; here a
+value is rejected only if the protobuf field cannot hold it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | byte
 
 
 class Unset(Enum):
-    """The value of a field nobody set, where None has a meaning of its own."""
+    """The default of a field for which None is a value."""
 
     UNSET = "unset"
 
@@ -30,12 +29,12 @@ class Unset(Enum):
 UNSET: Final = Unset.UNSET
 
 OnModelChange: TypeAlias = Literal["error", "restart"]
-"""What becomes of an answer whose model is replaced: ModelChanged, or a new answer from the beginning."""
+"""What happens to an answer whose model is replaced: it raises ModelChanged, or it starts over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation. `role` is "system", "user", "assistant", or what the model's template knows."""
+    """One message of a conversation. `role`: "system", "user", "assistant" or another role of the chat template."""
 
     role: str
     content: str
@@ -47,10 +46,10 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mappi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to choose tokens and when to stop. Make one, use it for many requests; `replace()` makes variations.
+    """Sampling parameters and stop conditions. Reusable for many requests.
 
-    The meaning, the bounds and the defaults of each field are those of `SamplingParams` and `StopConditions` in
-    `lineclear/v1/sampling.proto`.
+    `SamplingParams` and `StopConditions` in `lineclear/v1/sampling.proto` have the meaning, bounds and default of
+    each field.
     """
 
     temperature: float | None = None
@@ -72,12 +71,12 @@ class Sampling:
     include_stop_string: bool | None = None
 
     def replace(self, **changes: Any) -> Sampling:
-        """The same with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 class Params(TypedDict, total=False):
-    """Every keyword a call takes besides the prompt: the fields of `Sampling`, then those of `Request`."""
+    """The keyword arguments of a call: the fields of `Sampling`, then those of `Request`."""
 
     temperature: float | None
     top_k: int | None
@@ -117,11 +116,11 @@ SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request for one answer: what `stream` and `generate` make of their arguments, and what they also take.
+    """A prompt and its parameters, in place of a prompt in any call.
 
-    `timeout_seconds` left UNSET means the client's; None sends no deadline: the server's
-    own then bounds the answer (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and
-    `model_fingerprint` say which model must answer. `on_model_change` None means the client's.
+    `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
+    (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
+    answer. `on_model_change`: by default that of the client.
     """
 
     prompt: Prompt
@@ -143,14 +142,14 @@ class Request:
 
     @classmethod
     def of(cls, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
-        """`prompt` as a request; whatever else is given overrides what a `Request` already says.
+        """Return `prompt` as a request. Other arguments override the fields of a `Request`.
 
-        Raises TypeError for a keyword that is no parameter.
+        Raises TypeError for an unknown parameter.
         """
         request = prompt if isinstance(prompt, Request) else cls(prompt=prompt)
         known = SAMPLING_FIELDS | REQUEST_FIELDS
         if unknown := sorted(params.keys() - known):
-            raise TypeError(f"no such parameter: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+            raise TypeError(f"no such parameter: {', '.join(unknown)}; the parameters are {', '.join(sorted(known))}")
         chosen = {name: value for name, value in params.items() if name in SAMPLING_FIELDS}
         changes: dict[str, Any] = {name: value for name, value in params.items() if name not in SAMPLING_FIELDS}
         if sampling is not None:
@@ -161,9 +160,9 @@ class Request:
         return dataclasses.replace(request, **changes) if changes else request
 
     def to_proto(self, default_sampling: Sampling | None = None) -> pb.GenerateRequest:
-        """The message. `default_sampling` fills the sampling fields that are None.
+        """Return the message. `default_sampling` fills the sampling fields that are None.
 
-        Raises InvalidRequest for what the message cannot hold. The error never repeats a value.
+        Raises InvalidRequest if the message cannot hold a value. The error does not contain the value.
         """
         message = pb.GenerateRequest()
         _set_prompt(message, self.prompt, self.add_generation_prompt)
@@ -184,7 +183,7 @@ REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) -
 
 
 def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str, str]]) -> pb.TokenizeRequest:
-    """Raises InvalidRequest for what the message cannot hold."""
+    """Return the message of Tokenize. Raises InvalidRequest."""
     message = pb.TokenizeRequest()
     if isinstance(prompt, str):
         _set(message, "text", prompt)
@@ -194,7 +193,7 @@ def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str,
 
 
 def detokenize_request(token_ids: Sequence[int], keep_special_tokens: bool | None) -> pb.DetokenizeRequest:
-    """Raises InvalidRequest for what the message cannot hold."""
+    """Return the message of Detokenize. Raises InvalidRequest."""
     message = pb.DetokenizeRequest()
     _extend(message.token_ids, token_ids, "token_ids")
     _set(message, "keep_special_tokens", keep_special_tokens)
@@ -202,7 +201,7 @@ def detokenize_request(token_ids: Sequence[int], keep_special_tokens: bool | Non
 
 
 def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
-    """All metadata as gRPC wants it: lower-case keys in order. Raises InvalidRequest for what cannot travel."""
+    """Return all metadata in order, with lower-case keys. Raises InvalidRequest if gRPC cannot send it."""
     found = []
     for source in sources:
         for name, value in source.items() if isinstance(source, Mapping) else source:
@@ -224,7 +223,7 @@ def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def authorized(metadata: Metadata, token: str | None) -> Metadata:
-    """`metadata` with the token, if there is one, as servers ask for it."""
+    """Return `metadata` with the token as a bearer token, if it is not None."""
     return metadata if token is None else (*pairs(metadata), ("authorization", f"Bearer {token}"))
 
 
@@ -246,22 +245,22 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prom
         _set_chat(message.chat, prompt)
         _set(message.chat, "add_generation_prompt", add_generation_prompt, path="chat.add_generation_prompt")
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-        message.token_ids.SetInParent()  # an empty list is the server's to refuse
+        message.token_ids.SetInParent()  # the server rejects an empty list
         _extend(message.token_ids.ids, prompt, "token_ids.ids")
     else:
         raise InvalidRequest.at("prompt", "must be a text, a list of token ids or a list of chat messages")
 
 
-def _set_chat(chat: pb.ChatMessages, turns: Iterable[Any]) -> None:
+def _set_chat(chat: pb.ChatMessages, messages: Iterable[Any]) -> None:
     chat.SetInParent()
-    if isinstance(turns, Mapping) or not isinstance(turns, Iterable):
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequest.at("prompt", "must be a text or a list of chat messages")
-    for index, turn in enumerate(turns):
+    for index, entry in enumerate(messages):
         path = f"chat.messages[{index}]"
-        if isinstance(turn, ChatMessage):
-            role, content = turn.role, turn.content
-        elif isinstance(turn, Mapping) and turn.keys() == {"role", "content"}:
-            role, content = turn["role"], turn["content"]
+        if isinstance(entry, ChatMessage):
+            role, content = entry.role, entry.content
+        elif isinstance(entry, Mapping) and entry.keys() == {"role", "content"}:
+            role, content = entry["role"], entry["content"]
         else:
             raise InvalidRequest.at(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
         message = chat.messages.add()
@@ -296,15 +295,15 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
 
 
 def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
-    """Set a field, unless it is None: that leaves it to the server's default."""
+    """Set a field unless the value is None."""
     if value is not None:
         _set_given(message, name, value, path or name)
 
 
 def _set_given(message: Any, name: str, value: Any, path: str) -> None:
-    """Set a field that has no default; None is as wrong as any other value."""
+    """Set a field that may not be None."""
     try:
-        if value is None:  # which protobuf takes for "not set", that is for an empty text or 0
+        if value is None:  # protobuf would leave the field unset
             raise TypeError
         setattr(message, name, value)
     except UnicodeError:

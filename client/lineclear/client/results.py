@@ -1,7 +1,6 @@
-"""What a server answers, as frozen values: durations in seconds, lists as tuples, enums as words.
+"""Responses as frozen values: durations in seconds, lists as tuples, enums as strings.
 
-The descriptive messages (`Model`, `Stats` and their parts) have a field for each field of the message of the same
-name; `from_proto` fills any of them. Nothing here knows how an answer was obtained.
+`Model`, `Stats` and their parts have the fields of the protobuf message of the same name.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class FinishReason(StrEnum):
 
 
 class HealthStatus(StrEnum):
-    """What grpc.health.v1 says of a service."""
+    """The status of a service by grpc.health.v1."""
 
     UNKNOWN = "unknown"
     SERVING = "serving"
@@ -42,7 +41,7 @@ class HealthStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """One of the most likely candidates of a position."""
+    """A likely token of a position."""
 
     token_id: int
     logprob: float
@@ -78,7 +77,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens, counted. `recomputed_tokens` is what preemptions and worker restarts cost."""
+    """Numbers of tokens. `recomputed_tokens`: computed again after preemptions and worker crashes."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -101,14 +100,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer: the tokens and the text that became ready together.
+    """A piece of an answer: new tokens and new text.
 
-    `first_index` is the index in the answer of the first of `token_ids`. The first delta carries `started` and may
-    hold nothing else; the last one carries `finish_reason`. `logprobs` and `token_times_seconds` (since the request
-    arrived at the server) are empty unless asked for. Text may lag behind the tokens.
+    `first_index`: the index in the answer of the first of `token_ids`. The first delta has `started` and may have no
+    tokens; the last one has `finish_reason`. `logprobs` and `token_times_seconds` (since the request arrived at the
+    server) are empty unless requested. Text may lag behind the tokens.
 
-    `restarted` marks the first delta of a new answer: what came before is of a model that is gone (`on_model_change`
-    "restart"), and is to be dropped. Its `first_index` is 0 and it carries `started`.
+    `restarted`: the first delta of a new answer (`on_model_change` "restart"). Drop the deltas before it: they are of a
+    model that was replaced. `first_index` is 0 and `started` is set.
     """
 
     text: str
@@ -125,10 +124,10 @@ class Delta:
 class Generation:
     """A complete answer.
 
-    `matched_stop` is the stop string or the token id that ended it, None when the length did. `logprobs` and
-    `token_times_seconds` have an entry for each token where they were asked for, and are empty otherwise. `resumes`
-    counts how often the answer was cut off and went on; `timings` are then those of the last part alone. `restarts`
-    counts how often it began again because another model was served: all of it is the last model's.
+    `matched_stop`: the stop string or token id that ended it, None otherwise. `logprobs` and `token_times_seconds`
+    have an entry for each token if requested. `resumes`: how often the answer was interrupted and resumed; `timings`
+    are then those of the last part only. `restarts`: how often it started over because the model was replaced; the
+    answer is that of the last model.
     """
 
     text: str
@@ -144,7 +143,7 @@ class Generation:
     restarts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for json.dumps; what was not asked for is left out."""
+        """Return plain values for json.dumps, without the fields that were not requested."""
         plain = dataclasses.asdict(self)
         for name in ("logprobs", "token_times_seconds"):
             if not plain[name]:
@@ -154,7 +153,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server holds itself to; see `Limits` in inference.proto for each."""
+    """The limits of the server; `Limits` in inference.proto describes each."""
 
     max_batch_size: int
     target_batch_tokens: int
@@ -171,7 +170,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served, and within which limits."""
+    """The served model and the limits of the server."""
 
     model_id: str
     family: str
@@ -227,7 +226,7 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of the last requests that finished; all zero when there are none."""
+    """Quantiles over the requests that finished last; all zero if there are none."""
 
     mean: float
     p50: float
@@ -256,7 +255,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the server is doing and how it has been doing."""
+    """The statistics of the server."""
 
     uptime_seconds: float
     counters: Counters
@@ -276,12 +275,12 @@ class Stats:
 
 
 def from_proto(kind: type[T], message: Message) -> T:
-    """`message` as one of the dataclasses above. A Duration `x` becomes the field `x_seconds`."""
+    """Convert `message` to a dataclass of this module. A Duration `x` becomes the field `x_seconds`."""
     return kind(**{name: _plain(types, message, name) for name, types in _fields(cast("Hashable", kind))})
 
 
 def delta_from_proto(message: pb.GenerateResponse) -> Delta:
-    """One message of the stream as a delta; whether it fits the ones before is not looked at."""
+    """Convert one response of the stream, without checking its index."""
     finished = message.finished if message.HasField("finished") else None
     return Delta(
         text=message.text,

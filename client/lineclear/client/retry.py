@@ -1,7 +1,7 @@
-"""Whether a call that failed is tried again, or an answer that was cut off is resumed, and when.
+"""When a failed call is retried and an interrupted answer is resumed.
 
-Pure but for the clock, the dice and the listener it is given. What was half answered is never asked from the beginning:
-`Attempts` is for calls that were not taken, `Resumptions` for answers, which go on at the index they were cut off at.
+`RetryState` counts the attempts of a call that the server did not accept. `ResumeState` counts the resumes of an
+answer; they continue at the next token. No I/O; clock and randomness are arguments.
 """
 
 from __future__ import annotations
@@ -27,33 +27,26 @@ MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 """Longest time a call may have; a later deadline is brought forward to this."""
 
 log = logging.getLogger("lineclear")
-"""Of the client: calls that are made again, answers that are resumed. Reasons and figures, never content."""
+"""Logs retries and resumes, never prompts or answers."""
 log.addHandler(logging.NullHandler())  # else Python prints warnings of a program that does not log
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently. `max_attempts` 1 switches all of it off.
+    """How often and for how long a client retries calls and resumes answers. The deadline of the call bounds it all.
 
-    A server that was there and is not is waited for: with as many attempts as that takes, until it has been away for
-    `resume_timeout_seconds`. One that says that it is starting is not away, and loading a large model takes its time:
-    it gets `start_timeout_seconds`. So a request that waited in its queue outlives its restart. One that has no room,
-    and an address where nobody has answered yet, are tried `max_attempts` times, the first one included.
-
-    The n-th pause is drawn from the upper half of `first_pause_seconds * 2**n`, which never exceeds
-    `max_pause_seconds`; a server that names a longer pause gets it, plus up to half of that draw again so that callers
-    refused together do not come back together. One that asks not to be asked again is not.
-
-    An answer that is cut off (the server left, died or cannot be reached) is resumed: as often as that happens, as
-    long as something new of it comes in between. It is given up after `max_resumes` in a row without, or when it has
-    got nothing new for `resume_timeout_seconds`, the starting of a server aside. The pause before is drawn from all of
-    the same ceiling. An answer that is to start over where the model changed does so at most `max_resumes` times. 0,
-    or `max_attempts` 1, switches all of this off.
-
-    Behind a name there may be many servers, and during a rolling update not all have the same model. Where one has
-    another model than the answer, up to `max_replicas` more calls look for a server that can go on.
-
-    The deadline of the call bounds everything together.
+    Args:
+        max_attempts: attempts, the first included, if the queue is full or the server was never reachable. 1 disables
+            all retries and resumes.
+        first_pause_seconds: ceiling of the first pause. It doubles with every attempt.
+        max_pause_seconds: largest ceiling. A retry waits for the upper half of the ceiling, chosen at random, or as
+            long as the server asks plus up to half of the ceiling. A resume waits for a random part of the ceiling.
+        max_resumes: resumes in a row without a new token, and restarts after a change of the model. 0 disables both.
+        resume_timeout_seconds: how long a server that was reachable before may be unreachable, and how long an answer
+            may have no new token. The number of attempts does not count then.
+        start_timeout_seconds: how long a server may report that it is starting. It is loading the model.
+        max_replicas: how many more replicas are asked if one serves another model than that of the answer, as
+            during a rolling update. For targets that stand for several servers.
     """
 
     max_attempts: int = 4
@@ -75,14 +68,14 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryWait:
-    """A call is about to pause, and to be made again: why, and how long this has been and may be going on."""
+    """The pause before a retry or a resume: its cause, its length and what is left of the limits."""
 
     error: LineclearError
     pause_seconds: float
     waited_seconds: float
-    """Since the first failure in a row."""
+    """Seconds since the first failure in a row."""
     left_seconds: float | None
-    """For which the server is still waited for; None where not time but attempts and the deadline bound it."""
+    """Seconds until the client gives up; None if attempts and the deadline are the only limits."""
     left_attempts: int | None
 
 
@@ -90,7 +83,10 @@ OnWait: TypeAlias = Callable[[RetryWait], None]
 
 
 def may_retry(error: LineclearError) -> bool:
-    """Nobody answered, or somebody did and named the pause after which to try again. An endless one means never."""
+    """Return whether a call that the server did not accept may be retried.
+
+    That is if no server answered, or if the server named a pause. An infinite pause means never.
+    """
     if error.retry_after_seconds == math.inf:
         return False
     if isinstance(error, Unreachable):
@@ -99,15 +95,15 @@ def may_retry(error: LineclearError) -> bool:
 
 
 def is_absence(error: LineclearError) -> bool:
-    """A server is known to be there, and is not at the moment. A plain Unreachable may be a wrong address."""
+    """Return whether a server that was reachable before is unavailable. A plain Unreachable may be a wrong address."""
     return error.code == "UNAVAILABLE" and type(error) is not Unreachable
 
 
 def may_resume(error: LineclearError, resumed: bool) -> bool:
-    """Whether another server, or the same one later, can go on with an answer that ended like this.
+    """Return whether an answer that ended with `error` may be resumed.
 
-    `resumed`: the error is that of an attempt to go on, which may also be refused for want of room, or because the
-    server has not noticed yet that the first call is gone.
+    `resumed`: the error is that of a resume. It may be refused because the queue is full, or because the server still
+    has the first call.
     """
     if error.retry_after_seconds == math.inf:
         return False
@@ -129,7 +125,7 @@ def bounded(timeout_seconds: float | None) -> float | None:
 
 
 class _Patience:
-    """How long a server has been waited for that is away, and how long while it said that it is starting."""
+    """How long a server has been unavailable, and how long it has been starting."""
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float]) -> None:
         self._policy = policy
@@ -137,12 +133,12 @@ class _Patience:
         self.reset()
 
     def reset(self) -> None:
-        """It is there: whatever comes next is another absence."""
+        """Record that the server is available."""
         self._away_since: float | None = None
         self._starting_since: float | None = None
 
     def left_seconds(self, error: LineclearError) -> float:
-        """For how long it is still waited for, of which `error` has been heard now. Raises `error` if no longer."""
+        """Return the seconds until the client gives up, given one more `error`. Raises `error` if none are left."""
         now = self._clock()
         if isinstance(error, ServerStarting):
             self._away_since = None
@@ -159,11 +155,10 @@ class _Patience:
 
 
 class RetryState:
-    """The attempts of one call and the time they have together.
+    """The attempts of one call and their common deadline.
 
-    `meets_own_request`: once a connection was lost, a name that is in use is that of the earlier attempt, whose end the
-    server has not noticed yet. Not so where the server goes on without us (Submit). `on_wait` hears of every pause
-    that is granted, on the thread that asks for it.
+    `meets_own_request`: after a lost connection, DuplicateRequest means the earlier attempt, which the server has not
+    ended yet. False for Submit, whose requests outlive the connection. `on_wait` is called before every pause.
     """
 
     def __init__(
@@ -190,21 +185,21 @@ class RetryState:
         self._patience = _Patience(policy, clock)
 
     def begin(self) -> float | None:
-        """The seconds an attempt has that begins now; None is no limit. Raises DeadlineExceeded if there are none."""
+        """Return the seconds left for an attempt, None without a deadline. Raises DeadlineExceeded if none are left."""
         remaining = self._remaining_seconds()
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded("the deadline of the call passed before it was sent")
         return remaining
 
     def pause_after(self, error: LineclearError) -> float:
-        """Seconds to wait before the next attempt. Raises `error` when there is to be none."""
+        """Return the seconds before the next attempt. Raises `error` if there is no further attempt."""
         self._failed += 1
         self._failing_since = min(self._failing_since, self._clock())
         self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
-        own_shadow = self._meets_own_request and self._was_lost and isinstance(error, DuplicateRequest)
-        if self._policy.max_attempts == 1 or not (own_shadow or may_retry(error)):
+        own_request = self._meets_own_request and self._was_lost and isinstance(error, DuplicateRequest)
+        if self._policy.max_attempts == 1 or not (own_request or may_retry(error)):
             raise error
-        left_seconds, left_attempts = self._left(error, is_absence(error) or own_shadow)
+        left_seconds, left_attempts = self._left(error, is_absence(error) or own_request)
         ceiling = min(
             self._policy.first_pause_seconds * 2.0 ** min(self._failed - 1, 30), self._policy.max_pause_seconds
         )
@@ -214,7 +209,7 @@ class RetryState:
             pause = asked + ceiling * self._uniform() / 2
         wait = RetryWait(error, pause, self._clock() - self._failing_since, left_seconds, left_attempts)
         granted = self.granted(wait)
-        log.info("a call was not taken (%s); attempt %d follows in %.3f s", error.reason, self._failed + 1, granted)
+        log.info("a call was not accepted (%s); attempt %d in %.3f s", error.reason, self._failed + 1, granted)
         return granted
 
     def _left(self, error: LineclearError, absent: bool) -> tuple[float | None, int | None]:
@@ -227,10 +222,10 @@ class RetryState:
         return None, self._policy.max_attempts - self._refused
 
     def granted(self, wait: RetryWait) -> float:
-        """The pause of `wait`, or its error raised where the call has no such time left."""
+        """Return the pause of `wait`. Raises its error if the deadline of the call is earlier."""
         remaining = self._remaining_seconds()
         if remaining is not None and wait.pause_seconds >= remaining:
-            raise wait.error  # the true cause says more than a deadline missed by waiting for it
+            raise wait.error  # it says more than DeadlineExceeded would
         if self._on_wait is not None:
             if remaining is not None and wait.left_seconds is not None:
                 wait = replace(wait, left_seconds=min(wait.left_seconds, remaining))
@@ -238,7 +233,7 @@ class RetryState:
         return wait.pause_seconds
 
     def has_time_for(self, pause_seconds: float) -> bool:
-        """Whether the call goes on for longer than that."""
+        """Return whether the deadline is later than that."""
         remaining = self._remaining_seconds()
         return remaining is None or pause_seconds < remaining
 
@@ -247,7 +242,7 @@ class RetryState:
 
 
 class ResumeState:
-    """How often one answer was cut off, and how long it has been standing still."""
+    """The resumes of one answer, and the time since its last token."""
 
     def __init__(
         self,
@@ -257,7 +252,7 @@ class ResumeState:
         uniform: Callable[[], float] = random.random,
     ) -> None:
         self.count = 0
-        """Attempts to go on so far."""
+        """Resumes so far."""
         self._without_progress = 0
         self._restarts = 0
         self._policy = policy
@@ -265,51 +260,51 @@ class ResumeState:
         self._clock = clock
         self._uniform = uniform
         self._patience = _Patience(policy, clock)
-        self._in_vain = 0
+        self._num_failed = 0
         self._failing_since = math.inf
 
     def on_progress(self) -> None:
-        """Something new of the answer came."""
+        """Record a new part of the answer."""
         self._patience.reset()
-        self._in_vain = self._without_progress = 0
+        self._num_failed = self._without_progress = 0
         self._failing_since = math.inf
 
     @property
     def are_spent(self) -> bool:
-        """Whether there is no further attempt before something new of the answer comes."""
+        """Whether every resume without progress is used up."""
         return self._without_progress >= self._policy.max_resumes
 
     def count_one(self) -> None:
-        """Count an attempt."""
+        """Count one resume."""
         self.count += 1
         self._without_progress += 1
 
     def pause_after(self, error: LineclearError, *, restarts: bool = False) -> float:
-        """Seconds to wait before going on, or before a restart. Raises `error` when that is not to be."""
+        """Return the seconds before the next resume or restart. Raises `error` if there is none."""
         policy = self._policy
-        was_cut = not isinstance(error, ServerStarting)  # who says that he is starting has not gone on with the answer
+        was_cut = not isinstance(error, ServerStarting)  # a starting server has not resumed the answer
         is_spent = self._restarts >= policy.max_resumes if restarts else was_cut and self.are_spent
         allowed = policy.max_attempts > 1 and policy.max_resumes > 0 and not is_spent
-        if not allowed or not (restarts or may_resume(error, self._in_vain > 0)):
+        if not allowed or not (restarts or may_resume(error, self._num_failed > 0)):
             raise error
         left_seconds = self._patience.left_seconds(error)
         self._failing_since = min(self._failing_since, self._clock())
-        ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._in_vain, 30), policy.max_pause_seconds)
+        ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._num_failed, 30), policy.max_pause_seconds)
         if was_cut:
             self.count_one()
         self._restarts += restarts
-        self._in_vain += 1
+        self._num_failed += 1
         pause = (error.retry_after_seconds or 0.0) + ceiling * self._uniform()
         wait = RetryWait(error, pause, self._clock() - self._failing_since, left_seconds, None)
         granted = self._attempts.granted(wait)
-        log.warning("an answer was cut off (%s); it is resumed in %.3f s, resume %d", error.reason, granted, self.count)
+        log.warning("an answer was interrupted (%s); resume %d in %.3f s", error.reason, self.count, granted)
         return granted
 
 
 class ReplicaSearch:
-    """The search for a server of the model that an answer needs, among those behind one name.
+    """The search for a replica that serves the model of an answer.
 
-    A call goes to the next server in turn, and it takes a server little to refuse it. So the pauses do not grow.
+    gRPC sends each call to the next replica in turn, and refusing a call is cheap. So the pauses do not grow.
     """
 
     def __init__(self, policy: RetryPolicy, attempts: RetryState, uniform: Callable[[], float] = random.random) -> None:
@@ -319,15 +314,15 @@ class ReplicaSearch:
         self._asked = 0
 
     def reset(self) -> None:
-        """Forget the servers that were asked: one that goes on was found."""
+        """Start the count again: a replica has resumed the answer."""
         self._asked = 0
 
     def pause_seconds(self) -> float | None:
-        """Return the pause before the next server is asked, None if enough were, or the call has no time left."""
+        """Return the seconds before the next replica is asked, None if the limit or the deadline is reached."""
         pause = self._policy.first_pause_seconds * self._uniform()
         is_over = self._asked >= self._policy.max_replicas or self._policy.max_attempts == 1
         if is_over or not self._attempts.has_time_for(pause):
             return None
         self._asked += 1
-        log.info("a server has another model; another one is asked in %.3f s", pause)
+        log.info("the replica serves another model; the next one is asked in %.3f s", pause)
         return pause

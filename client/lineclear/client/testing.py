@@ -1,4 +1,4 @@
-"""A server's stand-in for the tests of code that uses a client. No network, no model, no threads of its own.
+"""A transport without a server, for the tests of code that uses a client.
 
     from lineclear.client import Client
     from lineclear.client.testing import Answer, FakeTransport
@@ -13,8 +13,8 @@
     assert client.generate("Say hello").text == "Hello there!"
     assert fake.requests[0].message.text == "Say hello"
 
-The same object serves an `AsyncClient`. Tokens of the fake are the bytes of the text, so `tokenize` and `detokenize`
-undo each other. A conversation is looked up by its last message, token ids by the text they stand for.
+An `AsyncClient` takes the same object. The tokens of the fake are the bytes of the text. The script finds chat messages
+by the content of the last one, and token ids by their text.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ Res = TypeVar("Res")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A scripted answer: `text` in pieces of a word each, or exactly these `pieces`.
+    """A scripted answer: the words of `text` as pieces, or `pieces`, with `delay_seconds` before each.
 
-    `delay_seconds` passes before each piece. With `error` the pieces come first and then the call fails with it. An
-    answer that UNAVAILABLE cut off is resumed by the client, which then gets what is missing, and the end.
+    With `error` the call fails after the pieces. If its code is UNAVAILABLE the client resumes, and the call succeeds.
     """
 
     text: str = ""
@@ -63,14 +62,14 @@ class Answer:
         return [part for part in self.text.replace(" ", " \0").split("\0") if part]
 
 
-# A list is used up from the front, one entry for each call; its last entry stays.
+# Each call takes the first entry of a list; the last entry stays.
 Reply: TypeAlias = str | Answer | LineclearError
 Script: TypeAlias = Reply | Sequence[Reply]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call a client made. `message` is the request as it would have been sent."""
+    """One call of a client. `message` is the protobuf request."""
 
     path: str
     message: Any
@@ -79,11 +78,10 @@ class RecordedCall:
 
 
 class FakeTransport:
-    """Answers calls of `Client(transport=...)` and `AsyncClient(transport=...)` from a script.
+    """Answers the calls of `Client(transport=...)` and `AsyncClient(transport=...)` from a script.
 
-    `script` maps the text of a prompt to its reply, or is a function of the GenerateRequest that returns one, or one
-    reply for every prompt. A prompt that is in no script is an InvalidRequest that says so. `model`, `stats` and
-    `health` are what the calls of these names return; assign to them at any time.
+    `script`: a mapping of prompt texts to replies, a function of the GenerateRequest, or one reply for every prompt. A
+    prompt without a reply raises InvalidRequest. Assign to `model`, `stats` and `health` what these calls return.
     """
 
     target = "unix:fake"
@@ -93,7 +91,7 @@ class FakeTransport:
         self.stats = pb.GetStatsResponse(server_version="fake")
         self.health = HealthStatus.SERVING
         self.closed = False
-        self.cancelled = 0  # calls that were cancelled before their end
+        self.cancelled = 0  # number of calls cancelled before their end
         self._calls: list[RecordedCall] = []
         self._submitted: dict[str, tuple[pb.GenerateRequest, Reply]] = {}
         self._lock = threading.Lock()
@@ -107,7 +105,7 @@ class FakeTransport:
 
     @property
     def requests(self) -> list[RecordedCall]:
-        """The calls of Generate so far, every attempt of a retried one."""
+        """The calls of Generate so far, with every retry."""
         return [call for call in self.calls if call.path == rpc_methods.GENERATE.path]
 
     @property
@@ -136,7 +134,7 @@ class FakeTransport:
     async def unary_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Res:
-        await asyncio.sleep(0)  # as a real one, it lets others run
+        await asyncio.sleep(0)  # other tasks run, as during a real call
         return self.unary(method, request, timeout_seconds=timeout_seconds, metadata=metadata)
 
     def stream_async(
@@ -171,7 +169,7 @@ class FakeTransport:
     def _record(self, method: Method[Any, Any], request: Any, timeout_seconds: float | None, metadata: Pairs) -> None:
         if self.closed:
             raise RuntimeError("the client is closed")
-        method.encode(request)  # what cannot be sent must not pass here either
+        method.encode(request)  # raises if the message cannot be sent
         with self._lock:
             self._calls.append(RecordedCall(method.path, request, timeout_seconds, tuple(metadata)))
 
@@ -203,7 +201,7 @@ class FakeTransport:
         return self.health if path == rpc_methods.HEALTH.path else answers[path]
 
     def _result(self, request_id: str) -> pb.GetResultResponse:
-        """That of a submitted request, which is over at once."""
+        """Return the result of a submitted request, which is complete at once."""
         with self._lock:
             kept = self._submitted.get(request_id)
         if kept is None:
@@ -225,7 +223,7 @@ class FakeTransport:
 
 
 def prompt_text(request: pb.GenerateRequest | pb.TokenizeRequest) -> str:
-    """The text a fake knows a prompt by."""
+    """Return the text by which the script finds a prompt."""
     if request.HasField("chat"):
         return request.chat.messages[-1].content if request.chat.messages else ""
     if isinstance(request, pb.GenerateRequest) and request.HasField("token_ids"):
@@ -245,7 +243,7 @@ def _tokens(text: str) -> list[int]:
 
 
 def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[pb.GenerateResponse | float]:
-    """The messages of a reply, with a number of seconds wherever the fake is to wait."""
+    """Yield the responses of a reply, and a number of seconds before each pause."""
     if isinstance(reply, LineclearError):
         raise reply
     answer = Answer(text=reply) if isinstance(reply, str) else reply
@@ -283,7 +281,7 @@ def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_inde
 
 
 class _Played:
-    """What the two kinds of running fake call share: the script, the deadline, and being cancelled once."""
+    """A running fake call: its script, its deadline and whether it is cancelled."""
 
     def __init__(
         self, script: Iterator[Any], timeout_seconds: float | None, count_cancelled: Callable[[], None]
@@ -295,7 +293,7 @@ class _Played:
         self._cancelled = False
 
     def _next(self) -> pb.GenerateResponse | float | None:
-        """A message, seconds to wait, or None at the end."""
+        """Return a response, seconds to wait, or None at the end."""
         if self._cancelled:
             raise Cancelled("the call was cancelled")
         try:
@@ -308,7 +306,7 @@ class _Played:
             raise
 
     def _bounded(self, seconds: float) -> tuple[float, bool]:
-        """The seconds to wait, and whether the deadline ends the waiting."""
+        """Return the seconds to wait and whether the deadline is earlier."""
         if self._deadline is None:
             return seconds, False
         left = self._deadline - time.monotonic()
@@ -327,14 +325,14 @@ class _Played:
 class _FakeCall(_Played):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._bell = threading.Event()
+        self._stop = threading.Event()
 
     def __next__(self) -> pb.GenerateResponse:
         while (step := self._next()) is not None:
             if not isinstance(step, float):
                 return step
             seconds, expires = self._bounded(step)
-            if self._bell.wait(seconds):
+            if self._stop.wait(seconds):
                 raise Cancelled("the call was cancelled")
             if expires:
                 self._expire()
@@ -342,23 +340,23 @@ class _FakeCall(_Played):
 
     def cancel(self) -> None:
         self._mark_cancelled()
-        self._bell.set()
+        self._stop.set()
 
 
 class _FakeAsyncCall(_Played):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._bell = asyncio.Event()
+        self._stop = asyncio.Event()
 
     async def __anext__(self) -> pb.GenerateResponse:
-        await asyncio.sleep(0)  # as a real one, it lets others run
+        await asyncio.sleep(0)  # other tasks run, as during a real call
         while (step := self._next()) is not None:
             if not isinstance(step, float):
                 return step
             seconds, expires = self._bounded(step)
             try:
                 async with asyncio.timeout(seconds):
-                    await self._bell.wait()
+                    await self._stop.wait()
             except TimeoutError:
                 if expires:
                     self._expire()
@@ -368,4 +366,4 @@ class _FakeAsyncCall(_Played):
 
     def cancel(self) -> None:
         self._mark_cancelled()
-        self._bell.set()
+        self._stop.set()

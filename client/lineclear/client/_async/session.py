@@ -1,7 +1,7 @@
 """The Session of a client: one bidirectional stream that carries many requests at once.
 
-To its reader a request of the session is a call like any other. A session that the server refuses, because too many
-are open, ends its requests with SessionRefused; they are then sent as calls of their own.
+Its requests are read like direct calls. If the server refuses the session because too many are open, the requests end
+with SessionRefused and are sent again as direct calls.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AsyncSession:
     def start(
         self, request: pb.GenerateRequest, timeout_seconds: float | None, make_direct_call: Callable[[], Any]
     ) -> Any:
-        """Send a request and return its call. A large request gets a call of its own, by `make_direct_call`.
+        """Send a request and return its call. A large request becomes a direct call, by `make_direct_call`.
 
         gRPC ends a stream with all its requests when one message is too large. Raises RequestTooLarge if the server
         has announced a smaller limit.
@@ -98,7 +98,7 @@ class AsyncSession:
     async def _messages(self) -> AsyncIterator[pb.SessionRequest]:
         """Yield the messages to send until the session ends."""
         await self._has_commands.wait()
-        # gRPC reports a write to a refused stream as an error of its own, which hides the refusal.
+        # The error of a write to a refused stream would hide the refusal.
         self._max_request_bytes = max_request_bytes(await self._call.initial_metadata())
         self._outbox.limit_bytes(self._max_request_bytes)
         while not self.is_over:
