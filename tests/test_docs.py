@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 from support.buf import find_buf
 from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
 from support.time_limits import PATIENCE_SECONDS
 
+from lineclear.errors import tree
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.setting_fields import flag_of
 from lineclear.scheduler.settings import SchedulerSettings
@@ -99,6 +101,30 @@ def test_readme_python_runs(service: Service, capsys: pytest.CaptureFixture[str]
     assert len(answers) == 2
     exec(compile(local.replace("/path/to/model", str(DEMO_MODEL)), "README.md", "exec"), {})
     assert len(capsys.readouterr().out) > 10
+
+
+def test_client_page_python_runs(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "client.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 10
+    monkeypatch.setenv("LINECLEAR_TARGET", service.target)
+    monkeypatch.chdir(tmp_path)
+    trustme.CA().cert_pem.write_to_path("ca.pem")
+    Path("token").write_text("secret")
+    for example in examples:
+        exec(compile(example.replace("127.0.0.1:50051", service.target), "client.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "['sampling.top_p']" in printed
+    assert "failed" not in printed
+
+
+def test_client_page_names_every_error() -> None:
+    page = (REPOSITORY / "docs" / "client.md").read_text(encoding="utf-8")
+    table = page.partition("| errors | what to do |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([A-Z]\w+)`", table)
+    assert set(named) >= {error.__name__ for error in tree()} - {"LineclearError"}
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if re.match(r"\.venv/bin/lineclear (generate \"|stats)", c)])

@@ -8,7 +8,8 @@
                 print(delta.text, end="", flush=True)
         print(stream.result.usage)
 
-Needs grpcio and protobuf, and nothing else. `lineclear.client.testing` has a server's stand-in for your own tests.
+Needs only the packages of gRPC and protobuf. `lineclear.client.testing` replaces a server in your own tests.
+docs/client.md shows errors, retries, batches, TLS, threads and forks.
 """
 
 from ._async.answer_stream import AsyncStream
