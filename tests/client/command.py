@@ -1,4 +1,4 @@
-"""The lineclear command as a process of its own, and what it printed."""
+"""Run the lineclear command as a process and parse its output."""
 
 from __future__ import annotations
 

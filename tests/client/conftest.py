@@ -1,4 +1,4 @@
-"""A gRPC server that says what a test tells it to, and one face for both clients."""
+"""A scripted gRPC server, and one interface for both clients."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator
 
 
 class ScriptedServer(pb_grpc.InferenceServiceServicer):
-    """Plays `script` for every Generate and notes what came in. `failures` are the errors of the next calls.
+    """Runs `script` for every Generate and records the requests. `failures` are the errors of the next calls.
 
-    `session` plays every Session; without one the server has no room for a Session.
+    `session` runs for every Session; without one the server has no room for a Session.
     """
 
     def __init__(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -78,7 +78,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self.target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
         self._server.start()
 
-    # what a script says
+    # for scripts
     started = staticmethod(started)
     tokens = staticmethod(tokens)
     finished = staticmethod(finished)
@@ -184,9 +184,9 @@ def server() -> Iterator[ScriptedServer]:
 
 
 class Either:
-    """Both clients behind one face: `generate(...)` and the others return what the call did, or raise what it raised.
+    """Both clients with one interface: `generate(...)` and the others return or raise what the client does.
 
-    Each call makes a client of its own, as a script that uses the library would.
+    Each call makes a new client.
     """
 
     def __init__(self, kind: str, target: str, **settings: Any) -> None:

@@ -1,7 +1,6 @@
-"""A program that uses clients on both sides of a fork: `python -m client.forked TARGET WHAT`.
+"""Use clients before and after a fork: `python -m client.forked TARGET WHAT`.
 
-Prints what the child gets: the type and the message of its error, or "answered". A hang ends the child with exit
-code 1. The parent then makes a call.
+Prints the error of the child, or "answered". A hang ends the child with exit code 1. The parent then makes a call.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def asyncio_again(client: Client) -> Callable[[], Any]:
             await own.generate("one")
 
     def again() -> None:
-        gc.collect()  # of what the parent's loop and channel left
+        gc.collect()  # collects the parent's loop and channel
         asyncio.run(ask())
 
     gc.disable()

@@ -65,7 +65,7 @@ def press(pauses: queue.SimpleQueue[float]) -> None:
 
 
 def press_again(lost: Any) -> None:
-    """An interrupt in a destructor is lost: Python prints it and goes on."""
+    """Press Ctrl-C again if a destructor swallowed the interrupt: Python prints it and continues."""
     sys.__unraisablehook__(lost)
     if lost.exc_type is KeyboardInterrupt:
         os.kill(os.getpid(), signal.SIGINT)

@@ -10,7 +10,7 @@ from lineclear.errors import DataLoss
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_pieces_make_the_answer() -> None:
+def test_responses_make_the_answer() -> None:
     assembly = AnswerAssembler()
     assert assembly.add(pb.GenerateResponse(started=pb.Started(request_id="r", seed=4))).started == Started("r", seed=4)
     logprobs = [pb.TokenLogprobs(logprob=-1.5, top_logprobs=[pb.TopLogprob(token_id=5, logprob=-0.5)])]
@@ -48,19 +48,19 @@ def test_a_gap_or_a_repetition_is_data_loss(index: int) -> None:
     assert caught.value.metadata == {"expected_index": "2", "received_index": str(index)}
 
 
-def test_a_first_piece_that_is_not_the_first_is_data_loss() -> None:
+def test_wrong_first_index_is_data_loss() -> None:
     with pytest.raises(DataLoss):
         AnswerAssembler().add(pb.GenerateResponse(first_index=1, token_ids=[3]))
 
 
-def test_an_entry_too_few_is_data_loss() -> None:
+def test_missing_logprobs_are_data_loss() -> None:
     with pytest.raises(DataLoss, match="2 tokens and 1 token times"):
         AnswerAssembler().add(pb.GenerateResponse(token_ids=[1, 2], token_times_us=[5]))
     with pytest.raises(DataLoss, match="1 tokens and 2 logprobs"):
         AnswerAssembler().add(pb.GenerateResponse(token_ids=[1], logprobs=[pb.TokenLogprobs(), pb.TokenLogprobs()]))
 
 
-def test_an_end_without_the_end_and_an_end_before_the_end_are_data_loss() -> None:
+def test_early_or_late_end_is_data_loss() -> None:
     assembly = AnswerAssembler()
     assembly.add(pb.GenerateResponse(token_ids=[1]))
     with pytest.raises(DataLoss, match="after 1 tokens"):

@@ -17,7 +17,7 @@ from lineclear.client import AsyncClient, Client, Request
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_many_answers_keep_the_order_of_the_prompts(server: Any, client: Any) -> None:
+def test_answers_are_in_the_order_of_the_prompts(server: Any, client: Any) -> None:
     prompts = [f"{n} x" for n in range(40)]
     seen: list[tuple[int, int | None]] = []
     results = client.generate_batch(prompts, concurrency=7, progress=lambda done, total: seen.append((done, total)))
@@ -27,7 +27,7 @@ def test_many_answers_keep_the_order_of_the_prompts(server: Any, client: Any) ->
     assert server.most_open <= 7
 
 
-def test_as_many_run_at_once_as_asked_for(server: Any, client: Any) -> None:
+def test_concurrency_requests_run_at_once(server: Any, client: Any) -> None:
     gate = threading.Barrier(5)  # opens only when five calls are in their handlers together
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -39,7 +39,7 @@ def test_as_many_run_at_once_as_asked_for(server: Any, client: Any) -> None:
     assert server.most_open == 5
 
 
-def test_a_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:
+def test_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "bad":
             server.fail(context, errors.PromptTooLong("too long"))
@@ -51,7 +51,7 @@ def test_a_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> No
     assert kinds == ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
 
 
-def test_the_first_failure_ends_the_batch_and_cancels_the_rest(server: Any, client: Any) -> None:
+def test_first_failure_cancels_the_rest(server: Any, client: Any) -> None:
     running = threading.Event()
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -68,23 +68,23 @@ def test_the_first_failure_ends_the_batch_and_cancels_the_rest(server: Any, clie
     assert len(server.requests) <= 3
 
 
-def test_a_wrong_argument_is_raised_not_returned(client: Any) -> None:
+def test_wrong_argument_is_raised(client: Any) -> None:
     with pytest.raises(TypeError, match="no such parameter"):
         client.generate_batch(["x"], return_exceptions=True, temprature=1)
 
 
-def test_nothing_to_do_is_done(client: Any) -> None:
+def test_empty_batch(client: Any) -> None:
     assert client.generate_batch([]) == []
     assert client.generate_batch(iter(())) == []
 
 
-def test_every_prompt_may_bring_its_own_parameters(server: Any, client: Any) -> None:
+def test_requests_have_their_own_parameters(server: Any, client: Any) -> None:
     client.generate_batch([Request(prompt="a", priority=1), "b"], max_tokens=3)
     by_text = {request.text: request for request in server.requests}
     assert (by_text["a"].priority, by_text["a"].sampling.max_tokens, by_text["b"].sampling.max_tokens) == (1, 3, 3)
 
 
-def test_leaving_a_loop_over_many_cancels_the_rest(server: Any) -> None:
+def test_closing_the_results_cancels_the_rest(server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "0":
             yield server.finished(0)
@@ -114,7 +114,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any, kind: str) -> None:
+def test_answer_is_delivered_before_the_next_prompt(server: Any, kind: str) -> None:
     prompts, texts = Slow(), []
     if kind == "sync":
         with Client(server.target) as client:
@@ -135,7 +135,7 @@ def test_an_answer_is_delivered_while_the_next_prompt_is_waited_for(server: Any,
     assert texts == ["one", "two"]
 
 
-def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
+def test_batch_ends_while_its_prompts_block(server: Any) -> None:
     """Cancelled from another thread, and by leaving the loop."""
     for is_cancelled in (True, False):
         prompts = Slow()
@@ -154,7 +154,7 @@ def test_a_batch_ends_although_its_prompts_never_do(server: Any) -> None:
         prompts.go_on.set()
 
 
-async def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
+async def test_async_batch_ends_while_its_prompts_block(server: Any) -> None:
     prompts = Slow()
 
     async with AsyncClient(server.target) as client:
@@ -168,7 +168,7 @@ async def test_tasks_end_although_their_prompts_never_do(server: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), SystemExit(3)])
-def test_what_the_prompts_raise_is_raised(client: Any, error: BaseException) -> None:
+def test_error_of_the_prompts_is_raised(client: Any, error: BaseException) -> None:
     """Whatever it is: a thread that ended with it would leave the others waiting."""
 
     def prompts() -> Iterator[str]:

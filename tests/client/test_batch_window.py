@@ -24,7 +24,7 @@ def due(batch: OrderedWindow[Any]) -> list[str]:
     return [] if turn is None else [str(error) for error in turn.due]
 
 
-def test_outcomes_leave_in_the_order_of_the_items() -> None:
+def test_outcomes_are_read_in_the_order_of_the_items() -> None:
     batch = OrderedWindow("abc", window=3)
     assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
     batch.put(1, outcome(1))
@@ -52,7 +52,7 @@ def test_items_are_read_no_further_than_the_window() -> None:
     assert read == [0, 1, 2]
 
 
-def test_a_source_that_breaks_ends_the_batch_with_its_error() -> None:
+def test_error_of_the_items_ends_the_batch() -> None:
     batch = OrderedWindow((1 / n for n in (1, 0)), window=5)
     take(batch)
     assert take(batch) is None
@@ -60,7 +60,7 @@ def test_a_source_that_breaks_ends_the_batch_with_its_error() -> None:
     assert batch.done
 
 
-def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end() -> None:
+def test_bug_ends_the_batch_and_failure_is_an_outcome() -> None:
     for return_exceptions, error, ends in (
         (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
     ):  # fmt: skip
@@ -72,7 +72,7 @@ def test_a_failed_request_is_an_outcome_or_the_end_and_a_bug_is_always_the_end()
         assert (turn.failure, turn.is_last, take(batch) is None) == (error if ends else None, ends, ends)
 
 
-def test_the_first_failure_is_the_one_that_counts() -> None:
+def test_first_failure_counts() -> None:
     batch = OrderedWindow("ab", 2, return_exceptions=False)
     for _ in "ab":
         take(batch)
@@ -84,26 +84,26 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
     assert turn.failure is first
 
 
-def test_the_reader_has_a_turn_only_where_something_is_new() -> None:
+def test_read_outcomes_is_none_without_news() -> None:
     batch = OrderedWindow("a", 1)
-    assert batch.read_outcomes() == ([], None, False)  # nothing is complete: to be shown once
+    assert batch.read_outcomes() == ([], None, False)  # nothing is complete: reported once
     assert batch.read_outcomes() is None
     take(batch)
     assert batch.read_outcomes() is None
     done = outcome(0)
     batch.put(0, done)
-    assert batch.read_outcomes() == ([done], None, False)  # that there is no more, nobody has found out
+    assert batch.read_outcomes() == ([done], None, False)  # the end of the items is not known yet
     assert batch.read_outcomes() is None
     take(batch)
     assert batch.read_outcomes() == ([], None, True)
 
 
-def test_nobody_works_for_nothing_but_one() -> None:
+def test_number_of_workers() -> None:
     assert [OrderedWindow(items, 1).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_completion_comes_out_in_order(seed: int) -> None:
+def test_random_completion_is_read_in_order(seed: int) -> None:
     dice = random.Random(seed)
     count, window = dice.randrange(40), dice.randrange(1, 8)
     batch, out, running = OrderedWindow(range(count), window), [], []

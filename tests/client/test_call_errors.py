@@ -1,4 +1,4 @@
-"""What a failed call means: nobody there yet, somebody gone, somebody's own word. Statuses as gRPC words them."""
+"""The translation of gRPC errors, with the texts of gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def failed(peer: ErrorTranslator, code: str, details: str, cancelled: bool = Fal
 
 
 @pytest.mark.parametrize("details", [REFUSED, f"connections to all backends failing; last error: {ABSENT}", NO_NAME])
-def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
+def test_never_reached_server_is_unreachable(details: str) -> None:
     peer = ErrorTranslator("127.0.0.1:9")
     for _ in range(2):
         assert type(failed(peer, "UNAVAILABLE", details)) is Unreachable
@@ -52,7 +52,7 @@ def test_where_nobody_has_been_nobody_is_missed(details: str) -> None:
         (NO_NAME, f"no answer from 127.0.0.1:9: {NO_NAME}"),
     ],
 )
-def test_the_sentence_begins_with_what_was_asked_and_ends_with_what_the_system_says(details: str, says: str) -> None:
+def test_message_has_target_and_system_error(details: str, says: str) -> None:
     assert str(failed(ErrorTranslator("127.0.0.1:9"), "UNAVAILABLE", details)) == says
 
 
@@ -67,19 +67,19 @@ def test_the_sentence_begins_with_what_was_asked_and_ends_with_what_the_system_s
         ("CANCELLED", "CANCELLED"),
     ],
 )
-def test_whoever_is_cut_off_had_a_server_and_misses_it_from_then_on(code: str, details: str) -> None:
+def test_cut_connection_is_connection_lost(code: str, details: str) -> None:
     peer = ErrorTranslator("127.0.0.1:9")
     assert type(failed(peer, code, details)) is ConnectionLost
     assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
 
 
-def test_whoever_was_answered_once_misses_the_server() -> None:
+def test_unreachable_after_an_answer_is_connection_lost() -> None:
     peer = ErrorTranslator("127.0.0.1:9")
     peer.decoded(GET_STATS, b"")
     assert type(failed(peer, "UNAVAILABLE", REFUSED)) is ConnectionLost
 
 
-def test_a_refusal_is_an_answer() -> None:
+def test_refusal_counts_as_reachable() -> None:
     peer, draining = ErrorTranslator("127.0.0.1:9"), ServerDraining("leaving", retry_after_seconds=1.0)
     found = peer.failure(_with_trailer(draining), False)
     assert (type(found), found.retry_after_seconds) == (ServerDraining, 1.0)
@@ -92,7 +92,7 @@ def _with_trailer(error: ServerDraining) -> Status:
     return status
 
 
-def test_what_this_side_ended_is_no_loss() -> None:
+def test_own_cancellation_is_cancelled() -> None:
     peer = ErrorTranslator("127.0.0.1:9")
     assert type(failed(peer, "CANCELLED", "x", cancelled=True)) is Cancelled
     assert type(failed(peer, "DEADLINE_EXCEEDED", "x")) is DeadlineExceeded
@@ -102,11 +102,11 @@ def test_what_this_side_ended_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("1500", 1.5), ("0", 0.0), ("-1", math.inf), ("soon", math.inf)])
-def test_pushback_in_grpcs_own_word_is_honoured(word: str, seconds: float) -> None:
+def test_grpc_retry_pushback_sets_the_pause(word: str, seconds: float) -> None:
     found = failed(ErrorTranslator("127.0.0.1:9"), "RESOURCE_EXHAUSTED", "busy", grpc_retry_pushback_ms=word)
     assert found.retry_after_seconds == seconds
 
 
-def test_bytes_that_are_no_answer_are_data_loss() -> None:
+def test_undecodable_response_is_data_loss() -> None:
     with pytest.raises(DataLoss):
         ErrorTranslator("127.0.0.1:9").decoded(GET_STATS, b"\xff")

@@ -77,7 +77,7 @@ def test_cancelling_from_another_task_ends_the_loop(server: Any) -> None:
     assert server.ended.wait(PATIENCE_SECONDS)
 
 
-def test_a_cancelled_task_stays_cancelled_and_its_call_too(server: Any) -> None:
+def test_cancelled_task_cancels_its_call(server: Any) -> None:
     server.script = hold(server)
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_cancelling_during_a_pause_between_attempts_ends_the_pause(server: Any) 
     assert len(server.requests) == 2  # neither was asked again
 
 
-def test_a_deadline_missed_on_the_way(server: Any, client: Any) -> None:
+def test_deadline_during_the_answer(server: Any, client: Any) -> None:
     server.script = hold(server)
     with pytest.raises(errors.DeadlineExceeded, match="before the answer was complete"):
         client.generate("x", timeout_seconds=0.3)
@@ -131,7 +131,7 @@ KINDS = [kind for kind in tree() if kind not in (LineclearError, errors.UnknownS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_error_comes_back_as_itself(server: Any, client: Any, kind: type[LineclearError]) -> None:
+def test_every_error_keeps_its_class_and_fields(server: Any, client: Any, kind: type[LineclearError]) -> None:
     sent = kind(
         "what happened",
         retry_after_seconds=1.5,
@@ -164,7 +164,7 @@ def test_an_error_after_some_tokens_is_raised_after_them(server: Any, client: An
     assert len(server.requests) == 1  # half an answer is never asked for again
 
 
-def test_a_status_of_somebody_else_keeps_its_code(server: Any, client: Any) -> None:
+def test_unknown_status_keeps_its_code(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "no token")
         yield server.started()
@@ -175,15 +175,15 @@ def test_a_status_of_somebody_else_keeps_its_code(server: Any, client: Any) -> N
     assert caught.value.code == "PERMISSION_DENIED"
 
 
-def test_nobody_there_is_unreachable(tmp_path: Path, client: Any) -> None:
+def test_no_server_is_unreachable(tmp_path: Path, client: Any) -> None:
     client.target = f"unix:{tmp_path}/nobody"
     for call in (client.generate, client.tokenize, client.health):
         with pytest.raises(Unreachable, match="no answer from unix:"):
             call("x")
 
 
-def test_a_server_that_is_late_to_accept_is_reached_all_the_same(server: Any, client: Any) -> None:
-    """Its port is open, and for two seconds nobody takes up what comes, as on a busy machine."""
+def test_server_that_accepts_late_is_reached(server: Any, client: Any) -> None:
+    """Its port is open, but for two seconds it does not accept connections, like a busy machine."""
     with contextlib.ExitStack() as stack:
         door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         wires: list[socket.socket] = []
@@ -215,7 +215,7 @@ def test_a_server_that_is_late_to_accept_is_reached_all_the_same(server: Any, cl
             wire.close()
 
 
-def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: Any) -> None:
+def test_server_crash_during_an_answer_is_unreachable(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.started()
         threading.Thread(target=server.stop).start()
@@ -228,9 +228,7 @@ def test_a_server_that_dies_in_the_middle_is_unreachable(server: Any, client: An
 
 @pytest.mark.parametrize("how", ["status", "connection"])
 @pytest.mark.parametrize("call", ["generate", "attach"])
-def test_an_answer_is_complete_though_the_connection_is_cut_before_its_status(
-    server: Any, client: Any, how: str, call: str
-) -> None:
+def test_answer_is_complete_without_its_status(server: Any, client: Any, how: str, call: str) -> None:
     """Between the last message and the trailers."""
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -268,7 +266,7 @@ def attached(client: Any, request_id: str) -> Any:
     return asyncio.run(run())
 
 
-def test_a_call_that_the_server_cancels_is_unreachable_and_may_be_tried_again(server: Any, client: Any) -> None:
+def test_call_cancelled_by_the_server_is_retried(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if len(server.requests) == 1:
             context.abort(grpc.StatusCode.CANCELLED, "stopping")  # as a server does that is being stopped
@@ -282,7 +280,7 @@ def test_a_call_that_the_server_cancels_is_unreachable_and_may_be_tried_again(se
     assert len(server.requests) == 2
 
 
-def test_closing_the_client_cancels_what_is_running(server: Any) -> None:
+def test_close_cancels_running_calls(server: Any) -> None:
     server.script = hold(server)
     client = Client(server.target)
     with client.stream("x") as stream:
@@ -308,7 +306,7 @@ def test_closing_the_client_cancels_what_is_running(server: Any) -> None:
     asyncio.run(run())
 
 
-def test_an_async_client_belongs_to_one_event_loop(server: Any) -> None:
+def test_async_client_belongs_to_one_event_loop(server: Any) -> None:
     client = AsyncClient(server.target)
     assert asyncio.run(client.generate("a b")).text == "a b"
     with pytest.raises(RuntimeError, match="event loop of its first call"):

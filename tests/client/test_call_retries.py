@@ -18,7 +18,7 @@ QUICK = RetryPolicy(max_attempts=3, first_pause_seconds=0.01, max_pause_seconds=
 
 
 @pytest.mark.parametrize("refused", [0, 1, 2])
-def test_a_full_queue_is_tried_again(server: Any, client: Any, refused: int) -> None:
+def test_full_queue_is_retried(server: Any, client: Any, refused: int) -> None:
     server.failures = [QueueFull("full", retry_after_seconds=0.01)] * refused
     patient = client.with_settings(max_attempts=None, retry=QUICK)
     assert patient.generate("a b").text == "a b"
@@ -32,14 +32,14 @@ def test_attempts_are_bounded(server: Any, client: Any) -> None:
     assert len(server.requests) == 3
 
 
-def test_one_attempt_switches_retries_off(server: Any, client: Any) -> None:
+def test_one_attempt_disables_retries(server: Any, client: Any) -> None:
     server.failures = [QueueFull("full", retry_after_seconds=0.01)]
     with pytest.raises(QueueFull):
         client.with_settings(max_attempts=1).generate("x")
     assert len(server.requests) == 1
 
 
-def test_what_cannot_help_is_not_tried_again(server: Any, client: Any) -> None:
+def test_invalid_request_is_not_retried(server: Any, client: Any) -> None:
     for error in (QueueFull("full"), errors.InvalidRequest("no"), errors.InternalError("bug")):
         server.requests.clear()
         server.failures = [error]
@@ -48,7 +48,7 @@ def test_what_cannot_help_is_not_tried_again(server: Any, client: Any) -> None:
         assert len(server.requests) == 1
 
 
-def test_a_pause_beyond_the_deadline_is_not_begun(server: Any, client: Any) -> None:
+def test_pause_beyond_the_deadline_raises_at_once(server: Any, client: Any) -> None:
     server.failures = [QueueFull("full", retry_after_seconds=600.0)]
     began = time.monotonic()
     with pytest.raises(QueueFull):
@@ -56,14 +56,14 @@ def test_a_pause_beyond_the_deadline_is_not_begun(server: Any, client: Any) -> N
     assert time.monotonic() - began < PATIENCE_SECONDS
 
 
-def test_later_attempts_have_only_the_time_that_is_left(server: Any, client: Any) -> None:
+def test_later_attempts_have_the_remaining_time(server: Any, client: Any) -> None:
     server.failures = [QueueFull("full", retry_after_seconds=0.5)]
     client.with_settings(max_attempts=2).generate("x", timeout_seconds=10)  # longer ones travel in coarser steps
     first, second = server.remaining_seconds
     assert second <= first - 0.4
 
 
-def test_a_server_that_comes_up_late_is_reached(tmp_path: Path, server: Any, client: Any) -> None:
+def test_server_that_starts_late_is_reached(tmp_path: Path, server: Any, client: Any) -> None:
     address = f"unix:{tmp_path}/late"
     late: list[Any] = []
     timer = threading.Timer(0.1, lambda: late.append(type(server)(address)))

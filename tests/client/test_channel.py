@@ -1,4 +1,4 @@
-"""The channels of the clients: targets, options that gRPC knows, and keepalive as it is documented."""
+"""Targets, channel options and keepalive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lineclear.v1 import inference_pb2 as pb
     "target",
     ["127.0.0.1:99999", "localhost:0", "[::1]:70000", "dns:///somewhere:65536", "ipv4:10.0.0.1:1,10.0.0.2:99999"],
 )
-def test_a_port_that_does_not_exist_is_refused(target: str) -> None:
+def test_port_out_of_range_is_a_value_error(target: str) -> None:
     """gRPC takes 99999 for 34463."""
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="ports are from 1 to 65535"):
@@ -34,7 +34,7 @@ def test_a_port_that_does_not_exist_is_refused(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:65535", "[::1]:1", "dns:///somewhere", "dns:///a:1", "ipv6:[::1]:5"])
-def test_other_targets_are_left_as_they_are(target: str) -> None:
+def test_valid_targets_are_unchanged(target: str) -> None:
     assert channel.checked_target(target) == target
 
 
@@ -50,7 +50,7 @@ def options() -> dict[str, str]:
     }
 
 
-def test_every_option_is_one_that_the_installed_grpc_knows() -> None:
+def test_installed_grpc_has_every_option() -> None:
     """It ignores a name that it does not know."""
     library = Path(cygrpc.__file__).read_bytes()
     named = options()
@@ -91,9 +91,7 @@ def silent_network(target: str) -> Iterator[tuple[str, threading.Event]]:
                 end.close()
 
 
-def test_a_client_notices_a_server_that_no_packet_reaches(
-    server: Any, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keepalive_detects_a_dead_connection(server: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a ping is waited for as long as documented, and not for gRPC's 60 s."""
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

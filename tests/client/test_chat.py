@@ -21,7 +21,7 @@ from lineclear.client import Sampling
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_a_conversation_is_sent_whole(cli: Any, server: Any) -> None:
+def test_whole_conversation_is_sent(cli: Any, server: Any) -> None:
     result = cli("chat", "--system", "be kind", "-n", "4", input="hello\n\nhow are you\n")
     assert (result.exit_code, result.stdout) == (0, "hello\nhow are you\n")
     turns = [[(turn.role, turn.content) for turn in request.chat.messages] for request in server.requests]
@@ -30,7 +30,7 @@ def test_a_conversation_is_sent_whole(cli: Any, server: Any) -> None:
     assert server.requests[1].sampling.max_tokens == 4
 
 
-def test_an_error_ends_a_conversation_that_nobody_watches(cli: Any, server: Any) -> None:
+def test_error_ends_a_chat_from_a_pipe(cli: Any, server: Any) -> None:
     server.failures = [errors.NoChatTemplate("this model has no chat template")]
     result = cli("chat", *QUICK, input="hello\nagain\n")
     assert result.exit_code == 109
@@ -45,7 +45,7 @@ def talk(server: Any) -> Iterator[chat.Conversation]:
         yield chat.Conversation(client, Sampling(), None)
 
 
-def test_the_commands_of_a_conversation(
+def test_slash_commands(
     talk: chat.Conversation, server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = chat.Commands(talk)
@@ -79,7 +79,7 @@ def test_the_commands_of_a_conversation(
     assert commands.is_done
 
 
-def test_a_message_that_fails_leaves_no_trace(talk: chat.Conversation, server: Any) -> None:
+def test_failed_message_is_not_kept(talk: chat.Conversation, server: Any) -> None:
     talk.say("one")
     kept = list(talk.chat_messages)
     server.failures = [errors.QueueFull("full")] * 2
@@ -90,13 +90,13 @@ def test_a_message_that_fails_leaves_no_trace(talk: chat.Conversation, server: A
     assert talk.chat_messages == kept
 
 
-def test_a_wrong_parameter_is_an_error_of_the_next_message_not_of_the_program(talk: chat.Conversation) -> None:
+def test_wrong_parameter_fails_the_next_message(talk: chat.Conversation) -> None:
     chat.Commands(talk).run("/set top_k many")
     with pytest.raises(errors.InvalidRequest, match=r"sampling\.top_k"):
         talk.say("one")
 
 
-def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
+def test_chat_on_a_terminal(server: Any, tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.write_text("asked before\n")
     history.chmod(0o644)
@@ -115,7 +115,7 @@ def test_a_conversation_on_a_terminal(server: Any, tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_interrupting_an_answer_on_a_terminal_goes_on_with_the_conversation(server: Any) -> None:
+def test_ctrl_c_keeps_the_chat_open(server: Any) -> None:
     alive = server.script
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

@@ -1,4 +1,4 @@
-"""What was typed into a chat is kept where nobody else reads it, whichever library edits the lines."""
+"""The history file of a chat is private with every line-editing library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lineclear.client.testing import FakeTransport
 
 @pytest.fixture
 def generous_umask() -> Iterator[None]:
-    """Files are everybody's unless somebody says otherwise."""
+    """New files are readable by every user."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -27,8 +27,8 @@ def generous_umask() -> Iterator[None]:
 
 @pytest.mark.usefixtures("generous_umask")
 @pytest.mark.parametrize("was_there", [True, False])
-def test_the_history_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool) -> None:
-    """GNU's readline sees to it by itself; libedit, which some Pythons have instead, writes into what is there."""
+def test_history_file_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool) -> None:
+    """GNU readline makes the file private; libedit writes into an existing file."""
     history = tmp_path / "history"
     if was_there:
         history.write_text("asked before\n")

@@ -30,23 +30,23 @@ from lineclear.v1 import inference_pb2 as pb
 # -- generate
 
 
-def test_an_answer_is_shown(cli: Any) -> None:
+def test_generate_shows_the_answer(cli: Any) -> None:
     result = cli("generate", "one two")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "one two\n", "")
 
 
-def test_a_prompt_comes_from_standard_input_too(cli: Any, server: Any) -> None:
+def test_prompt_from_standard_input(cli: Any, server: Any) -> None:
     assert cli("generate", input="one two\n").stdout == "one two\n"
     assert cli("generate", "-", input="three\n\n").stdout == "three\n"
     assert [request.text for request in server.requests] == ["one two", "three\n"]
 
 
-def test_every_field_of_sampling_is_a_flag() -> None:
+def test_every_sampling_field_is_an_option() -> None:
     flags = [field.name for field in dataclasses.fields(SamplingFlags)]
     assert sorted(flags) == sorted(field.name for field in dataclasses.fields(Sampling))
 
 
-def test_flags_arrive_in_the_request(cli: Any, server: Any) -> None:
+def test_options_are_in_the_request(cli: Any, server: Any) -> None:
     result = cli(
         "generate", "x", "-n", "9", "--temperature", "0", "--top-k", "4", "--top-p", "0.5", "--min-p", "0.25",
         "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.5",
@@ -73,12 +73,12 @@ def test_flags_arrive_in_the_request(cli: Any, server: Any) -> None:
     assert server.metadata[0]["a"] == "b=c"
 
 
-def test_no_flag_leaves_the_servers_defaults(cli: Any, server: Any) -> None:
+def test_without_options_fields_are_unset(cli: Any, server: Any) -> None:
     cli("generate", "x")
     assert server.requests == [pb.GenerateRequest(text="x")]
 
 
-def test_a_conversation_and_token_ids_are_prompts(cli: Any, server: Any) -> None:
+def test_chat_and_token_id_prompts(cli: Any, server: Any) -> None:
     cli("generate", "x", "--system", "be kind")
     cli("generate", "x", "--chat")
     cli("generate", "--token-ids", "1,2")
@@ -88,21 +88,21 @@ def test_a_conversation_and_token_ids_are_prompts(cli: Any, server: Any) -> None
     assert list(server.requests[2].token_ids.ids) == [1, 2]
 
 
-def test_json_is_one_object_and_deltas_come_before_it(cli: Any) -> None:
+def test_json_output_with_deltas(cli: Any) -> None:
     (result,) = lines(cli("generate", "one two", "--json").stdout)
     assert (result["text"], result["token_ids"], result["finish_reason"]) == ("one two", [100, 101], "length")
     *pieces, last = lines(cli("generate", "one two", "--json", "--deltas").stdout)
     assert "".join(piece["delta"]["text"] for piece in pieces) == last["result"]["text"] == "one two"
 
 
-def test_several_prompts_are_a_line_each_in_order(cli: Any) -> None:
+def test_several_prompts_are_lines_in_order(cli: Any) -> None:
     result = cli("generate", "a", "b c", "d")
     assert [(line["index"], line["prompt"], line["text"]) for line in lines(result.stdout)] == [
         (0, "a", "a"), (1, "b c", "b c"), (2, "d", "d"),
     ]  # fmt: skip
 
 
-def test_a_file_of_prompts(cli: Any, server: Any, tmp_path: Path) -> None:
+def test_prompt_file_of_text(cli: Any, server: Any, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("\n".join(f"prompt {n}" for n in range(50)) + "\n\n", "utf-8")
     result = cli("generate", "--file", str(prompts), "--out", str(out), "-n", "5", "--concurrency", "4")
@@ -112,7 +112,7 @@ def test_a_file_of_prompts(cli: Any, server: Any, tmp_path: Path) -> None:
     assert server.most_open <= 4
 
 
-def test_a_file_of_json_with_parameters_of_its_own(cli: Any, server: Any, tmp_path: Path) -> None:
+def test_prompt_file_of_json_with_parameters(cli: Any, server: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     objects = [
         {"id": "first", "prompt": "é x", "max_tokens": 3, "logit_bias": {"5": 1.0}},
@@ -128,14 +128,14 @@ def test_a_file_of_json_with_parameters_of_its_own(cli: Any, server: Any, tmp_pa
     assert list(third.token_ids.ids) == [1, 2]
 
 
-def test_json_is_recognised_by_its_first_line_where_there_is_no_name(cli: Any, server: Any) -> None:
+def test_json_is_recognised_by_its_first_line(cli: Any, server: Any) -> None:
     cli("generate", "--file", "-", input='{"prompt": "a"}\n')
     cli("generate", "--file", "-", input="{not json\n")
     cli("generate", "--file", "-", "--format", "text", input='{"prompt": "a"}\n')
     assert [request.text for request in server.requests] == ["a", "{not json", '{"prompt": "a"}']
 
 
-def test_a_line_of_json_that_is_no_request_is_not_taken_for_a_prompt(cli: Any, server: Any) -> None:
+def test_json_line_without_prompt_is_an_error(cli: Any, server: Any) -> None:
     result = cli("generate", "--file", "-", input='{"text": "one", "max_tokens": 3}\n')
     assert result.exit_code == 2
     assert "`prompt` or `messages`" in " ".join(result.output.split())
@@ -155,7 +155,7 @@ def test_a_line_of_json_that_is_no_request_is_not_taken_for_a_prompt(cli: Any, s
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2"),
     ],
 )
-def test_a_wrong_line_is_found_before_anything_is_asked(
+def test_invalid_line_is_reported_before_any_request(
     cli: Any, server: Any, tmp_path: Path, line: str, sentence: str
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -166,7 +166,7 @@ def test_a_wrong_line_is_found_before_anything_is_asked(
     assert server.requests == []
 
 
-def test_a_prompt_that_fails_is_reported_in_its_line(cli: Any, server: Any) -> None:
+def test_failed_prompt_has_an_error_in_its_line(cli: Any, server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "bad":
             server.fail(context, errors.PromptTooLong("too long"))
@@ -178,7 +178,7 @@ def test_a_prompt_that_fails_is_reported_in_its_line(cli: Any, server: Any) -> N
     assert [line.get("error", {}).get("reason") for line in lines(result.stdout)] == [None, "PROMPT_TOO_LONG", None]
 
 
-def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: Any, tmp_path: Path) -> None:
+def test_resume_continues_after_an_unavailable_server(cli: Any, server: Any, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("a\nb\nc\nd\n", "utf-8")
     alive = server.script
@@ -193,12 +193,12 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
     assert cli(*arguments).exit_code == 114
     assert [line["text"] for line in lines(out.read_text("utf-8"))] == ["a", "b"]
     with out.open("a") as file:
-        file.write('{"index": 2, "prom')  # as a full disk or a lost machine leaves it
+        file.write('{"index": 2, "prom')  # an incomplete line, as after a full disk
     server.script = alive
     server.requests.clear()
     assert cli(*arguments, "--resume").exit_code == 0
     assert [(line["index"], line["text"]) for line in lines(out.read_text("utf-8"))] == list(enumerate("abcd"))
-    asked = [request.text for request in server.requests]  # the first run's "d", given up, may be heard of only now
+    asked = [request.text for request in server.requests]  # the cancelled "d" of the first run may arrive late
     assert set(asked) == {"c", "d"}
     assert asked.count("c") == 1
 
@@ -207,7 +207,7 @@ def test_a_server_that_leaves_ends_the_run_and_resume_goes_on(cli: Any, server: 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in tree() if kind not in (LineclearError, errors.UnknownStatus)])
-def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kind: type[LineclearError]) -> None:
+def test_every_error_has_exit_code_and_message(cli: Any, server: Any, kind: type[LineclearError]) -> None:
     server.failures = [kind("what happened")]
     result = cli("generate", "x", "--json", *QUICK)
     assert result.exit_code == 100 + Code.Value(kind.code)
@@ -215,7 +215,7 @@ def test_every_error_has_its_exit_code_and_a_sentence(cli: Any, server: Any, kin
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
 
-def test_the_version_is_told(cli: Any) -> None:
+def test_version(cli: Any) -> None:
     result = cli("--version")
     assert result.exit_code == 0
     assert result.output == f"lineclear {version('lineclear')}\n"
@@ -254,19 +254,19 @@ def test_every_command_has_help_without_a_server(cli: Any, command: str) -> None
         ["tokenize", "a b", "--decode"],
     ],
 )
-def test_wrong_usage_is_two_and_never_a_traceback(cli: Any, server: Any, arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_2(cli: Any, server: Any, arguments: list[str]) -> None:
     result = cli(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert server.requests == []
 
 
-def test_what_the_system_refuses_is_a_sentence(cli: Any) -> None:
+def test_os_error_is_a_message(cli: Any) -> None:
     result = cli("generate", "--file", "/nonexistent/file")
     assert result.stderr == "error: /nonexistent/file: No such file or directory\n"
 
 
-def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
+def test_unreachable_server_has_a_hint(tmp_path: Path, cli: Any) -> None:
     result = cli("generate", "x", "--target", f"unix:{tmp_path}/nobody", *QUICK)
     assert result.exit_code == 114
     assert "lineclear serve" in result.stderr
@@ -282,14 +282,14 @@ def test_nobody_there_says_what_to_try(tmp_path: Path, cli: Any) -> None:
         ("Connection refused", "lineclear serve"),
     ],
 )
-def test_a_door_that_is_misunderstood_has_a_hint_of_its_own(said: str, hint: str) -> None:
+def test_tls_mismatch_has_a_hint(said: str, hint: str) -> None:
     assert hint in (exit_status.hint(errors.Unreachable(f"no answer from x:1: {said}")) or "")
 
 
 # -- the other commands
 
 
-def test_an_answer_is_left_and_fetched(cli: Any, server: Any) -> None:
+def test_submit_and_result(cli: Any, server: Any) -> None:
     name = cli("submit", "one two three", "-n", "7").stdout.strip()
     assert server.submitted[name].sampling.max_tokens == 7
     assert cli("attach", name).stdout == "one two three\n"
@@ -316,7 +316,7 @@ def test_health_can_wait(cli: Any, server: Any) -> None:
     assert (asked.exit_code, asked.stdout) == (0, "serving\n")
 
 
-def test_stats_as_a_table_as_json_and_again_and_again(cli: Any) -> None:
+def test_stats_as_table_json_and_watch(cli: Any) -> None:
     table = cli("stats").stdout
     for figure in ("9.9", "draining", "17", "250.00"):
         assert figure in table
@@ -330,7 +330,7 @@ def test_model(cli: Any) -> None:
     assert lines(cli("model", "--json").stdout)[0]["limits"]["num_blocks"] == 99
 
 
-def test_tokenize_and_back(cli: Any) -> None:
+def test_tokenize_and_decode(cli: Any) -> None:
     assert cli("tokenize", "hi").stdout == "104,105\n"
     assert cli("tokenize", input="hi\n").stdout == "104,105\n"
     assert cli("tokenize", "hi", "--count").stdout == "2\n"
@@ -338,7 +338,7 @@ def test_tokenize_and_back(cli: Any) -> None:
     assert cli("tokenize", "--decode", "104, 105").stdout == "hi\n"
 
 
-def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
+def test_serve_passes_every_flag_to_the_scheduler(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr(serve, "missing", list)
     monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments]))
@@ -348,7 +348,7 @@ def test_serve_becomes_the_scheduler_with_every_flag(monkeypatch: pytest.MonkeyP
     assert became == [[sys.executable, sys.executable, "-P", *module, *rest]]
 
 
-def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
+def test_serve_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     monkeypatch.setattr(local_server, "_installed", lambda name: name not in ("pyzmq", "torch"))
     result = cli("serve", "--demo")
     assert result.exit_code == 78
@@ -359,18 +359,18 @@ def test_serve_without_its_packages_says_how_to_get_them(monkeypatch: pytest.Mon
 # -- the screen
 
 
-def test_a_terminal_is_not_steered_by_a_model() -> None:
+def test_control_characters_are_replaced() -> None:
     assert output.strip_control_chars("a\x1b]0;title\x07b\n\tc\x9b2J") == "a\ufffd]0;title\ufffdb\n\tc\ufffd2J"
 
 
-def test_a_bundle_shows_typer_its_fields() -> None:
+def test_expanded_shows_the_fields_as_options() -> None:
     generate = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
     names = {parameter.name for parameter in generate.params}
     assert {"target", "temperature", "stop", "top_logprobs", "file"} <= names
     assert not names & {"connection", "sampling", "request"}
 
 
-def test_the_token_of_the_command_has_a_variable_that_is_not_the_servers(
+def test_token_file_variable_differs_from_the_servers(
     cli: Any, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's LINECLEAR_TOKEN_FILE has a name beside each token."""

@@ -1,4 +1,4 @@
-"""The lineclear command as a process: what is shown when, and how it is interrupted and left."""
+"""The lineclear command as a process: its output, Ctrl-C and closed pipes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb
 
 
-def test_as_a_process_it_streams_answers_and_gives_exit_codes(server: Any, tmp_path: Path) -> None:
+def test_process_output_and_exit_codes(server: Any, tmp_path: Path) -> None:
     done = process(server, "generate", "--json", input="one two")
     assert (done.returncode, lines(done.stdout)[0]["text"], done.stderr) == (0, "one two", "")
     server.failures = [errors.InvalidRequest("no", violations=[errors.Violation("sampling.top_p", "is above 1")])]
@@ -50,8 +50,8 @@ def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
     assert server.ended.wait(PATIENCE_SECONDS)
 
 
-def test_what_grpc_notes_for_itself_is_not_shown(server: Any) -> None:
-    """Of a server that leaves in the middle of an answer, say; the error is told by us."""
+def test_grpc_logs_are_not_shown(server: Any) -> None:
+    """gRPC logs a lost connection; the command reports it already."""
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.tokens(0, 1, text="begun")
@@ -68,7 +68,7 @@ def test_what_grpc_notes_for_itself_is_not_shown(server: Any) -> None:
     assert len(err.splitlines()) == 2
 
 
-def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
+def test_closed_pipe_ends_the_call_quietly(server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         for index in range(1_000_000):
             if not context.is_active():
@@ -88,7 +88,7 @@ def test_a_reader_that_leaves_ends_the_call_quietly(server: Any) -> None:
     assert server.ended.wait(PATIENCE_SECONDS)
 
 
-def test_interrupting_a_file_of_prompts_cancels_them_and_keeps_what_is_done(server: Any, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_file_run_cancels_and_keeps_results(server: Any, tmp_path: Path) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "a":
             yield server.finished(0)

@@ -20,7 +20,7 @@ from lineclear.v1 import inference_pb2 as pb
 # -- what arrives
 
 
-def test_an_answer_comes_piece_by_piece(server: Any, client: Any) -> None:
+def test_answer_streams_delta_by_delta(server: Any, client: Any) -> None:
     deltas, stream = client.read("one two three", max_tokens=5)
     assert [(delta.first_index, delta.token_ids, delta.text) for delta in deltas] == [
         (0, (), ""), (0, (100,), "one"), (1, (101,), " two"), (2, (102,), " three"), (3, (), ""),
@@ -38,7 +38,7 @@ def test_generate_returns_the_whole_answer(client: Any) -> None:
     assert result.to_dict()["token_ids"] == (100, 101)
 
 
-def test_a_result_before_the_end_is_refused_but_what_came_is_there(client: Any) -> None:
+def test_result_before_the_end_is_an_error(client: Any) -> None:
     deltas, stream = client.read("one two three", take=2)
     assert len(deltas) == 2
     assert (stream.text, stream.token_ids) == ("one", (100,))
@@ -70,7 +70,7 @@ def test_a_stream_without_its_end_is_data_loss(server: Any, client: Any) -> None
         client.generate("x")
 
 
-def test_the_other_calls(client: Any) -> None:
+def test_unary_calls(client: Any) -> None:
     assert client.tokenize("hé") == list("hé".encode())
     assert client.tokenize([{"role": "user", "content": "a"}]) == [97]
     assert client.detokenize([104, 105], keep_special_tokens=True) == "hi!"
@@ -97,7 +97,7 @@ def test_health(server: Any, client: Any, answer: Any, status: HealthStatus) -> 
     assert server.health_asked == [b"\x0a\x1dlineclear.v1.InferenceService"]
 
 
-def test_health_speaks_as_the_official_package_does() -> None:
+def test_health_messages_equal_grpc_health() -> None:
     health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2", reason="the light client goes without it")
     from lineclear.client.rpc_methods import decode_health_response, encode_health_request
 
@@ -108,7 +108,7 @@ def test_health_speaks_as_the_official_package_does() -> None:
         assert decode_health_response(data) == name.lower()
 
 
-def test_health_of_what_is_no_health_answer_is_data_loss(server: Any, client: Any) -> None:
+def test_invalid_health_response_is_data_loss(server: Any, client: Any) -> None:
     server.health_answers = [b"\x12\x01x"]
     with pytest.raises(errors.DataLoss):
         client.health()
@@ -149,20 +149,20 @@ def test_tls(tmp_path: Path, server: Any, client: Any) -> None:
     ("target", "sentence"),
     [("", "is empty"), ("https://x:1", "pass credentials"), ("unix:/" + "x" * 120, "at most 107 bytes")],
 )
-def test_a_target_that_cannot_be_one_is_refused(target: str, sentence: str) -> None:
+def test_invalid_target_is_a_value_error(target: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Client(target)
     with pytest.raises(ValueError, match=sentence):
         AsyncClient(target)
 
 
-def test_a_target_may_leave_out_the_port_or_name_a_scheme() -> None:
+def test_target_without_port_or_with_scheme() -> None:
     assert Client("somewhere").target == "somewhere:50051"
     assert Client("grpc://somewhere:1").target == "somewhere:1"
     assert Client("[::1]:5").target == "[::1]:5"
 
 
-def test_a_client_without_a_target_takes_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_target_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINECLEAR_TARGET", "somewhere:7")
     assert Client().target == AsyncClient().target == "somewhere:7"
     assert Client("elsewhere:8").target == "elsewhere:8"
@@ -173,14 +173,14 @@ def test_a_client_without_a_target_takes_that_of_the_environment(monkeypatch: py
 # -- what leaves
 
 
-def test_metadata_of_the_client_and_of_the_call_arrive(server: Any, client: Any) -> None:
+def test_metadata_of_client_and_call_are_sent(server: Any, client: Any) -> None:
     client.with_settings(metadata={"tenant": "a"}).generate("x", metadata=[("Trace", "t"), ("raw-bin", b"\x00\xff")])
     seen = server.metadata[0]
     assert (seen["tenant"], seen["trace"], seen["raw-bin"]) == ("a", "t", b"\x00\xff")
     assert seen["user-agent"].startswith("lineclear-python/")
 
 
-def test_the_clients_sampling_fills_what_a_call_leaves_open(server: Any, client: Any) -> None:
+def test_sampling_of_the_client_is_the_default(server: Any, client: Any) -> None:
     client.with_settings(sampling=Sampling(max_tokens=3, seed=1)).generate("x", Sampling(seed=2), top_k=4)
     sampling = server.requests[0].sampling
     assert (sampling.max_tokens, sampling.seed, sampling.top_k) == (3, 2, 4)

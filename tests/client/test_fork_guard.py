@@ -23,10 +23,10 @@ def said(server: Any, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", [function.__name__ for function in ERRORS])
-def test_what_the_parent_used_says_so_in_the_child(server: Any, what: str) -> None:
+def test_used_client_raises_in_the_child(server: Any, what: str) -> None:
     assert "used before this process was forked" in said(server, what)
 
 
 @pytest.mark.parametrize("what", [function.__name__ for function in ANSWERS])
-def test_a_client_that_was_only_made_works_and_closing_one_does_not_wait(server: Any, what: str) -> None:
+def test_unused_client_works_in_the_child(server: Any, what: str) -> None:
     assert said(server, what) == "answered\n"

@@ -1,4 +1,4 @@
-"""A server that a program starts for itself: served by it, told why not, and never left behind."""
+"""LocalServer: it serves, reports why it did not start, and always exits with its program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def test_it_serves_from_the_moment_it_is_there_until_the_block_ends(started: list[subprocess.Popen[bytes]]) -> None:
+def test_server_serves_until_the_block_ends(started: list[subprocess.Popen[bytes]]) -> None:
     with LocalServer(*TOY, "--served-model-name", "mine") as server, Client(server.target, max_attempts=1) as client:
         assert client.model().model_id == "mine"
         assert len(client.generate("The capital of France is", max_tokens=3, ignore_eos=True).token_ids) == 3
@@ -75,34 +75,32 @@ def test_it_serves_from_the_moment_it_is_there_until_the_block_ends(started: lis
     ],
     ids=["model", "flag", "worker"],
 )
-def test_one_that_does_not_come_up_says_why(
-    started: list[subprocess.Popen[bytes]], flags: tuple[str, ...], why: str
-) -> None:
+def test_failed_start_has_the_reason(started: list[subprocess.Popen[bytes]], flags: tuple[str, ...], why: str) -> None:
     with pytest.raises(ServerStartError, match=why):
         LocalServer(*flags)
     assert all(process.returncode is not None for process in started)
 
 
-def test_one_that_takes_too_long_is_ended(started: list[subprocess.Popen[bytes]]) -> None:
+def test_start_timeout_stops_the_server(started: list[subprocess.Popen[bytes]]) -> None:
     with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s: its log is empty"):
         LocalServer(*NEVER_JOINS, start_timeout_seconds=1.5)
     assert [process.returncode for process in started] == [0]
 
 
 @pytest.mark.parametrize("flag", ["--listen=127.0.0.1:1", "--no-spawn-worker"])
-def test_what_it_decides_itself_is_refused(flag: str, started: list[subprocess.Popen[bytes]]) -> None:
+def test_reserved_flag_is_a_value_error(flag: str, started: list[subprocess.Popen[bytes]]) -> None:
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
         LocalServer("--demo", flag)
     assert started == []
 
 
-def test_without_a_servers_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_server, "missing", lambda: ["torch"])
     with pytest.raises(ServerStartError, match=r"torch is not installed; this brings .*: pip install "):
         LocalServer("--demo")
 
 
-def test_one_that_does_not_leave_is_killed(started: list[subprocess.Popen[bytes]]) -> None:
+def test_stop_timeout_kills_the_server(started: list[subprocess.Popen[bytes]]) -> None:
     server = LocalServer(*TOY, stop_timeout_seconds=0.2)
     started[0].send_signal(signal.SIGSTOP)
     server.close()
@@ -110,7 +108,7 @@ def test_one_that_does_not_leave_is_killed(started: list[subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_it_goes_with_its_program(end: signal.Signals) -> None:
+def test_server_exits_with_its_program(end: signal.Signals) -> None:
     """However that ends; and a Ctrl-C, which a terminal sends to a whole group of processes, is the program's alone."""
     program = f"""
 import signal, time

@@ -36,7 +36,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
+def test_library_needs_only_grpc_and_protobuf() -> None:
     done = run("""
         import asyncio
         from lineclear.client import AsyncClient, Client, Sampling
@@ -56,7 +56,7 @@ def test_the_library_needs_grpcio_and_protobuf_alone() -> None:
     assert done.stdout.splitlines() == ["hello world", "2", "hello world", "UNAVAILABLE", "[]"], done.stderr
 
 
-def test_the_command_without_its_extra_says_how_to_get_it() -> None:
+def test_command_without_its_extra_names_it() -> None:
     done = run("from lineclear.cli import main; main()", "health")
     assert done.returncode == 2
     assert install_command("cli") in done.stderr

@@ -1,4 +1,4 @@
-"""Several servers behind one name, not all of one model: an answer goes on at any that can continue it."""
+"""Several replicas with different models: an answer resumes at a replica of its model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 def client_of(fleet: Fleet, kind: str, **settings: Any) -> Either:
-    """One that waits little between its attempts, and asks nobody without an answer of the old model."""
+    """Return a client with short pauses."""
     retry = RetryPolicy(first_pause_seconds=0.01, max_pause_seconds=0.02, max_replicas=settings.pop("max_replicas", 16))
     return Either(kind, fleet.target, max_attempts=None, retry=retry, **settings)
 
@@ -72,9 +72,7 @@ BOTH = pytest.mark.parametrize("kind", ["sync", "asyncio"])
 @BOTH
 @pytest.mark.parametrize("on_model_change", ["error", "restart"])
 @pytest.mark.parametrize("error", [None, ModelChanged("the worker came back as another model")])
-def test_another_replica_of_the_old_model_goes_on(
-    kind: str, on_model_change: str, error: LineclearError | None
-) -> None:
+def test_replica_of_the_same_model_resumes(kind: str, on_model_change: str, error: LineclearError | None) -> None:
     """The deltas are those of an answer that was not cut off, and the result says that it was."""
     fleet = Fleet(OLD, NEW, OLD, NEW, error=error)
     try:
@@ -90,7 +88,7 @@ def test_another_replica_of_the_old_model_goes_on(
 @BOTH
 @pytest.mark.parametrize("fleet", [(NEW, NEW)], indirect=True)
 @pytest.mark.parametrize("max_replicas", [0, 3])
-def test_the_search_is_bounded(fleet: Fleet, kind: str, max_replicas: int) -> None:
+def test_replica_search_is_bounded(fleet: Fleet, kind: str, max_replicas: int) -> None:
     with pytest.raises(ModelChanged):
         client_of(fleet, kind, max_replicas=max_replicas).generate("x", model_fingerprint=OLD)
     assert fleet.num_requests == 1 + max_replicas
@@ -98,7 +96,7 @@ def test_the_search_is_bounded(fleet: Fleet, kind: str, max_replicas: int) -> No
 
 @BOTH
 @pytest.mark.parametrize("fleet", [(NEW, NEW)], indirect=True)
-def test_the_deadline_ends_the_search_with_the_cause(fleet: Fleet, kind: str) -> None:
+def test_deadline_ends_the_replica_search(fleet: Fleet, kind: str) -> None:
     retry = RetryPolicy(first_pause_seconds=1.0, max_replicas=10_000)
     with pytest.raises(ModelChanged):
         Either(kind, fleet.target, max_attempts=None, retry=retry).generate(
@@ -107,7 +105,7 @@ def test_the_deadline_ends_the_search_with_the_cause(fleet: Fleet, kind: str) ->
     assert fleet.num_requests < 100
 
 
-def test_an_address_of_one_server_is_asked_once() -> None:
+def test_single_server_target_is_asked_once() -> None:
     fleet = Fleet(NEW)
     try:
         with Client(fleet.servers[0].target) as client, pytest.raises(ModelChanged):
@@ -118,7 +116,7 @@ def test_an_address_of_one_server_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize("on_model_change", ["error", "restart"])
-def test_where_none_is_left_the_answer_ends_or_begins_again(server: Any, client: Any, on_model_change: str) -> None:
+def test_without_replica_the_answer_fails_or_restarts(server: Any, client: Any, on_model_change: str) -> None:
     """The last of the old model stops in the middle of an answer."""
     begun: list[None] = []
 
@@ -148,7 +146,7 @@ def test_where_none_is_left_the_answer_ends_or_begins_again(server: Any, client:
     assert sum(request.HasField("resume") for request in server.requests) == 4
 
 
-def test_a_submitted_answer_is_not_looked_for_elsewhere(server: Any) -> None:
+def test_submitted_request_has_no_replicas(server: Any) -> None:
     calls = []
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

@@ -1,4 +1,4 @@
-"""The model is replaced in the middle of an answer: an error that has what came, or a new answer from the beginning."""
+"""The model is replaced during an answer: ModelChanged with the answer so far, or a restart."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OF = {OLD: ("one", " two", " three"), NEW: ("uno", " dos", " tres", " quatro")}
 
 
 class Replaced:
-    """A script: each call is answered by the next of `models`, which refuses to go on with another's answer.
+    """Return a script: each call gets the next of `models`, which rejects the resume of another model's answer.
 
-    After `then` tokens the call ends with `error`, but for the last one.
+    Every call but the last ends with `error` after `then` tokens.
     """
 
     def __init__(self, server: Any, models: list[str], *, then: int = 2, error: LineclearError | None = None) -> None:
@@ -47,7 +47,7 @@ class Replaced:
         yield server.finished(len(OF[model]))
 
 
-def test_a_resume_says_all_that_a_server_needs_to_go_on_exactly(server: Any, client: Any) -> None:
+def test_resume_sends_seed_fingerprint_and_digest(server: Any, client: Any) -> None:
     server.script = Replaced(server, [OLD, OLD])
     result = client.with_settings(max_attempts=None, retry=QUICK).generate("x")
     assert (result.text, result.resumes, result.restarts) == ("one two three", 1, 0)
@@ -57,7 +57,7 @@ def test_a_resume_says_all_that_a_server_needs_to_go_on_exactly(server: Any, cli
 
 
 @pytest.mark.parametrize("error", [None, ModelChanged("the worker came back as another model")])
-def test_by_default_the_error_has_what_came(server: Any, client: Any, error: LineclearError | None) -> None:
+def test_model_changed_has_the_answer_so_far(server: Any, client: Any, error: LineclearError | None) -> None:
     server.script = Replaced(server, [OLD, NEW], error=error)
     with pytest.raises(ModelChanged) as caught:
         client.with_settings(max_attempts=None, retry=QUICK).generate("x")
@@ -67,7 +67,7 @@ def test_by_default_the_error_has_what_came(server: Any, client: Any, error: Lin
 
 @pytest.mark.parametrize("error", [None, ModelChanged("the worker came back as another model")])
 @pytest.mark.parametrize("per_call", [False, True])
-def test_a_restart_says_where_the_new_answer_begins(
+def test_restarted_delta_marks_the_new_answer(
     server: Any, client: Any, error: LineclearError | None, per_call: bool
 ) -> None:
     attempts = [OLD, NEW] if error else [OLD, NEW, NEW]
@@ -88,7 +88,7 @@ def test_a_restart_says_where_the_new_answer_begins(
     assert not last.sampling.HasField("seed")
 
 
-def test_it_may_begin_again_more_than_once_but_not_without_end(server: Any, client: Any) -> None:
+def test_restarts_are_bounded(server: Any, client: Any) -> None:
     changed = ModelChanged("again")
     server.script = Replaced(server, [OLD, NEW] * 2, error=changed)
     patient = client.with_settings(max_attempts=None, retry=QUICK, on_model_change="restart")
@@ -99,7 +99,7 @@ def test_it_may_begin_again_more_than_once_but_not_without_end(server: Any, clie
         client.with_settings(max_attempts=None, retry=policy, on_model_change="restart").generate("x")
 
 
-def test_a_request_that_names_its_model_is_not_answered_by_another(server: Any, client: Any) -> None:
+def test_request_with_a_fingerprint_never_restarts(server: Any, client: Any) -> None:
     server.script = Replaced(server, [OLD, NEW])
     restarting = client.with_settings(max_attempts=None, retry=QUICK, on_model_change="restart")
     with pytest.raises(ModelChanged):
@@ -107,8 +107,8 @@ def test_a_request_that_names_its_model_is_not_answered_by_another(server: Any, 
     assert (server.requests[0].model_fingerprint, server.requests[0].model) == (OLD, "mine")
 
 
-def test_a_server_that_does_not_compare_is_found_out(server: Any, client: Any) -> None:
-    """As one of an earlier release: it goes on with whatever it is sent."""
+def test_changed_fingerprint_in_started_is_detected(server: Any, client: Any) -> None:
+    """A server that does not compare fingerprints."""
     server.script = script = Replaced(server, [OLD, NEW])
     script.checks = False
     with pytest.raises(ModelChanged) as caught:
@@ -116,13 +116,13 @@ def test_a_server_that_does_not_compare_is_found_out(server: Any, client: Any) -
     assert caught.value.token_ids == (100, 101)
 
 
-def test_a_request_that_had_not_begun_is_sent_again_where_the_server_says_so(server: Any, client: Any) -> None:
+def test_model_replaced_before_start_is_retried(server: Any, client: Any) -> None:
     server.failures = [ModelReplaced("it had not begun", retry_after_seconds=0.0)]
     server.script = Replaced(server, [NEW])
     assert client.with_settings(max_attempts=None, retry=QUICK).generate("x").text == "".join(OF[NEW])
 
 
-def test_an_attached_answer_under_an_old_name_is_not_mixed_with_the_first(server: Any) -> None:
+def test_attach_detects_another_request_of_that_id(server: Any) -> None:
     """The server was started again, and the name given to another request."""
     seeds = [1, 2]
 
@@ -141,7 +141,7 @@ def test_an_attached_answer_under_an_old_name_is_not_mixed_with_the_first(server
         client.submitted("job").result()
 
 
-def test_a_server_that_goes_on_after_the_end_is_found_out(server: Any, client: Any) -> None:
+def test_responses_after_the_end_are_data_loss(server: Any, client: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield server.started()
         yield server.finished(0)
@@ -152,12 +152,12 @@ def test_a_server_that_goes_on_after_the_end_is_found_out(server: Any, client: A
         client.generate("x")
 
 
-def test_a_wrong_choice_is_said_at_once() -> None:
+def test_invalid_on_model_change_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="one of error, restart"):
         Client(transport=FakeTransport(), on_model_change="again")  # type: ignore[arg-type]
 
 
-def test_the_fake_server_can_play_it() -> None:
+def test_fake_transport_plays_a_model_change() -> None:
     fake = FakeTransport([Answer(pieces=("old ", "words"), error=ModelChanged("replaced")), "new words"])
     client = Client(transport=fake, retry=QUICK, on_model_change="restart")
     with client.stream("x") as stream:
@@ -174,7 +174,7 @@ def test_the_fake_server_can_play_it() -> None:
     assert stream.result.text == "new words"
 
 
-def test_the_command_shows_the_new_answer_alone_and_fails_by_default(server: Any, cli: Any) -> None:
+def test_command_fails_or_shows_only_the_new_answer(server: Any, cli: Any) -> None:
     def replaced() -> Replaced:
         return Replaced(server, [OLD, NEW], error=ModelChanged("replaced"))
 

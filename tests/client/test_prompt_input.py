@@ -69,7 +69,7 @@ def test_every_prompt_of_a_pipe_gets_its_own_answer(
     assert done.returncode == 0, done.stderr
 
 
-def test_five_thousand_prompts_of_a_pipe_are_five_thousand_results(tmp_path: Path) -> None:
+def test_large_pipe_has_a_result_for_each_prompt(tmp_path: Path) -> None:
     prompts = [json.dumps({"id": n, "prompt": [5, 7], "seed": n}) for n in range(5000)]
     with toy_service(tmp_path, "--max-queue-size", "5000", num_blocks=2048) as service:
         flags = ["-n", "1", "--omit-text"]
@@ -79,14 +79,14 @@ def test_five_thousand_prompts_of_a_pipe_are_five_thousand_results(tmp_path: Pat
     assert found == [(n, answer([5, 7], 1, seed=n)) for n in range(5000)]
 
 
-def test_a_wrong_line_of_a_pipe_is_found_before_anything_is_asked(server: Any) -> None:
+def test_invalid_line_of_a_pipe_is_reported_first(server: Any) -> None:
     done = process(server, "generate", "--file", "-", input='{"prompt": "fine"}\n{"prompt": 5}\n')
     assert (done.returncode, done.stdout, server.requests) == (2, "", [])
     assert "standard input, line 2" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("change", ["three\n", "one\ntwo\nthree\nfour\nfive\n"], ids=["fewer", "more"])
-def test_a_file_that_changes_between_counting_and_asking_is_an_error(
+def test_changed_prompt_file_is_data_loss(
     server: Any, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     path = tmp_path / "prompts.txt"
@@ -121,7 +121,7 @@ def test_results_of_other_prompts_are_not_resumed(cli: Any, server: Any, tmp_pat
     assert len(server.requests) == 2
 
 
-def test_prompts_are_read_by_one_pass_at_a_time() -> None:
+def test_one_iteration_at_a_time() -> None:
     prompts = PromptFile(io.BytesIO(b"one\ntwo\n"), "text", Request.of)
     assert len(prompts) == 2
     assert [entry.shown["prompt"] for entry in prompts] == ["one", "two"]

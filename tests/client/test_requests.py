@@ -1,4 +1,4 @@
-"""What can be asked becomes the message of the schema, field for field, and nothing that cannot travel gets out."""
+"""Requests set every field of the schema and reject values that no field holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fields(message: Any) -> set[str]:
     return set(message.DESCRIPTOR.fields_by_name)
 
 
-def test_every_field_of_the_schema_can_be_asked_for() -> None:
+def test_every_schema_field_is_a_parameter() -> None:
     stops = {"strings": "stop", "token_ids": "stop_token_ids", "include_stop_string": "include_stop_string"}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
@@ -36,7 +36,7 @@ def test_every_field_of_the_schema_can_be_asked_for() -> None:
     assert (fields(pb.GenerateRequest) - elsewhere) | fields(pb.OutputOptions) | own == REQUEST_FIELDS
 
 
-def test_the_keywords_of_a_call_are_the_fields_of_sampling_and_request_with_the_same_types() -> None:
+def test_params_match_sampling_and_request() -> None:
     hints = {**typing.get_type_hints(Sampling), **typing.get_type_hints(Request)}
     keywords = typing.get_type_hints(Params)
     assert keywords.keys() == SAMPLING_FIELDS | REQUEST_FIELDS
@@ -44,7 +44,7 @@ def test_the_keywords_of_a_call_are_the_fields_of_sampling_and_request_with_the_
         assert keywords[name] == hints[name], name
 
 
-def test_every_parameter_arrives_in_its_field() -> None:
+def test_every_parameter_sets_its_field() -> None:
     message = Request.of("hi", **EVERYTHING, request_id="a", priority=0, top_logprobs=2, token_timings=True).to_proto()
     assert (message.text, message.request_id, message.priority) == ("hi", "a", 0)
     assert message.sampling == sampling_pb2.SamplingParams(
@@ -56,7 +56,7 @@ def test_every_parameter_arrives_in_its_field() -> None:
     assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2, token_timings=True)
 
 
-def test_what_is_not_given_is_not_set() -> None:
+def test_none_leaves_a_field_unset() -> None:
     assert Request.of("").to_proto() == pb.GenerateRequest(text="")
     assert Request.of("").to_proto().WhichOneof("prompt") == "text"
 
@@ -68,7 +68,7 @@ def test_zero_is_not_unset() -> None:
     assert message.sampling.HasField("ignore_eos")
 
 
-def test_a_prompt_is_a_text_token_ids_or_messages() -> None:
+def test_prompt_kinds() -> None:
     assert list(Request.of([1, 2]).to_proto().token_ids.ids) == [1, 2]
     assert Request.of([]).to_proto().HasField("token_ids")
     turns = [{"role": "system", "content": "be"}, ChatMessage("user", "hi")]
@@ -77,7 +77,7 @@ def test_a_prompt_is_a_text_token_ids_or_messages() -> None:
     assert chat.HasField("add_generation_prompt")
 
 
-def test_keywords_override_sampling_which_overrides_the_clients_default() -> None:
+def test_sampling_precedence() -> None:
     base = Sampling(temperature=0.5, max_tokens=5)
     request = Request.of("hi", base, max_tokens=6)
     message = request.to_proto(Sampling(temperature=0.25, max_tokens=4, top_k=3)).sampling
@@ -110,7 +110,7 @@ def test_keywords_override_sampling_which_overrides_the_clients_default() -> Non
         ({"prompt": b"bytes"}, "prompt"),
     ],
 )
-def test_what_the_message_cannot_hold_is_named_but_never_repeated(wrong: dict[str, Any], field: str) -> None:
+def test_invalid_value_names_only_its_field(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Request.of(**({"prompt": "hi"} | wrong)).to_proto()
     assert [violation.field for violation in caught.value.violations] == [field]
@@ -119,12 +119,12 @@ def test_what_the_message_cannot_hold_is_named_but_never_repeated(wrong: dict[st
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": "\ud800"}, {"stop": "\ud800"}])
-def test_text_that_is_no_unicode_is_malformed(wrong: dict[str, Any]) -> None:
+def test_invalid_unicode_is_malformed(wrong: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage):
         Request.of(**({"prompt": "hi"} | wrong)).to_proto()
 
 
-def test_a_keyword_that_is_no_parameter_is_a_type_error_that_lists_those_there_are() -> None:
+def test_unknown_parameter_lists_the_parameters() -> None:
     with pytest.raises(TypeError, match=r"no such parameter: temprature; the parameters are .*temperature"):
         Request.of("hi", temprature=1)  # type: ignore[call-arg]
 
@@ -132,7 +132,7 @@ def test_a_keyword_that_is_no_parameter_is_a_type_error_that_lists_those_there_a
 @pytest.mark.parametrize(
     "wrong", [{"a b": "x"}, {"grpc-x": "x"}, {"a": "\n"}, {"a": "ü"}, {"a": b"x"}, {"a-bin": "x"}, {"": "x"}]
 )
-def test_metadata_that_cannot_travel_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_metadata_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="metadata"):
         pairs(wrong)
 
@@ -142,17 +142,17 @@ def test_metadata_is_a_mapping_or_pairs() -> None:
 
 
 @pytest.mark.parametrize("turn", [{"role": "user", "content": None}, {"role": None, "content": "x"}])
-def test_a_chat_message_without_a_text_is_refused_and_not_sent_empty(turn: Any) -> None:
+def test_chat_message_without_content_is_rejected(turn: Any) -> None:
     for make in (lambda: Request.of([turn]).to_proto(), lambda: tokenize_request([turn])):
         with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.(role|content): must be a text"):
             make()
 
 
-def test_a_bias_of_none_is_refused() -> None:
+def test_bias_none_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias"):
         Request.of("x", logit_bias=cast("Any", {5: None})).to_proto()
 
 
-def test_a_prompt_of_none_is_refused_by_tokenize() -> None:
+def test_tokenize_of_none_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="prompt: must be"):
         tokenize_request(cast("Any", None))

@@ -1,4 +1,4 @@
-"""The dataclasses of answers mirror the schema: a field added there is a failure here until it can be read."""
+"""The dataclasses of responses have every field of the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIRRORED: list[tuple[type[Any], Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "message"), MIRRORED)
-def test_every_field_has_its_counterpart(kind: type[Any], message: Any) -> None:
+def test_dataclass_fields_match_the_schema(kind: type[Any], message: Any) -> None:
     expected = {
         f"{field.name}_seconds" if field.message_type is not None and field.message_type.name == "Duration" else
         field.name
@@ -29,12 +29,12 @@ def test_every_field_has_its_counterpart(kind: type[Any], message: Any) -> None:
     assert {field.name for field in dataclasses.fields(kind)} == expected
 
 
-def test_finish_reasons_have_the_words_of_the_schema() -> None:
+def test_finish_reasons_match_the_schema() -> None:
     words = {name.removeprefix("FINISH_REASON_").lower() for name in dict(pb.FinishReason.items())}
     assert {reason.value for reason in results.FinishReason} == words
 
 
-def test_a_reason_from_the_future_is_unspecified() -> None:
+def test_unknown_finish_reason_is_unspecified() -> None:
     message = pb.GenerateResponse.FromString(b"\x3a\x02\x08\x63")  # finished { reason: 99 }
     assert results.delta_from_proto(message).finish_reason is results.FinishReason.UNSPECIFIED
 

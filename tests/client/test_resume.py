@@ -1,4 +1,4 @@
-"""Answers that are cut off: both clients go on by themselves, the result is whole, and nothing is asked for twice."""
+"""Interrupted answers: both clients resume them, and no token is requested twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = ("one", " two", " three", " four", " five")
 
 
 def cut_after(server: Any, *cuts: int, error: LineclearError | None = None) -> Any:
-    """A script: the n-th call gives so many tokens more and is then cut off; the one after the last goes to the end."""
+    """Return a script: the n-th call ends after so many more tokens; the call after the last completes the answer."""
     remaining = list(cuts)
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -52,7 +52,7 @@ def cut_after(server: Any, *cuts: int, error: LineclearError | None = None) -> A
 
 
 @pytest.mark.parametrize("cuts", [(0,), (1,), (5,), (1, 0, 2), (2, 1, 1, 1, 0)])
-def test_an_answer_goes_on_where_it_was_cut(server: Any, client: Any, cuts: tuple[int, ...]) -> None:
+def test_interrupted_answer_resumes_at_the_next_token(server: Any, client: Any, cuts: tuple[int, ...]) -> None:
     server.script = cut_after(server, *cuts)
     result = client.with_settings(max_attempts=None, retry=QUICK).generate("x", temperature=0.7)
     assert result.text == "".join(WORDS)
@@ -69,7 +69,7 @@ def test_an_answer_goes_on_where_it_was_cut(server: Any, client: Any, cuts: tupl
         assert request.text == "x"
 
 
-def test_an_answer_is_cut_as_often_as_it_likes_while_it_gets_on(server: Any, client: Any) -> None:
+def test_resumes_with_progress_are_unbounded(server: Any, client: Any) -> None:
     once = replace(QUICK, max_resumes=1)
     server.script = cut_after(server, 1, 1, 1, 1)
     result = client.with_settings(max_attempts=None, retry=once).generate("x")
@@ -79,7 +79,7 @@ def test_an_answer_is_cut_as_often_as_it_likes_while_it_gets_on(server: Any, cli
         client.with_settings(max_attempts=None, retry=once).generate("x")
 
 
-def test_the_pieces_are_those_of_one_answer(server: Any, client: Any) -> None:
+def test_deltas_of_a_resumed_answer_are_contiguous(server: Any, client: Any) -> None:
     server.script = cut_after(server, 2, 0, 1)
     deltas, stream = client.with_settings(max_attempts=None, retry=QUICK).read("x")
     assert [d.text for d in deltas] == ["", *WORDS, ""]
@@ -96,14 +96,14 @@ def test_resuming_can_be_switched_off(server: Any, client: Any, policy: RetryPol
 
 
 @pytest.mark.parametrize("error", [InternalError("x"), SlowConsumer("x"), DeadlineExceeded("x")])
-def test_what_another_server_could_not_help_is_raised(server: Any, client: Any, error: LineclearError) -> None:
+def test_error_of_the_request_is_not_resumed(server: Any, client: Any, error: LineclearError) -> None:
     server.script = cut_after(server, 2, error=error)
     with pytest.raises(type(error)):
         client.with_settings(max_attempts=None, retry=QUICK).generate("x")
     assert len(server.requests) == 1
 
 
-def test_a_server_that_does_not_know_resuming_is_data_loss_not_a_repetition(server: Any, client: Any) -> None:
+def test_repeated_tokens_are_data_loss(server: Any, client: Any) -> None:
     cuts = [2]
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_know_resuming_is_data_loss_not_a_repetition(serv
         client.with_settings(max_attempts=None, retry=QUICK).generate("x")
 
 
-def test_the_stand_in_can_be_cut_off_too() -> None:
+def test_fake_transport_can_interrupt_an_answer() -> None:
     fake = FakeTransport(Answer(pieces=("tick ", "tock"), error=Unreachable("gone")))
     with Client(transport=fake, retry=QUICK) as client:
         result = client.generate("x")
@@ -140,7 +140,7 @@ def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: An
     return ResumeState(chosen, RetryState(chosen, timeout_seconds, clock), clock, lambda: 0.5)
 
 
-def test_pauses_double_until_something_comes() -> None:
+def test_resume_pauses_double_until_progress() -> None:
     found = resumptions(Clock())
     assert [found.pause_after(Unreachable("x")) for _ in range(3)] == [0.5, 1.0, 1.5]
     found.on_progress()
@@ -151,7 +151,7 @@ def test_pauses_double_until_something_comes() -> None:
     assert found.count == 5
 
 
-def test_an_answer_that_stands_still_is_given_up() -> None:
+def test_resume_without_progress_times_out() -> None:
     clock = Clock()
     found = resumptions(clock, resume_timeout_seconds=10.0)
     found.pause_after(Unreachable("x"))
@@ -164,7 +164,7 @@ def test_an_answer_that_stands_still_is_given_up() -> None:
     found.pause_after(Unreachable("x"))
 
 
-def test_resumes_are_counted_and_bounded_as_long_as_nothing_new_comes() -> None:
+def test_resumes_without_progress_are_bounded() -> None:
     found = resumptions(Clock(), max_resumes=2)
     for _ in range(100):
         found.pause_after(Unreachable("x"))
@@ -175,7 +175,7 @@ def test_resumes_are_counted_and_bounded_as_long_as_nothing_new_comes() -> None:
     assert found.count == 200
 
 
-def test_an_answer_does_not_start_over_without_end() -> None:
+def test_restarts_without_end_raise() -> None:
     found = resumptions(Clock(), max_resumes=2)
     for _ in range(2):
         found.pause_after(ModelChanged("x"), restarts=True)
@@ -185,7 +185,7 @@ def test_an_answer_does_not_start_over_without_end() -> None:
     found.pause_after(Unreachable("x"))
 
 
-def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
+def test_resume_pause_beyond_the_deadline_raises() -> None:
     with pytest.raises(Unreachable):
         resumptions(Clock(), timeout_seconds=0.25).pause_after(Unreachable("x"))
 
@@ -204,7 +204,7 @@ def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
         (InternalError("x"), False, False),
     ],
 )
-def test_which_errors_are_worth_it(error: LineclearError, at_first: bool, again: bool) -> None:
+def test_which_errors_are_resumed(error: LineclearError, at_first: bool, again: bool) -> None:
     assert (may_resume(error, False), may_resume(error, True)) == (at_first, again)
 
 

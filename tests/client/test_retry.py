@@ -1,4 +1,4 @@
-"""When a call is tried again: a table of errors, and pauses computed by hand."""
+"""Retries: which errors are retried, and pauses computed by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: 
 
 
 def waits_through(patience: Any, clock: Clock, error: LineclearError, seconds: float) -> None:
-    """Go on with `patience` for so long, while every call ends with `error`."""
+    """Advance the clock while every call ends with `error`."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now += patience.pause_after(error)
@@ -62,18 +62,18 @@ def waits_through(patience: Any, clock: Clock, error: LineclearError, seconds: f
         (InternalError("x", retry_after_seconds=1.0), False),
     ],
 )
-def test_nobody_answered_or_the_server_said_when(error: LineclearError, again: bool) -> None:
+def test_which_errors_are_retried(error: LineclearError, again: bool) -> None:
     assert may_retry(error) is again
 
 
-def test_no_error_of_another_code_is_ever_retried() -> None:
+def test_other_codes_are_never_retried() -> None:
     for kind in tree():
         assert may_retry(kind("x", retry_after_seconds=math.inf)) is False
         if kind.code not in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             assert not may_retry(kind("x", retry_after_seconds=1.0)), kind
 
 
-def test_pauses_double_up_to_their_limit_and_attempts_are_counted() -> None:
+def test_pauses_double_up_to_the_maximum() -> None:
     calls, error = attempts(), Unreachable("x")
     assert [calls.pause_after(error) for _ in range(3)] == [0.75, 1.5, 2.25]  # of 1, 2 and min(4, 3): 3/4 of each
     with pytest.raises(Unreachable) as caught:
@@ -89,7 +89,7 @@ def test_pauses_double_up_to_their_limit_and_attempts_are_counted() -> None:
         (ServerStarting("x", retry_after_seconds=0.1), 600.0),
     ],
 )
-def test_a_server_that_is_away_is_waited_for_by_time_not_by_count(error: LineclearError, most_seconds: float) -> None:
+def test_unavailable_server_is_bounded_by_time_not_attempts(error: LineclearError, most_seconds: float) -> None:
     clock = Clock()
     calls = attempts(clock=clock)
     waits_through(calls, clock, error, most_seconds)
@@ -106,7 +106,7 @@ def cut_off(policy: RetryPolicy, clock: Clock) -> ResumeState:
 
 
 @pytest.mark.parametrize("make", [lambda policy, clock: RetryState(policy, None, clock), cut_off])
-def test_a_server_that_says_it_is_starting_is_not_away(make: Callable[[RetryPolicy, Clock], Any]) -> None:
+def test_starting_server_has_its_own_timeout(make: Callable[[RetryPolicy, Clock], Any]) -> None:
     """A restart that loads a large model takes minutes, of which it is away for the first few seconds."""
     clock = Clock()
     patience = make(RetryPolicy(), clock)
@@ -118,7 +118,7 @@ def test_a_server_that_says_it_is_starting_is_not_away(make: Callable[[RetryPoli
         waits_through(patience, clock, STARTING, 100.0)
 
 
-def test_to_hear_that_a_server_is_starting_is_no_resumption() -> None:
+def test_starting_server_counts_as_no_resume() -> None:
     clock = Clock()
     patience = cut_off(RetryPolicy(max_resumes=1), clock)
     patience.pause_after(ConnectionLost("x"))
@@ -128,7 +128,7 @@ def test_to_hear_that_a_server_is_starting_is_no_resumption() -> None:
         patience.pause_after(ConnectionLost("x"))
 
 
-def test_a_server_that_came_back_and_left_again_is_waited_for_again() -> None:
+def test_timeout_restarts_after_the_server_was_back() -> None:
     clock = Clock()
     calls = attempts(clock=clock)
     calls.pause_after(ConnectionLost("x"))
@@ -140,7 +140,7 @@ def test_a_server_that_came_back_and_left_again_is_waited_for_again() -> None:
     calls.pause_after(ConnectionLost("x"))
 
 
-def test_who_waits_for_a_server_still_has_all_attempts_for_want_of_room() -> None:
+def test_unavailable_server_uses_up_no_attempts() -> None:
     calls = attempts()
     for _ in range(20):
         calls.pause_after(ConnectionLost("x"))
@@ -150,7 +150,7 @@ def test_who_waits_for_a_server_still_has_all_attempts_for_want_of_room() -> Non
         calls.pause_after(QueueFull("x", retry_after_seconds=0.1))
 
 
-def test_a_name_in_use_is_our_own_once_a_connection_was_lost() -> None:
+def test_duplicate_after_lost_connection_is_retried() -> None:
     policy, taken = RetryPolicy(), DuplicateRequest("x")
     for calls in (RetryState(policy, None), RetryState(policy, None, meets_own_request=True)):
         with pytest.raises(DuplicateRequest):
@@ -165,7 +165,7 @@ def test_a_name_in_use_is_our_own_once_a_connection_was_lost() -> None:
         elsewhere.pause_after(taken)
 
 
-def test_the_deadline_is_not_waited_beyond() -> None:
+def test_pause_beyond_the_deadline_raises_the_cause() -> None:
     clock = Clock()
     calls = attempts(10.0, clock=clock)
     clock.now += 9.5
@@ -174,16 +174,16 @@ def test_the_deadline_is_not_waited_beyond() -> None:
 
 
 @pytest.mark.parametrize(("dice", "pause"), [(0.0, 0.5), (1.0, 1.0)])
-def test_a_pause_is_drawn_from_the_upper_half(dice: float, pause: float) -> None:
+def test_pause_is_in_the_upper_half_of_the_ceiling(dice: float, pause: float) -> None:
     assert attempts(dice=dice).pause_after(Unreachable("x")) == pause
 
 
-def test_a_server_that_asks_for_longer_gets_it_and_some_jitter() -> None:
+def test_requested_pause_gets_jitter() -> None:
     assert attempts().pause_after(QueueFull("x", retry_after_seconds=10.0)) == 10.25
     assert attempts().pause_after(QueueFull("x", retry_after_seconds=0.1)) == 0.75
 
 
-def test_one_attempt_is_no_retry() -> None:
+def test_one_attempt_disables_retries() -> None:
     for error in (Unreachable("x"), ConnectionLost("x"), ServerStarting("x", retry_after_seconds=0.1)):
         with pytest.raises(type(error)):
             RetryState(RetryPolicy(max_attempts=1), None).pause_after(error)
@@ -191,7 +191,7 @@ def test_one_attempt_is_no_retry() -> None:
         RetryPolicy(max_attempts=0)
 
 
-def test_the_deadline_bounds_all_attempts_together() -> None:
+def test_deadline_bounds_all_attempts() -> None:
     clock = Clock()
     calls = attempts(5.0, clock=clock)
     assert calls.begin() == 5.0
@@ -204,17 +204,17 @@ def test_the_deadline_bounds_all_attempts_together() -> None:
         calls.begin()
 
 
-def test_without_a_deadline_there_is_none() -> None:
+def test_no_timeout_is_no_deadline() -> None:
     assert attempts().begin() is None
 
 
 @pytest.mark.parametrize("timeout_seconds", [1e9, 1e15, 1e300, math.inf])
-def test_a_timeout_longer_than_a_year_counts_as_one(timeout_seconds: float) -> None:
+def test_timeout_is_at_most_a_year(timeout_seconds: float) -> None:
     assert attempts(timeout_seconds).begin() == MAX_TIMEOUT_SECONDS
     prompt = ClientConfig(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
     assert submit_request(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
 
 
-def test_a_timeout_that_is_not_a_number_is_refused() -> None:
+def test_timeout_nan_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="NaN"):
         attempts(math.nan)

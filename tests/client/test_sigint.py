@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is read: it is cancelled by another thread, and what runs is not cut off."""
+"""Ctrl-C during a call: another thread cancels the call, and the client stays usable."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def listening() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_another_thread_cancels_and_the_block_goes_on_to_its_end() -> None:
+def test_another_thread_cancels_and_the_block_continues() -> None:
     cancelled_by: list[threading.Thread] = []
     done = threading.Event()
 
@@ -63,8 +63,8 @@ def test_another_thread_cancels_and_the_block_goes_on_to_its_end() -> None:
     assert cancelled_by[0] is not threading.current_thread()
 
 
-def test_a_reader_who_waits_and_does_not_hear_of_it_is_cancelled_all_the_same() -> None:
-    """Python looks for signals between its steps. One that comes on the way into a wait is found after the wait."""
+def test_signal_just_before_a_wait_cancels_too() -> None:
+    """Python runs signal handlers between instructions: a signal on the way into a wait is handled after the wait."""
     reader, taken = threading.get_ident(), threading.Lock()
     taken.acquire()
 
@@ -84,7 +84,7 @@ def test_a_reader_who_waits_and_does_not_hear_of_it_is_cancelled_all_the_same() 
     assert was_cancelled == [True]
 
 
-def test_one_who_watches_signals_himself_is_left_alone() -> None:
+def test_program_with_wakeup_fd_is_not_guarded() -> None:
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)
@@ -97,7 +97,7 @@ def test_one_who_watches_signals_himself_is_left_alone() -> None:
         assert reader.recv(1) == bytes([signal.SIGINT])
 
 
-def test_the_end_of_a_cancelled_answer_is_the_interrupt() -> None:
+def test_keyboard_interrupt_replaces_cancelled() -> None:
     def block() -> None:
         with cancel_on_sigint(lambda: None):
             signal.raise_signal(signal.SIGINT)
@@ -107,7 +107,7 @@ def test_the_end_of_a_cancelled_answer_is_the_interrupt() -> None:
         block()
 
 
-def test_a_second_one_does_not_wait() -> None:
+def test_second_ctrl_c_interrupts_at_once() -> None:
     def block() -> None:
         with cancel_on_sigint(lambda: None):
             signal.raise_signal(signal.SIGINT)
@@ -120,12 +120,12 @@ def test_a_second_one_does_not_wait() -> None:
     assert steps == []
 
 
-def test_an_answer_that_somebody_else_cancels_says_so() -> None:
+def test_cancelled_without_ctrl_c_stays_cancelled() -> None:
     with pytest.raises(Cancelled), cancel_on_sigint(lambda: None):
         raise Cancelled("by its server")
 
 
-def test_a_program_that_does_not_listen_is_left_alone() -> None:
+def test_ignored_sigint_is_not_guarded() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with cancel_on_sigint(lambda: pytest.fail("nobody pressed anything")):
         signal.raise_signal(signal.SIGINT)
@@ -133,8 +133,8 @@ def test_a_program_that_does_not_listen_is_left_alone() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_whenever_it_is_pressed_the_next_answer_comes(server: Any) -> None:
-    """Without this, gRPC kept a lock every so often and the next call waited for ever."""
+def test_next_answer_arrives_after_ctrl_c_at_any_moment(server: Any) -> None:
+    """Without the guard gRPC sometimes kept a lock, and the next call hung."""
     echo, chance = server.script, random.Random(1)
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -178,7 +178,7 @@ def endless(server: Any) -> None:
     server.script = script
 
 
-def test_many_answers_end_where_they_are_and_their_reader_is_not_cut_off(server: Any) -> None:
+def test_ctrl_c_ends_a_batch_after_the_current_callback(server: Any) -> None:
     steps: list[str] = []
 
     def press(done: int, total: int | None) -> None:
@@ -194,9 +194,9 @@ def test_many_answers_end_where_they_are_and_their_reader_is_not_cut_off(server:
         assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
 
 
-def test_so_do_those_of_a_file_and_what_is_complete_is_written(server: Any, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_file_run_keeps_complete_lines(server: Any, tmp_path: Path) -> None:
     class Pressing(UserDict[str, Any]):
-        """Presses when the reader, who has the first answer, writes it beside its prompt."""
+        """Raises SIGINT when the first result is written."""
 
         def keys(self) -> Any:
             signal.raise_signal(signal.SIGINT)
@@ -215,9 +215,9 @@ def test_so_do_those_of_a_file_and_what_is_complete_is_written(server: Any, tmp_
     assert json.loads(line)["text"] == "one"
 
 
-def test_a_whole_answer_is_cancelled_by_another_thread_too() -> None:
+def test_ctrl_c_cancels_generate_and_result() -> None:
     class Pressed:
-        """A call under which somebody presses: it ends when it is cancelled, and not before."""
+        """A call that gets SIGINT and ends when it is cancelled."""
 
         def __init__(self) -> None:
             self.is_cancelled = threading.Event()
@@ -244,7 +244,7 @@ def test_a_whole_answer_is_cancelled_by_another_thread_too() -> None:
     assert steps == ["went on", "went on"]
 
 
-def test_others_are_cancelled_from_any_thread(server: Any) -> None:
+def test_batch_results_are_cancelled_from_any_thread(server: Any) -> None:
     endless(server)
     with Client(server.target) as client:
         outcomes = client.iter_batch(["one", "endless"])
@@ -257,7 +257,7 @@ def test_others_are_cancelled_from_any_thread(server: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_a_batch_is_interrupted_while_it_waits_for_a_prompt(server: Any, kind: str) -> None:
+def test_ctrl_c_ends_a_batch_that_waits_for_a_prompt(server: Any, kind: str) -> None:
     is_over = threading.Event()
 
     def prompts() -> Iterator[str]:
@@ -278,8 +278,8 @@ def test_a_batch_is_interrupted_while_it_waits_for_a_prompt(server: Any, kind: s
 
 
 @pytest.mark.parametrize("what", OPERATIONS)
-def test_a_program_that_is_interrupted_again_and_again_gets_its_next_answer(server: Any, what: str) -> None:
-    """Plain loops, in a process of its own, without any word about signals."""
+def test_repeated_ctrl_c_leaves_the_client_usable(server: Any, what: str) -> None:
+    """The program has plain loops and does not handle signals."""
     echo = server.script
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

@@ -44,7 +44,7 @@ def test_the_documented_example_works() -> None:
     assert len(fake.requests) == 3
 
 
-def test_a_script_by_prompt_knows_texts_tokens_and_conversations(ask: Any) -> None:
+def test_script_by_prompt(ask: Any) -> None:
     fake = FakeTransport({"hi": "hello you"})
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     for prompt in ("hi", [104, 105], turns):
@@ -55,13 +55,13 @@ def test_a_script_by_prompt_knows_texts_tokens_and_conversations(ask: Any) -> No
         ask(fake, "something else")
 
 
-def test_a_script_may_be_a_function_or_one_reply_for_all(ask: Any) -> None:
+def test_script_as_function_or_single_reply(ask: Any) -> None:
     assert ask(FakeTransport(lambda request: request.text.upper()), "abc").text == "ABC"
     fake = FakeTransport(["first", "then"])
     assert [ask(fake, "x").text for _ in range(3)] == ["first", "then", "then"]
 
 
-def test_errors_before_and_in_the_middle_of_an_answer(ask: Any) -> None:
+def test_errors_before_and_during_an_answer(ask: Any) -> None:
     fake = FakeTransport([QueueFull("full", retry_after_seconds=0.0), Answer("half of", error=InternalError("broken"))])
     with pytest.raises(InternalError):
         ask(fake, "x")
@@ -70,7 +70,7 @@ def test_errors_before_and_in_the_middle_of_an_answer(ask: Any) -> None:
         ask(FakeTransport(QueueFull("full", retry_after_seconds=0.0)), "x", max_attempts=1)
 
 
-def test_requests_are_recorded_as_they_would_have_been_sent(ask: Any) -> None:
+def test_requests_are_recorded(ask: Any) -> None:
     fake = FakeTransport("ok")
     ask(fake, "x", max_tokens=5, metadata={"Tenant": "a"}, timeout_seconds=9)
     (call,) = fake.requests
@@ -120,7 +120,7 @@ def test_a_finished_call_is_not_a_cancelled_one(ask: Any) -> None:
     assert fake.cancelled == 0
 
 
-def test_the_other_calls() -> None:
+def test_unary_calls() -> None:
     fake = FakeTransport()
     fake.model.model_id = "mine"
     fake.health = HealthStatus.NOT_SERVING
@@ -135,14 +135,14 @@ def test_the_other_calls() -> None:
         client.generate("x")
 
 
-def test_many_through_a_fake() -> None:
+def test_batch_with_fake_transport() -> None:
     fake = FakeTransport(lambda request: Answer(request.text, delay_seconds=0.001))
     prompts = [f"a{n}" for n in range(30)]
     with Client(transport=fake) as client:
         assert [result.text for result in client.generate_batch(prompts, concurrency=4)] == prompts
 
 
-def test_leaving_an_async_loop_over_many_has_ended_the_rest() -> None:
+def test_aclosing_a_batch_cancels_the_rest() -> None:
     fake = FakeTransport(lambda request: "now" if request.text == "0" else Answer("much later", delay_seconds=3600.0))
 
     async def run() -> None:

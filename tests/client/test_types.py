@@ -1,4 +1,4 @@
-"""What a type checker sees of the client, in a caller's program checked by mypy."""
+"""The types of the client, by mypy on a small program."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return said.splitlines()
 
 
-def test_the_answers_of_many_prompts_have_their_types(checked: list[str]) -> None:
+def test_batch_types(checked: list[str]) -> None:
     shown = [match[1] for line in checked if (match := re.search(r'Revealed type is "(.*)"', line))]
     found = [re.sub(r"[a-z_]+\.", "", kind) for kind in shown]
     assert found == [ANSWERS, ANSWERS, OUTCOMES, OUTCOMES, OUTCOMES, OUTCOMES, ANSWERS, OUTCOMES] * 2
 
 
-def test_a_keyword_that_does_not_exist_is_an_error(checked: list[str]) -> None:
+def test_unknown_keyword_is_a_type_error(checked: list[str]) -> None:
     assert any("wrong.py:4" in line and "error" in line for line in checked), checked
 
 
-def test_an_outcome_is_no_answer_before_it_is_checked(checked: list[str]) -> None:
+def test_outcome_may_be_an_error(checked: list[str]) -> None:
     assert any("wrong.py:5" in line and '"text"' in line for line in checked), checked

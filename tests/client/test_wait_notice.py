@@ -30,7 +30,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_the_pause_that_takes_a_call_past_two_seconds_is_said_and_nothing_before(
+def test_first_pause_past_two_seconds_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     notice = WaitNotice("here")
@@ -41,7 +41,7 @@ def test_the_pause_that_takes_a_call_past_two_seconds_is_said_and_nothing_before
     assert said(capsys) == ["waiting for here, for up to 58 s: no answer from here: Socket closed"]
 
 
-def test_it_is_said_once_whoever_waits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_is_reported_once_for_all_calls(capsys: pytest.CaptureFixture[str]) -> None:
     notice = WaitNotice("here")
     threads = [threading.Thread(target=notice, args=(wait(5.0, 5.0),)) for _ in range(8)]
     for thread in threads:
@@ -52,7 +52,7 @@ def test_it_is_said_once_whoever_waits(capsys: pytest.CaptureFixture[str]) -> No
     assert len(said(capsys)) == 1
 
 
-def test_what_was_said_holds_no_longer_than_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_is_reported_again_after_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
     notice = WaitNotice("here")
     notice(wait(5.0, 5.0, left=0.0))
     notice(wait(5.0, 10.0, left=600.0))
@@ -61,7 +61,7 @@ def test_what_was_said_holds_no_longer_than_it_said(capsys: pytest.CaptureFixtur
     ]  # fmt: skip
 
 
-def test_where_attempts_are_counted_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_the_attempts_left(capsys: pytest.CaptureFixture[str]) -> None:
     WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=3))
     WaitNotice("here")(wait(12.0, 0.0, left=None, attempts=1))
     assert [line.partition(":")[0] for line in said(capsys)] == [
@@ -69,13 +69,13 @@ def test_where_attempts_are_counted_they_are_told(capsys: pytest.CaptureFixture[
     ]  # fmt: skip
 
 
-def test_a_terminal_is_not_steered_and_the_line_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     WaitNotice("here")(RetryWait(ConnectionLost("a\nb\x1b[2Jc"), 9.0, 0.0, 60.0, None))
     (line,) = said(capsys)
     assert line.endswith("a b\ufffd[2Jc")
 
 
-# -- what there is to say
+# -- the waits
 
 
 class Clock:
@@ -88,7 +88,7 @@ class Clock:
 POLICY = RetryPolicy(first_pause_seconds=1.0, max_pause_seconds=4.0)
 
 
-def test_attempts_tell_of_each_pause_how_long_it_has_been_and_may_be() -> None:
+def test_retry_wait_has_elapsed_and_remaining_seconds() -> None:
     clock, waits = Clock(), list[RetryWait]()
     attempts = RetryState(POLICY, 90.0, clock, lambda: 1.0, on_wait=waits.append)
     attempts.pause_after(LOST)
@@ -101,12 +101,12 @@ def test_attempts_tell_of_each_pause_how_long_it_has_been_and_may_be() -> None:
     assert waits == [
         RetryWait(LOST, 1.0, 0.0, 60.0, None),
         RetryWait(LOST, 2.0, 40.0, 20.0, None),
-        RetryWait(starting, 4.0, 40.0, 50.0, None),  # of 600 s the deadline leaves so many
+        RetryWait(starting, 4.0, 40.0, 50.0, None),  # the deadline is earlier than 600 s
         RetryWait(full, 10.0, 40.0, None, 3),
     ]
 
 
-def test_an_answer_that_stands_still_tells_it_too_and_begins_anew_with_each_piece() -> None:
+def test_resume_wait_restarts_with_each_delta() -> None:
     clock, waits = Clock(), list[RetryWait]()
     resumptions = ResumeState(POLICY, RetryState(POLICY, None, clock, on_wait=waits.append), clock, lambda: 1.0)
     cut = ShutdownInterrupted("left")
@@ -122,7 +122,7 @@ def test_an_answer_that_stands_still_tells_it_too_and_begins_anew_with_each_piec
     ]
 
 
-def test_a_pause_that_is_not_granted_is_not_told() -> None:
+def test_pause_beyond_the_deadline_is_not_reported() -> None:
     waits: list[RetryWait] = []
     attempts = RetryState(POLICY, 0.5, Clock(), lambda: 1.0, on_wait=waits.append)
     with pytest.raises(ConnectionLost):
@@ -130,10 +130,10 @@ def test_a_pause_that_is_not_granted_is_not_told() -> None:
     assert waits == []
 
 
-# -- as it is seen
+# -- the output of the command
 
 
-def test_a_server_that_goes_in_the_middle_is_announced_and_then_waited_for(server: Any, tmp_path: Path) -> None:
+def test_command_reports_an_unavailable_server_and_waits(server: Any, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/api"
     first = type(server)(address)
 
@@ -151,7 +151,7 @@ def test_a_server_that_goes_in_the_middle_is_announced_and_then_waited_for(serve
     first.script = script
     run = spawn("generate", "x", "--target", address)
     assert run.stderr is not None
-    # gRPC may say something, too. There is such a line, or the end: the command gives up after a minute.
+    # gRPC may write lines too. The command fails after a minute.
     line = next((line.decode() for line in run.stderr if line.startswith(b"waiting")), "")
     assert re.match(f"waiting for {address}, for up to [1-5]?[0-9] s: .*{address}", line)
     second = type(server)(address)
@@ -162,7 +162,7 @@ def test_a_server_that_goes_in_the_middle_is_announced_and_then_waited_for(serve
     assert b"waiting" not in err
 
 
-def test_who_says_when_to_come_again_is_quoted_at_once(server: Any) -> None:
+def test_command_reports_the_pause_a_server_asks_for(server: Any) -> None:
     server.failures = [QueueFull("the queue is full", retry_after_seconds=2.0)]
     run = spawn("generate", "x", "--target", server.target)
     out, err = run.communicate(timeout=PATIENCE_SECONDS)

@@ -1,13 +1,13 @@
-"""The progress of a batch on standard error, if that is a terminal: a bar of rich, or a plain line without rich."""
+"""The progress of a batch: a bar of rich on standard error if that is a terminal, or a function of the caller."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-# True: a bar on a terminal. A function: called with (done, total) on the caller's thread; total is None if unknown.
+# True: a bar on a terminal, if rich is installed. A function: called with (done, total), total None if unknown.
 Progress: TypeAlias = bool | Callable[[int, int | None], None] | None
 
 
@@ -18,17 +18,16 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def display(progress: Progress, stream: TextIO | None = None) -> Display:
+def display(progress: Progress) -> Display:
     """Return the display for a `progress` argument."""
-    stream = stream or sys.stderr
     if callable(progress):
         return _Callback(progress)
-    if not progress or not stream.isatty():
+    if not progress or not sys.stderr.isatty():
         return _Silent()
     try:
         return RichBar()
     except ImportError:
-        return PlainBar(stream)
+        return _Silent()
 
 
 class _Silent:
@@ -45,40 +44,6 @@ class _Callback(_Silent):
 
     def update(self, done: int, failed: int, tokens: int, total: int | None) -> None:
         self._function(done, total)
-
-
-class PlainBar:
-    """One line, rewritten at most ten times a second."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, width: int = 30) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._width = width
-        self._started_at = clock()
-        self._written: float | None = None
-        self._line = ""
-
-    def update(self, done: int, failed: int, tokens: int, total: int | None) -> None:
-        now = self._clock()
-        self._line = self._text(done, failed, tokens, total, now - self._started_at)
-        if self._written is None or now - self._written >= 0.1 or done == total:
-            self._written = now
-            self._stream.write(f"\r{self._line}\x1b[K")
-            self._stream.flush()
-
-    def close(self) -> None:
-        if self._written is not None:
-            self._stream.write(f"\r{self._line}\x1b[K\n")
-            self._stream.flush()
-
-    def _text(self, done: int, failed: int, tokens: int, total: int | None, elapsed: float) -> str:
-        rate = tokens / elapsed if elapsed > 0 else 0.0
-        facts = f"{rate:.1f} tok/s {elapsed:.0f} s" + (f", {failed} failed" if failed else "")
-        if not total:
-            return f"{done} done {facts}"
-        filled = self._width * done // total
-        left = f", {elapsed / done * (total - done):.0f} s left" if 0 < done < total else ""
-        return f"[{'#' * filled}{'.' * (self._width - filled)}] {done}/{total} {facts}{left}"
 
 
 class RichBar:

@@ -239,7 +239,8 @@ class AsyncClient:
         """Return all answers in the order of the prompts; up to `concurrency` requests run at a time.
 
         The first failure is raised and the other requests are cancelled; with `return_exceptions=True` the errors
-        stand in the list. `progress`: True shows a bar on a terminal, a function is called with (done, total).
+        stand in the list. `progress`: True shows a bar on a terminal if rich is
+        installed; a function is called with (done, total).
         """
         checked_concurrency(concurrency, None)
         results = self._run_batch(prompts, ALL_AT_ONCE, return_exceptions, concurrency, progress, sampling, params)
