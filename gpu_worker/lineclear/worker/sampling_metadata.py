@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +53,7 @@ SCALARS: Mapping[str, tuple[type[np.generic], Use]] = {
 """Scalar fields of `Sampling`. Their neutral values are the defaults of `Sampling`."""
 
 _DTYPE = np.dtype([(name, dtype) for name, (dtype, _) in SCALARS.items()])
-_NAMES = {use: tuple(name for name, (_, x) in SCALARS.items() if x is use) for use in Use}
-_NEUTRAL = Sampling()
+_NEUTRAL = {use: {name: getattr(Sampling(), name) for name, (_, x) in SCALARS.items() if x is use} for use in Use}
 _NO_IDS = np.zeros(0, np.int64)
 
 _Scalars = npt.NDArray[np.void]
@@ -161,7 +161,7 @@ class SamplingTable:
         )
         has_lists = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
         self._lists[slot] = lists if has_lists else None
-        is_penalized = any(getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _NAMES[Use.PENALTY])
+        is_penalized = any(getattr(sampling, name) != neutral for name, neutral in _NEUTRAL[Use.PENALTY].items())
         if has_lists or is_penalized or sampling.temperature > 0 or sampling.logprobs >= 0:
             self._not_greedy.add(slot)
         else:
@@ -205,7 +205,7 @@ class SamplingTable:
             return None
         return Penalties(
             rows=self._put(rows),
-            parameters=self._columns(scalars[rows], Use.PENALTY),
+            parameters=self._columns(scalars, rows, Use.PENALTY),
             slots=self._put(slots[rows]),
             lengths=self._column(lengths[rows]),
             prompt_lens=self._column(prompt_lens[rows]),
@@ -221,7 +221,7 @@ class SamplingTable:
         noise = uniform(scalars["seed"][rows], positions[rows])
         return Draws(
             rows=self._put(rows),
-            parameters=self._columns(scalars[rows], *uses),
+            parameters=self._columns(scalars, rows, *uses),
             noise=self._column(noise if self._device.type != "mps" else noise.astype(np.float32)),
         )
 
@@ -243,8 +243,8 @@ class SamplingTable:
     def _rows_with(self, lists: Sequence[_Lists | None], name: str) -> Tensor:
         return self._put(np.array([i for i, x in enumerate(lists) if x is not None and len(getattr(x, name))]))
 
-    def _columns(self, scalars: _Scalars, *uses: Use) -> dict[str, Tensor]:
-        return {name: self._column(scalars[name]) for use in uses for name in _NAMES[use]}
+    def _columns(self, scalars: _Scalars, rows: IntArray, *uses: Use) -> dict[str, Tensor]:
+        return {name: self._column(scalars[name][rows]) for use in uses for name in _NEUTRAL[use]}
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array, self._device)
@@ -255,9 +255,7 @@ class SamplingTable:
 
 def _differs(scalars: _Scalars, use: Use) -> npt.NDArray[np.bool_]:
     """Return [num_rows] bool: some scalar of this use differs from its neutral value."""
-    differs = np.zeros(len(scalars), np.bool_)
-    for name in _NAMES[use]:
-        differs |= scalars[name] != getattr(_NEUTRAL, name)
+    differs: npt.NDArray[np.bool_] = reduce(or_, [scalars[name] != neutral for name, neutral in _NEUTRAL[use].items()])
     return differs
 
 
