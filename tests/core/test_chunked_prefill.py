@@ -63,7 +63,7 @@ def test_max_tokens_1_takes_one_step_and_no_output_block() -> None:
     assert [harness.rows(plan) for plan in harness.plans] == [[(0, 0, 4)]]
     end = harness.end("a")
     assert isinstance(end, Finished)
-    assert (end.reason, end.record.completion_tokens) == (FinishReason.LENGTH, 1)
+    assert (end.reason, end.stats.completion_tokens) == (FinishReason.LENGTH, 1)
 
 
 @pytest.mark.parametrize(("target", "prompt_tokens"), [(0.05, pytest.approx(49, abs=6)), (1e-9, 8)])

@@ -71,7 +71,7 @@ def test_stop_string_counts_tokens_up_to_the_cut() -> None:
         harness.step()
     (end,) = harness.core.finish("a", 2, harness.now)
     assert isinstance(end, Finished)
-    assert (end.reason, end.record.completion_tokens) == (FinishReason.STOP_STRING, 2)
+    assert (end.reason, end.stats.completion_tokens) == (FinishReason.STOP_STRING, 2)
     assert harness.core.finish("a", 2, harness.now) == []
 
 

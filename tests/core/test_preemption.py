@@ -34,7 +34,7 @@ def test_often_preempted_request_is_pinned() -> None:
     for number in range(6):
         harness.submit(f"r{number}", 2, max_tokens=8)
     harness.run()
-    counts = [harness.end(f"r{number}").record.preemptions for number in range(6)]
+    counts = [harness.end(f"r{number}").stats.preemptions for number in range(6)]
     assert max(counts) == 1
     assert counts[0] == 0
 

@@ -13,10 +13,10 @@ def test_same_prompt_hits_full_blocks_but_not_last_token() -> None:
     harness.submit("b", prompt, max_tokens=1)
     harness.run()
     # Eight tokens are two blocks; the second holds the last token, which must be computed to sample the next.
-    assert harness.end("b").record.cached_tokens == 4
+    assert harness.end("b").stats.cached_tokens == 4
     harness.submit("c", [*prompt, 9], max_tokens=1)
     harness.run()
-    assert harness.end("c").record.cached_tokens == 8
+    assert harness.end("c").stats.cached_tokens == 8
     assert (harness.counters.prefix_cache_hits, harness.counters.prefix_cache_queries) == (12, 25)
     assert harness.outputs("b") == harness.outputs("a")
 
@@ -28,7 +28,7 @@ def test_answer_is_cached_for_the_next_message() -> None:
     # 13 positions were computed (the last output never is): three full blocks.
     harness.submit("b", [*first.prompt, *harness.outputs("a"), 1, 2], max_tokens=1)
     harness.run()
-    assert harness.end("b").record.cached_tokens == 12
+    assert harness.end("b").stats.cached_tokens == 12
 
 
 def test_running_requests_share_computed_blocks_only() -> None:
@@ -51,7 +51,7 @@ def test_other_salt_misses() -> None:
     for request_id, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
         harness.submit(request_id, prompt, max_tokens=1, cache_salt=salt)
         harness.run()
-    assert [harness.end(i).record.cached_tokens for i in "abc"] == [0, 0, 8]
+    assert [harness.end(i).stats.cached_tokens for i in "abc"] == [0, 0, 8]
 
 
 def test_prefix_cache_can_be_disabled_and_cleared() -> None:
@@ -60,8 +60,8 @@ def test_prefix_cache_can_be_disabled_and_cleared() -> None:
         for request_id in "ab":
             harness.submit(request_id, prompt, max_tokens=1)
             harness.run()
-        assert harness.end("b").record.cached_tokens == hits
+        assert harness.end("b").stats.cached_tokens == hits
         harness.core.clear_prefix_cache()
         harness.submit("c", prompt, max_tokens=1)
         harness.run()
-        assert harness.end("c").record.cached_tokens == 0
+        assert harness.end("c").stats.cached_tokens == 0

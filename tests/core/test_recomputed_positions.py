@@ -35,5 +35,5 @@ def test_position_of_lost_sample_counts_as_recomputed() -> None:
     # A step takes four tokens. The fifth position looks like a decode, but it was in a plan before.
     assert [harness.rows(harness.step()) for _ in range(3)] == [[(0, 0, 4)], [(0, 4, 5)], [(0, 5, 6)]]
     assert harness.outputs("young") == answer(young)
-    assert harness.end("young").record.recomputed_tokens == 5
+    assert harness.end("young").stats.recomputed_tokens == 5
     assert harness.counters.recomputed_tokens == 5

@@ -21,8 +21,8 @@ def test_resume_at_every_index_gives_the_rest_of_the_answer(prefix_cache: bool) 
         assert harness.outputs(f"a{have}") == whole[have:]
         end = harness.end(f"a{have}")
         assert isinstance(end, Finished)
-        assert (end.reason, end.record.completion_tokens) == (FinishReason.LENGTH, len(whole))
-        assert end.record.prompt_tokens == 13
+        assert (end.reason, end.stats.completion_tokens) == (FinishReason.LENGTH, len(whole))
+        assert end.stats.prompt_tokens == 13
     assert harness.counters.generation_tokens == sum(len(whole) - have for have in range(len(whole)))
 
 

@@ -123,7 +123,7 @@ def _event(event: Event) -> str:
     if isinstance(event, Preempted):
         return f"{event.request_id} preempted"
     if isinstance(event, Finished):
-        r = event.record
+        r = event.stats
         again = f", {r.recomputed_tokens} recomputed" if r.recomputed_tokens else ""
         return f"{event.request_id} finished: {event.reason.name}, {r.completion_tokens} tokens{again}"
     if isinstance(event, Failed):

@@ -23,7 +23,7 @@ def test_lost_worker_costs_only_time() -> None:
     harness.run()
     for request in requests:
         assert harness.outputs(request.request_id) == answer(request)
-        assert harness.end(request.request_id).record.recoveries == 1
+        assert harness.end(request.request_id).stats.recoveries == 1
 
 
 def test_request_beyond_next_worker_fails() -> None:

@@ -113,13 +113,13 @@ def test_with_a_cached_prefix(family: Family) -> None:
     for x in family.requests:
         # Only whole blocks are cached, and never the last prompt token: the first token is sampled from its logits.
         wanted = (len(x.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        assert server.finished(f"again-{x.request_id}").record.cached_tokens == wanted
+        assert server.finished(f"again-{x.request_id}").stats.cached_tokens == wanted
 
 
 def test_after_the_loss_of_the_worker(family: Family) -> None:
     server = family.server()
     assert server.serve(family.requests, lose_worker_after_steps=6) == family.expected
-    assert server.finished("greedy-3").record.recoveries == 1
+    assert server.finished("greedy-3").stats.recoveries == 1
 
 
 def test_every_verified_family_is_tested() -> None:

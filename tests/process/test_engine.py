@@ -109,7 +109,7 @@ def test_finish_completes_an_answer_at_a_stop_string() -> None:
         harness.wait_ended([stream])
         assert isinstance(stream.end, Finished)
         assert stream.end.reason is FinishReason.STOP_STRING
-        assert stream.end.record.completion_tokens == 5
+        assert stream.end.stats.completion_tokens == 5
 
 
 def test_deadline_wakes_an_idle_engine() -> None:

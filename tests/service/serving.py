@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from service.small_tokenizers import byte_level, definition
-from support.events import told
+from support.events import step_tokens
 
 from lineclear.errors import Cancelled, LineclearError, ServerDraining
 from lineclear.grpc_status import TRAILER, from_trailer
@@ -166,7 +166,7 @@ class FakeEngine:
 
     def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> StepTokens:
         record, now = self._records[key], monotonic()
-        event = told(key, record.completion_tokens, tokens, logprobs)
+        event = step_tokens(key, record.completion_tokens, tokens, logprobs)
         self._records[key] = replace(
             record,
             completion_tokens=record.completion_tokens + len(tokens),

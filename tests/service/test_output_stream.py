@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service.serving import TOKENIZER
-from support.events import told
+from support.events import step_tokens
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError
@@ -89,7 +89,7 @@ async def test_every_token_once_and_one_end(
             events.append(Preempted(stream.engine_id))
             continue
         logprobs = tuple(Logprobs(-float(n)) for n in range(count, count + size)) if asks_logprobs else ()
-        events.append(told(stream.engine_id, count, tuple(range(count, count + size)), logprobs))
+        events.append(step_tokens(stream.engine_id, count, tuple(range(count, count + size)), logprobs))
         count += size
     error = DeadlineExceeded("late")
     last = (
@@ -132,7 +132,7 @@ async def test_what_comes_after_the_end_changes_nothing() -> None:
     stream = open_stream(router)
     router.dispatch([Failed(stream.engine_id, Cancelled("first"), RECORD)], 0.0)
     stream.cancel(InternalError("second"))
-    router.dispatch([told(stream.engine_id, 0, (1,))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 0, (1,))], 0.0)
     router.dispatch([Finished(stream.engine_id, FinishReason.LENGTH, None, RECORD)], 0.0)
     for _ in range(2):
         assert str((await read(stream)).error) == "first"
@@ -144,10 +144,12 @@ async def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
     router, engine, _ = new_router()
     stream = open_stream(router, AnswerText(TOKENIZER, stops=StopStrings(["lo"])))
     ids = TOKENIZER.encode_sealed("Hello, how")
-    router.dispatch([told(stream.engine_id, 0, tuple(ids))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 0, tuple(ids))], 0.0)
     assert engine.calls[0][0] == "finish"
     used = engine.calls[0][2]
-    router.dispatch([told(stream.engine_id, len(ids), (5,))], 0.0)  # computed before the engine processed the end
+    router.dispatch(
+        [step_tokens(stream.engine_id, len(ids), (5,))], 0.0
+    )  # computed before the engine processed the end
     router.dispatch([Failed(stream.engine_id, DeadlineExceeded("late"), RECORD)], 0.0)
     chunk = await read(stream)
     assert list(chunk.token_ids) == ids[:used]
@@ -162,7 +164,7 @@ async def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None
     stream = open_stream(router, AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
     waiting = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
-    router.dispatch([told(stream.engine_id, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 0, tuple(TOKENIZER.encode_sealed("Hello")))], 0.0)
     chunk = await waiting
     assert chunk.token_ids
     assert chunk.end is None
@@ -171,11 +173,11 @@ async def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None
 async def test_unread_tokens_are_bounded_and_forgotten_when_there_are_too_many() -> None:
     router, engine, _ = new_router(max_unread_tokens=4)
     stream = open_stream(router)
-    router.dispatch([told(stream.engine_id, 0, (1, 2, 3, 4))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 0, (1, 2, 3, 4))], 0.0)
     assert engine.calls == []
-    router.dispatch([told(stream.engine_id, 4, (5,))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 4, (5,))], 0.0)
     assert engine.calls == [("cancel", stream.engine_id)]
-    router.dispatch([told(stream.engine_id, 5, (6,))], 0.0)  # computed before the cancellation
+    router.dispatch([step_tokens(stream.engine_id, 5, (6,))], 0.0)  # computed before the cancellation
     chunk = await read(stream)
     assert (chunk.token_ids, str(chunk.error)[:18]) == ((), "5 tokens are unrea")
     assert chunk.error is not None
@@ -197,7 +199,7 @@ async def test_events_of_an_earlier_request_do_not_reach_a_new_stream() -> None:
 async def test_cancel_stops_the_engine_once_and_delivers_unread_tokens_first() -> None:
     router, engine, _ = new_router()
     stream = open_stream(router)
-    router.dispatch([told(stream.engine_id, 0, (1, 2))], 0.0)
+    router.dispatch([step_tokens(stream.engine_id, 0, (1, 2))], 0.0)
     stream.cancel(Cancelled("by the client"))
     assert engine.calls == [("cancel", stream.engine_id)]
     assert list((await read(stream)).token_ids) == [1, 2]
@@ -210,7 +212,7 @@ async def test_a_gap_is_a_bug_and_not_sent() -> None:
     router, _, _ = new_router()
     stream = open_stream(router)
     with pytest.raises(AssertionError, match="gap"):
-        router.dispatch([told(stream.engine_id, 1, (5,))], 0.0)
+        router.dispatch([step_tokens(stream.engine_id, 1, (5,))], 0.0)
 
 
 async def test_queue_place_is_released_at_the_start_or_the_end() -> None:

@@ -179,7 +179,7 @@ class CheckedScheduler:
                 self.started.add(event.request_id)
             entry: Any = event
             if isinstance(event, Failed):
-                entry = (Failed, event.request_id, type(event.error), str(event.error), event.record)
+                entry = (Failed, event.request_id, type(event.error), str(event.error), event.stats)
             self.counts[type(event).__name__] += 1
             self.transcript.append((now, call, entry))
 

@@ -278,7 +278,7 @@ class Oracle:
         return self.state.rejection(request)
 
     def _same(self, events: Iterable[Event], wanted: Sequence[object]) -> None:
-        got = [(Failed, e.request_id, type(e.error), e.record) if isinstance(e, Failed) else e for e in events]
+        got = [(Failed, e.request_id, type(e.error), e.stats) if isinstance(e, Failed) else e for e in events]
         if got != list(wanted):
             is_end = any(isinstance(event, Finished | tuple) for event in (*got, *wanted))
             invariant = "I10" if is_end else "I7"

@@ -1,4 +1,4 @@
-"""Damage to bytes, and frames that are right in everything but what they say."""
+"""Damaged bytes, and frames with a valid header over a damaged payload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CRC_OFFSET = 24
 
 
 def mutate(data: bytes, dice: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """`data` with one to four things done to it; `others` are what pieces may come from."""
+    """Return `data` with one to four random mutations; some insert pieces of `others`."""
     mutated = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(len(mutated) + 1)
@@ -31,17 +31,17 @@ def mutate(data: bytes, dice: random.Random, others: Sequence[bytes] = ()) -> by
                 other = dice.choice(others)
                 begin = dice.randrange(len(other) + 1)
                 mutated[at:at] = other[begin : begin + dice.randint(1, 64)]
-            case _:  # a number as large as a varint has it
+            case _:  # a varint of up to 10 bytes
                 mutated[at : at + 1] = b"\xff" * dice.randint(1, 9) + b"\x01"
     return bytes(mutated)
 
 
 def resealed(frame: bytes, payload: bytes) -> bytes:
-    """The header of `frame` over another payload, with the checksum that belongs to them."""
+    """Return the header of `frame` with another payload and the right checksum."""
     fields = frame[:_CRC_OFFSET]
     return fields + struct.pack("<I", zlib.crc32(payload, zlib.crc32(fields))) + payload
 
 
 def damaged_payload(frame: bytes, dice: random.Random) -> bytes:
-    """`frame` with a damaged payload and a right checksum, or the damage would never reach who reads payloads."""
+    """Return `frame` with a damaged payload and the right checksum, so that the payload is parsed."""
     return resealed(frame, mutate(frame[HEADER_BYTES:], dice))

@@ -1,4 +1,4 @@
-"""The core's events one request at a time."""
+"""Converts between the columns of StepTokens and events of one request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lineclear.wire.messages import Logprobs
 
 
 def flat(events: Iterable[Any]) -> Iterator[Any]:
-    """`events` with a TokensReady for each request in place of a step's columns."""
+    """Yield `events` with one TokensReady per row in place of each StepTokens."""
     for event in events:
         if isinstance(event, StepTokens):
             rows = len(event.request_ids)
@@ -21,7 +21,9 @@ def flat(events: Iterable[Any]) -> Iterator[Any]:
             yield event
 
 
-def told(request_id: str, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> StepTokens:
-    """Some tokens of one request: to who reads rows, the same as a step for each."""
+def step_tokens(
+    request_id: str, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()
+) -> StepTokens:
+    """Return one event with several tokens of one request, as rows."""
     indices = tuple(range(first_index, first_index + len(tokens)))
     return StepTokens((request_id,) * len(tokens), indices, tuple(tokens), tuple(logprobs))

@@ -1,5 +1,6 @@
-"""The scheduler's core and a runner in one process: every plan and result goes through the wire codec, none through a
-socket. A step is launched as soon as the core plans it, and its result applied only when the core wants no more.
+"""The scheduler's core and a runner in one process, connected by the wire codec without sockets.
+
+A step is launched as soon as the core plans it; its result is applied when the core plans no more.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from lineclear.worker.runner_interface import InflightStep, Runner
 
 
 class Failure(AssertionError):
-    """A request failed; the error is its argument."""
+    """A request failed with the error in `args`."""
 
 
 class InProcess:
-    """A server without processes. `events` are all that happened, in order."""
+    """A server without processes; `events` has all events in order."""
 
     def __init__(self, runner: Runner, limits: CoreLimits | None = None) -> None:
         self.core = Scheduler(limits or CoreLimits())
@@ -40,13 +41,13 @@ class InProcess:
 
     @property
     def counters(self) -> Counters:
-        """What the core counted so far."""
+        """The core's counters."""
         return self.core.snapshot().counters
 
     def serve(self, requests: Iterable[Request], lose_worker_after_steps: int = 0) -> dict[str, list[int]]:
-        """Run `requests` to their ends; their output tokens. Raises Failure when one fails.
+        """Run `requests` to their ends and return their output tokens. Raises Failure if a request fails.
 
-        With `lose_worker_after_steps` the worker is lost once, after so many more results, with plans in flight.
+        With `lose_worker_after_steps` the worker is lost once, after that many results, with plans in flight.
         """
         first = len(self.events)
         requests = list(requests)
@@ -61,20 +62,20 @@ class InProcess:
                 self._apply()
             steps_left -= 1
             invariants.check(self.core)
-        self._settle()
+        self._apply_rest()
         return {r.request_id: self._output(r.request_id, first) for r in requests}
 
     def logprobs(self, request_id: str) -> list[Logprobs]:
-        """What was reported with the tokens of a request."""
+        """Return the logprobs of a request's tokens."""
         events = [e for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id]
         return [entry for event in events for entry in event.logprobs]
 
     def finished(self, request_id: str) -> Finished:
-        """How a request ended."""
+        """Return the last Finished event of a request."""
         return next(e for e in reversed(self.events) if isinstance(e, Finished) and e.request_id == request_id)
 
     def lose_worker(self) -> None:
-        """The worker dies with what it has in flight, and another one joins."""
+        """Lose the worker with its steps in flight and join it again, reset."""
         self._flights.clear()
         self.events += self.core.on_worker_change(None, next(self._clock))
         self._join()
@@ -94,13 +95,13 @@ class InProcess:
         self.events += self.core.drain_events()
 
     def _apply(self) -> None:
-        assert self._flights, "nothing runs, nothing can be planned, and requests wait"
+        assert self._flights, "requests wait and nothing can be planned"
         result = decode(encode(self._flights.popleft().result()))
         assert isinstance(result, StepResult)
         self.events += flat(self.core.apply(result, next(self._clock)))
 
-    def _settle(self) -> None:
-        """Apply what was planned beyond the ends of the requests."""
+    def _apply_rest(self) -> None:
+        """Apply the steps planned after the ends of the requests."""
         while self._flights:
             self._apply()
         invariants.check(self.core)
@@ -111,6 +112,6 @@ class InProcess:
             if isinstance(event, Failed) and event.request_id == request_id:
                 raise Failure(event.error)
             if isinstance(event, TokensReady) and event.request_id == request_id:
-                assert event.first_index == len(output), "a gap or a repetition in the stream"
+                assert event.first_index == len(output), "a gap or a repetition in the output"
                 output += event.tokens
         return output

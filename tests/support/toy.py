@@ -1,8 +1,8 @@
-"""A worker without tensors whose answers depend on every cell it reads and every sampling parameter it is given.
+"""A runner without tensors whose answers depend on every cache cell and every sampling parameter.
 
 The "KV cache" holds token ids. The next token is a hash of the whole context *read back through the block table* and of
 the parameters, so a wrong block, a stale share, a lost token or a lost parameter changes the answer. `expected` and
-`expected_logprobs` compute the right one from the request alone.
+`expected_logprobs` compute the right answer from the request alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from lineclear.wire.messages import Hello, Logprobs, Sampling, SlotInit, StepPlan, StepResult
 
 HOLE = -1
-"""What a cell holds before anything is written to it."""
+"""Content of a cell before the first write."""
 
 _NEUTRAL = Sampling()
 
 
 def fingerprint(model: str) -> str:
-    """What a worker of that model says in its Hello."""
+    """Return the model fingerprint in the Hello of a worker with that model."""
     return f"toy{model}"
 
 
 def sample(
     context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int, model: str = ""
 ) -> tuple[int, Logprobs | None]:
-    """Return the token after `context` and what is reported with it, a pure function of the arguments.
+    """Return the token after `context` and its logprobs, a pure function of the arguments.
 
     Another `model` gives other tokens.
     Log probabilities are exact in single precision, and None where the request does not ask for them.
@@ -63,7 +63,7 @@ def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_s
 def expected_logprobs(
     prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, vocab_size: int
 ) -> list[Logprobs | None]:
-    """Return what is reported with each token of `answer`."""
+    """Return the logprobs of each token of `answer`."""
     whole, length = [*prompt, *answer], len(prompt)
     return [sample(whole[: length + i], sampling, length, vocab_size)[1] for i in range(len(answer))]
 
@@ -71,8 +71,8 @@ def expected_logprobs(
 def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     """Return the parameters as bytes, single precision as on the wire; nothing while all are neutral.
 
-    Temperature 1, the service's default, is as neutral as 0, the wire's. The penalties need to know where the output
-    begins. `sample` itself obeys what allows or forbids tokens.
+    Temperature 1, the service's default, is as neutral as 0, the wire's. Penalties depend on where the output begins.
+    `sample` itself applies allowed and banned tokens.
     """
     s, neutral = sampling, _NEUTRAL
     data = b""
@@ -97,7 +97,7 @@ class _Slot:
 
 
 class ToyStep:
-    """A step that is done already."""
+    """A step that is already computed."""
 
     is_complete = True
 
@@ -105,14 +105,14 @@ class ToyStep:
         self._result = result
 
     def result(self) -> StepResult:
-        """The result; never blocks."""
+        """Return the result without blocking."""
         return self._result
 
 
 class ToyRunner:
-    """A Runner (lineclear.worker.runner_interface) over integer cells. Asserts what a real worker would only corrupt.
+    """A Runner (lineclear.worker.runner_interface) over integer cells that asserts valid plans.
 
-    `is_bad(context)` says for which contexts the "logits" are not finite.
+    `is_bad(context)` returns whether the logits after `context` are non-finite.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ToyRunner:
         self.reset()
 
     def hello(self, epoch: int) -> Hello:
-        """What this worker can hold."""
+        """Return the worker's Hello."""
         return Hello(
             epoch=epoch,
             num_blocks=self.num_blocks,
@@ -159,11 +159,11 @@ class ToyRunner:
         self.slots: dict[int, _Slot] = {}
 
     def idle_work(self) -> bool:
-        """There is nothing to prepare."""
+        """Return False: no idle work exists."""
         return False
 
     def launch(self, plan: StepPlan) -> ToyStep:
-        """Run the plan at once."""
+        """Compute the plan immediately."""
         for block in plan.zero_blocks:
             self.cells[block] = array("i", [HOLE]) * self.block_size
         for init in plan.inits:
@@ -179,7 +179,7 @@ class ToyRunner:
             slot.blocks.extend(row.new_blocks)
             end = row.start + row.num_tokens
             assert row.num_tokens > 0
-            assert end <= len(slot.tokens), "a position whose token is not known"
+            assert end <= len(slot.tokens), "a position without a known token"
             assert end <= len(slot.blocks) * self.block_size, "a position without a block"
             for position in range(row.start, end):
                 block = slot.blocks[position // self.block_size]
@@ -188,7 +188,7 @@ class ToyRunner:
             self.num_rows += 1
             self.num_positions += row.num_tokens
             if row.sample:
-                assert end == len(slot.tokens), "sampled in the middle"
+                assert end == len(slot.tokens), "a sample before the last known token"
                 self.num_samples += 1
                 size = self.block_size
                 context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]

@@ -94,7 +94,7 @@ class Finished:
     request_id: str
     reason: FinishReason
     matched_token_id: int | None
-    record: RequestStats
+    stats: RequestStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Failed:
 
     request_id: str
     error: LineclearError
-    record: RequestStats
+    stats: RequestStats
 
 
 @dataclass(frozen=True, slots=True)

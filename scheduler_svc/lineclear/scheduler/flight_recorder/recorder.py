@@ -209,7 +209,7 @@ def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> l
             found.append(["tokens", len(event), hash(tuple(event.indices))])
         elif isinstance(event, Finished):
             number = number_of(event.request_id)
-            found.append(["finished", number, event.reason.name, event.record.completion_tokens])
+            found.append(["finished", number, event.reason.name, event.stats.completion_tokens])
         elif isinstance(event, Failed):
             found.append(["failed", number_of(event.request_id), type(event.error).__name__])
         elif isinstance(event, Started):

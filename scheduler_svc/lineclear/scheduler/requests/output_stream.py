@@ -278,13 +278,13 @@ class OutputStream:
             self._wake()
 
     def on_finished(self, event: Finished) -> None:
-        self.is_engine_done, self.stats = True, event.record
-        self._complete(event.reason, event.matched_token_id, event.record)
+        self.is_engine_done, self.stats = True, event.stats
+        self._complete(event.reason, event.matched_token_id, event.stats)
 
     def on_failed(self, event: Failed) -> None:
-        self.is_engine_done, self.stats = True, event.record
+        self.is_engine_done, self.stats = True, event.stats
         if self._has_stopped():  # complete before the failure, by a stop string that the engine does not know
-            self._complete(FinishReason.STOP_STRING, None, event.record)
+            self._complete(FinishReason.STOP_STRING, None, event.stats)
         else:
             self._fail(event.error)
 
