@@ -1,4 +1,4 @@
-"""A bare installation says in one sentence that works what is missing and how to get it."""
+"""A light installation prints the pip command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lineclear import extras
         ),
     ],
 )
-def test_the_command_names_the_place_of_this_installation(
+def test_install_command_names_the_origin(
     monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, command: str
 ) -> None:
     text = None if origin is None else json.dumps(origin)
@@ -69,7 +69,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lineclear", "rich", "cli"),
     ],
 )
-def test_a_command_without_its_packages_says_what_to_run(bare: Path, command: str, package: str, extra: str) -> None:
+def test_missing_package_prints_the_install_command(bare: Path, command: str, package: str, extra: str) -> None:
     (wheel,) = bare.glob("*.whl")
     done = subprocess.run(
         [bare / "venv/bin" / command, "--demo"], capture_output=True, text=True, timeout=PATIENCE_SECONDS

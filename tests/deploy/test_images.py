@@ -44,11 +44,11 @@ def final_stage(path: Path) -> list[tuple[str, str]]:
     return found[max(i for i, (word, _) in enumerate(found) if word == "FROM") :]
 
 
-def test_there_is_one_for_each_process() -> None:
+def test_one_dockerfile_per_process() -> None:
     assert [p.name for p in DOCKERFILES] == ["scheduler.Dockerfile", "worker.Dockerfile"]
 
 
-def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+def test_hadolint_has_no_findings(dockerfile: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     found = subprocess.run(
         [hadolint, "--disable-ignore-pragma", dockerfile], capture_output=True, text=True, timeout=PATIENCE_SECONDS
@@ -56,7 +56,7 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     assert (found.returncode, found.stdout) == (0, ""), found.stderr
 
 
-def test_hadolint_would_find_something(tmp_path: Path) -> None:
+def test_hadolint_reports_findings(tmp_path: Path) -> None:
     bad = tmp_path / "Dockerfile"
     bad.write_text("FROM python:latest\nRUN cd /tmp\n")
     assert subprocess.run(
@@ -64,7 +64,7 @@ def test_hadolint_would_find_something(tmp_path: Path) -> None:
     ).returncode
 
 
-def test_the_process_is_told_to_stop_itself(dockerfile: Path) -> None:
+def test_stop_signal_reaches_the_process(dockerfile: Path) -> None:
     """The exec form: with a shell in between, SIGTERM would not arrive."""
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     (entry,) = (rest for word, rest in final_stage(dockerfile) if word == "ENTRYPOINT")
@@ -112,7 +112,7 @@ def test_only_the_worker_has_torch() -> None:
     assert f"ARG TORCH={pin[0]}\n" in worker
 
 
-def test_whatever_is_copied_is_in_the_context(dockerfile: Path) -> None:
+def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
     """.dockerignore lets nothing through that is not named in it."""
     let_through = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {
@@ -141,7 +141,7 @@ def packages(lines: str) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", ["scheduler", "worker"])
-def test_the_layer_of_dependencies_has_what_the_product_needs(extra: str) -> None:
+def test_dependency_layer_is_complete(extra: str) -> None:
     """The product is installed on top of it without any."""
     script = REPOSITORY / "deploy/requirements.py"
     done = subprocess.run([sys.executable, script, extra], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -153,7 +153,7 @@ def test_the_layer_of_dependencies_has_what_the_product_needs(extra: str) -> Non
     assert "lineclear" not in packages(done.stdout)
 
 
-def test_the_product_is_a_layer_of_its_own_above_the_dependencies(dockerfile: Path) -> None:
+def test_product_layer_is_above_the_dependencies(dockerfile: Path) -> None:
     copies = [rest for word, rest in final_stage(dockerfile) if word == "COPY" and "--from" in rest]
     assert copies == ["--from=dependencies /opt/lineclear /opt/lineclear", "--from=product /opt/product /opt/product"]
     found = instructions(dockerfile)
@@ -162,14 +162,14 @@ def test_the_product_is_a_layer_of_its_own_above_the_dependencies(dockerfile: Pa
     assert before == ["constraints.txt pyproject.toml deploy/requirements.py ./"], "else they change with the source"
 
 
-def test_no_pip_is_left_and_what_is_installed_is_compiled(dockerfile: Path) -> None:
+def test_image_has_no_pip_and_compiled_modules(dockerfile: Path) -> None:
     runs = [rest for word, rest in instructions(dockerfile) if word == "RUN"]
     assert all("--without-pip" in run for run in runs if " venv " in run)
     assert all("--compile" in run for run in runs if "pip" in run and " install " in run)
     assert any("rm -rf /usr/local/bin/pip*" in rest for _, rest in final_stage(dockerfile))
 
 
-def test_labels_name_the_image_and_its_version(dockerfile: Path) -> None:
+def test_labels_name_image_and_version(dockerfile: Path) -> None:
     (labels,) = (rest for word, rest in final_stage(dockerfile) if word == "LABEL")
     version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
     assert f'org.opencontainers.image.title="lineclear-{dockerfile.stem}"' in labels
@@ -177,7 +177,7 @@ def test_labels_name_the_image_and_its_version(dockerfile: Path) -> None:
     assert 'org.opencontainers.image.licenses="Apache-2.0"' in labels
 
 
-def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
+def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
     """Images are not built here; this is the step of theirs that asks most of the files they have."""
     copies = [rest.split() for word, rest in instructions(dockerfile) if word == "COPY" and "--from" not in rest]
     context = tmp_path / "src"
@@ -199,7 +199,7 @@ def test_what_is_copied_suffices_to_build_the_package(dockerfile: Path, tmp_path
     assert list((context / "dist").glob("*.whl"))
 
 
-def test_the_health_check_fails_where_nobody_answers() -> None:
+def test_health_check_fails_without_a_server() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         done = health_check(unused.getsockname()[1])
@@ -210,7 +210,7 @@ def test_the_health_check_fails_where_nobody_answers() -> None:
 @pytest.mark.parametrize(
     ("status", "expected"), [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 1), (None, 1)]
 )
-def test_the_health_check_believes_the_service_liveness(status: int | None, expected: int) -> None:
+def test_health_check_follows_liveness(status: int | None, expected: int) -> None:
     servicer = health.HealthServicer()
     if status is not None:
         servicer.set("liveness", status)
@@ -224,7 +224,7 @@ def test_the_health_check_believes_the_service_liveness(status: int | None, expe
         server.stop(None).wait(PATIENCE_SECONDS)
 
 
-def test_the_health_check_imports_next_to_nothing() -> None:
+def test_health_check_imports_little() -> None:
     """It runs every ten seconds."""
     code = "import sys; sys.argv = ['', '127.0.0.1', '1']; before = set(sys.modules); import health_check; "
     code += "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"

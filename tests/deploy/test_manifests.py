@@ -81,11 +81,11 @@ def seconds(text: str) -> float:
 # --- kubernetes ----------------------------------------------------------------------------------------------------
 
 
-def test_every_variant_is_looked_at() -> None:
+def test_every_variant_is_tested() -> None:
     assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
 
 
-def test_a_standby_is_a_second_worker_that_stops_after_the_scheduler() -> None:
+def test_standby_worker_stops_after_the_scheduler() -> None:
     pod = MANIFESTS["service-cpu-standby"].pod
     assert [container["name"] for container in pod["initContainers"]] == [
         "lineclear-worker",
@@ -97,7 +97,7 @@ def test_a_standby_is_a_second_worker_that_stops_after_the_scheduler() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kustomize_makes_the_same_of_it(name: str) -> None:
+def test_kustomize_builds_the_same_manifests(name: str) -> None:
     command = ["kubectl", "kustomize", KUBERNETES / name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
 
@@ -107,7 +107,7 @@ def test_kustomize_makes_the_same_of_it(name: str) -> None:
     assert by_kind(yaml.safe_load_all(done.stdout)) == by_kind(MANIFESTS[name].documents)
 
 
-def test_a_cpu_variant_asks_for_no_gpu(manifest: Manifest) -> None:
+def test_cpu_variant_requests_no_gpu(manifest: Manifest) -> None:
     is_gpu = manifest in (SIDECAR, SERVICE)
     assert ("nvidia.com/gpu" in manifest.worker["resources"]["limits"]) == is_gpu
     assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
@@ -115,12 +115,12 @@ def test_a_cpu_variant_asks_for_no_gpu(manifest: Manifest) -> None:
 
 # The oldest with the sleep hook and native sidecars switched on, and the newest that is known.
 @pytest.mark.parametrize("version", ["1.30", "1.32", kubernetes_validate.latest_version()])
-def test_kubernetes_takes_it(manifest: Manifest, version: str) -> None:
+def test_manifest_is_valid_kubernetes(manifest: Manifest, version: str) -> None:
     for document in manifest.documents:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_a_field_that_does_not_exist_would_be_found() -> None:
+def test_unknown_field_is_invalid() -> None:
     probe = {"grpc": {"port": 1}, "periodSecs": 5}
     bad = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     bad["spec"] = {"containers": [{"name": "x", "livenessProbe": probe}]}  # type: ignore[assignment]
@@ -128,7 +128,7 @@ def test_a_field_that_does_not_exist_would_be_found() -> None:
         kubernetes_validate.validate(bad, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_scheduler_stops_before_the_worker_and_after_the_app() -> None:
+def test_stop_order_is_app_scheduler_worker() -> None:
     """Sidecars stop in reverse order, after the containers; schemas do not check the word `Always`."""
     for manifest in MANIFESTS.values():
         assert {c.get("restartPolicy") for c in manifest.pod["initContainers"]} == {"Always"}
@@ -138,7 +138,7 @@ def test_the_scheduler_stops_before_the_worker_and_after_the_app() -> None:
     assert [c["name"] for c in SERVICE.pod["containers"]] == ["lineclear-scheduler"]
 
 
-def test_no_container_can_do_more_than_it_must(manifest: Manifest) -> None:
+def test_containers_are_restricted(manifest: Manifest) -> None:
     for container in manifest.containers.values():
         security = container["securityContext"]
         assert security["capabilities"] == {"drop": ["ALL"]}
@@ -149,13 +149,13 @@ def test_no_container_can_do_more_than_it_must(manifest: Manifest) -> None:
     assert manifest.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_the_pod_is_given_nothing_it_does_not_need(manifest: Manifest) -> None:
+def test_pod_has_no_extra_access(manifest: Manifest) -> None:
     assert manifest.pod["automountServiceAccountToken"] is False
     assert manifest.pod["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(manifest.pod)
 
 
-def test_only_the_two_share_the_sockets(manifest: Manifest) -> None:
+def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None:
     mounts = {name: manifest.mounts(name).get("lineclear-sockets") for name in manifest.containers}
     users = {
         (manifest.containers[name]["securityContext"]["runAsUser"], mount["mountPath"])
@@ -171,11 +171,11 @@ def test_only_the_two_share_the_sockets(manifest: Manifest) -> None:
     assert volume["emptyDir"]["medium"] == "Memory"
 
 
-def test_the_app_is_another_user() -> None:
+def test_app_runs_as_another_user() -> None:
     assert SIDECAR.containers["app"]["securityContext"]["runAsUser"] != 10001
 
 
-def test_every_volume_is_used_and_bounded(manifest: Manifest) -> None:
+def test_volumes_are_used_and_bounded(manifest: Manifest) -> None:
     used = {mount for name in manifest.containers for mount in manifest.mounts(name)}
     assert used == {v["name"] for v in manifest.pod["volumes"]}
     assert all("sizeLimit" in v["emptyDir"] for v in manifest.pod["volumes"] if "emptyDir" in v)
@@ -185,7 +185,7 @@ def test_every_volume_is_used_and_bounded(manifest: Manifest) -> None:
         assert flags(manifest.containers[name])["model"].startswith(models["mountPath"] + "/")
 
 
-def test_the_worker_alone_has_the_gpu(manifest: Manifest) -> None:
+def test_only_the_worker_has_the_gpu(manifest: Manifest) -> None:
     limits = {name: c["resources"]["limits"] for name, c in manifest.containers.items()}
     assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} <= {"lineclear-worker"}
     assert all("memory" in limit for limit in limits.values())
@@ -216,27 +216,27 @@ def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], noticed_s
     return float(noticed_seconds + probing + grace)
 
 
-def test_a_hung_worker_is_replaced_within_25_seconds(manifest: Manifest) -> None:
+def test_hung_worker_is_restarted_within_25_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.worker["livenessProbe"]
     noticed_seconds = settings.heartbeat_timeout_seconds + TICK_SECONDS
     assert seconds_until_replaced(probe, manifest.pod, noticed_seconds) <= 25
 
 
-def test_a_scheduler_that_stands_still_is_replaced_within_50_seconds(manifest: Manifest) -> None:
+def test_hung_scheduler_is_restarted_within_50_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.scheduler["livenessProbe"]
     assert seconds_until_replaced(probe, manifest.pod, settings.watchdog_timeout_seconds + TICK_SECONDS) <= 50
 
 
-def test_the_app_reaches_the_model_and_nobody_else_does() -> None:
+def test_only_the_app_reaches_the_server() -> None:
     listen = flags(SIDECAR.scheduler)["listen"]
     assert listen.startswith("127.0.0.1:")
     assert SIDECAR.containers["app"]["env"] == [{"name": "LLM_TARGET", "value": listen}]
     assert "grpc" not in {p["name"] for p in SIDECAR.scheduler["ports"]}
 
 
-def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
+def test_service_for_other_pods_has_tls_and_tokens() -> None:
     settings, _ = load(SERVICE.scheduler["args"])
     assert not settings.insecure_allow_remote
     assert settings.lacks() == ""
@@ -256,7 +256,7 @@ def test_a_service_for_other_pods_has_tls_and_tokens() -> None:
     assert not set(secrets) & set(SERVICE.mounts("lineclear-worker"))
 
 
-def test_the_process_can_read_its_secrets(tmp_path: Path) -> None:
+def test_process_can_read_its_secrets(tmp_path: Path) -> None:
     """Files of a secret belong to root and to the pod's fsGroup: the group's bits decide, and nobody else may read."""
     secrets = [volume["secret"] for volume in SERVICE.pod["volumes"] if "secret" in volume]
     advised = re.findall(r"`defaultMode: (\d+)`", (REPOSITORY / "docs/security.md").read_text())
@@ -270,26 +270,26 @@ def test_the_process_can_read_its_secrets(tmp_path: Path) -> None:
         assert read_tokens(tokens).name_of("a" * 32) == "web"
 
 
-def test_a_new_replica_waits_for_the_gpu_of_an_old_one() -> None:
+def test_new_replica_waits_for_the_gpu() -> None:
     strategy = SERVICE.documents[0]["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
     assert SERVICE.documents[0]["spec"]["replicas"] > 1, "one of them leaves during a rollout"
 
 
-def test_there_is_time_to_load(manifest: Manifest) -> None:
+def test_startup_probe_allows_model_loading(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.scheduler["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= settings.start_timeout_seconds
 
 
-def test_there_is_time_to_leave(manifest: Manifest) -> None:
+def test_grace_period_covers_the_drain(manifest: Manifest) -> None:
     hooks = [c["lifecycle"]["preStop"] for c in manifest.containers.values() if "lifecycle" in c]
     assert len(hooks) == 1
     needed = hooks[0]["sleep"]["seconds"] + drain_seconds(manifest.scheduler) + 10
     assert manifest.pod["terminationGracePeriodSeconds"] >= needed
 
 
-def test_a_worker_that_is_stopped_first_outlasts_the_drain_of_its_scheduler(manifest: Manifest) -> None:
+def test_worker_outlasts_the_drain_of_its_scheduler(manifest: Manifest) -> None:
     drain = worker_settings.load(manifest.worker["args"]).drain_timeout_seconds
     assert drain > drain_seconds(manifest.scheduler)
     assert manifest.pod["terminationGracePeriodSeconds"] >= drain
@@ -306,7 +306,7 @@ def test_labels_agree(manifest: Manifest) -> None:
     assert {p["port"] for rule in policy["spec"]["ingress"] for p in rule["ports"]} == ports - {"health"}
 
 
-def test_network_policies_let_in_whom_they_must() -> None:
+def test_network_policies_admit_clients() -> None:
     everybody, monitoring = SIDECAR.documents[3]["spec"]["ingress"]
     assert "from" not in everybody
     assert everybody["ports"] == [{"port": "http"}]
@@ -318,7 +318,7 @@ def test_network_policies_let_in_whom_they_must() -> None:
     assert monitoring["from"]
 
 
-def test_prometheus_may_fetch_figures() -> None:
+def test_prometheus_can_scrape() -> None:
     for container in (SIDECAR.scheduler, SERVICE.scheduler, SERVICES["scheduler"]):
         assert parse_address(flags(container)["metrics-listen"]) == ("0.0.0.0", 50053)
     assert "127.0.0.1:50053:50053" in SERVICES["scheduler"]["ports"]
@@ -337,7 +337,7 @@ def test_compose_runs_both_processes() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
-def test_no_service_can_do_more_than_it_must(service: dict[str, Any]) -> None:
+def test_compose_services_are_restricted(service: dict[str, Any]) -> None:
     assert service["user"] == "10001:10001"
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -346,7 +346,7 @@ def test_no_service_can_do_more_than_it_must(service: dict[str, Any]) -> None:
     assert [v for v in service["volumes"] if ":/models/" in v and not v.endswith(":ro")] == []
 
 
-def test_compose_shares_the_sockets_and_nothing_else() -> None:
+def test_compose_shares_only_the_sockets() -> None:
     volumes = [[v for v in s["volumes"] if not v.startswith("${MODEL")] for s in SERVICES.values()]
     assert volumes == [["sockets:/run/lineclear"]] * 2
     assert "sockets" in COMPOSE["volumes"]
@@ -360,7 +360,7 @@ def test_compose_publishes_on_loopback_only() -> None:
     assert all(port.startswith("127.0.0.1:") for port in SERVICES["scheduler"]["ports"])
 
 
-def test_compose_stops_the_scheduler_first_and_waits_for_its_drain() -> None:
+def test_compose_waits_for_the_scheduler_drain() -> None:
     assert SERVICES["scheduler"]["depends_on"] == ["worker"]
     assert "depends_on" not in SERVICES["worker"]
     assert seconds(SERVICES["scheduler"]["stop_grace_period"]) >= drain_seconds(SERVICES["scheduler"]) + 5
@@ -369,7 +369,7 @@ def test_compose_stops_the_scheduler_first_and_waits_for_its_drain() -> None:
     assert seconds(SERVICES["worker"]["stop_grace_period"]) >= worker_drain + 5
 
 
-def test_no_process_can_take_all_memory_and_each_is_started_again() -> None:
+def test_compose_limits_memory_and_restarts() -> None:
     """A limit on restarts counts over a container's whole life: a worker would stay down after some rare deaths."""
     for service in SERVICES.values():
         assert service["mem_limit"]
@@ -387,7 +387,7 @@ def test_compose_gives_both_processes_one_batch_size() -> None:
     )
 
 
-def test_the_gpu_is_added_to_the_same_worker() -> None:
+def test_gpu_overlay_extends_the_worker() -> None:
     overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert set(overlay) == {"worker"}
     # A list replaces the one below it, so it must say everything again.
@@ -397,7 +397,7 @@ def test_the_gpu_is_added_to_the_same_worker() -> None:
 # --- both ----------------------------------------------------------------------------------------------------------
 
 
-def test_images_carry_the_version_of_the_project() -> None:
+def test_image_tags_match_the_project_version() -> None:
     images = {c["image"] for m in MANIFESTS.values() for c in (m.worker, m.scheduler)}
     images |= {s["image"] for s in SERVICES.values()}
     assert images == {f"lineclear-scheduler:{VERSION}", f"lineclear-worker:{VERSION}"}

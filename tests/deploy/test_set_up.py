@@ -18,7 +18,7 @@ def recipe(*variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_what_is_imported_at_the_end_is_compiled_where_the_environment_forbids_it(tmp_path: Path) -> None:
+def test_modules_are_compiled_despite_the_environment(tmp_path: Path) -> None:
     (tmp_path / "fresh.py").write_text("")
     (line,) = (line for line in recipe(f"VENV={sys.prefix}", "SERVED=import fresh") if "import fresh" in line)
     forbidding = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "elsewhere")}
@@ -27,7 +27,7 @@ def test_what_is_imported_at_the_end_is_compiled_where_the_environment_forbids_i
     assert list((tmp_path / "__pycache__").glob("fresh.*.pyc"))
 
 
-def test_scheduler_and_worker_are_imported_at_the_end() -> None:
+def test_set_up_imports_scheduler_and_worker() -> None:
     (line,) = (line for line in recipe(f"VENV={sys.prefix}") if "import lineclear" in line)
     for module in ("lineclear.scheduler.app", "lineclear.worker.app", "lineclear.worker.runner_factory"):
         assert module in line

@@ -1,4 +1,4 @@
-"""Every flag and variable in the files of deploy/ is one that the two processes know, and the values are taken."""
+"""Flags and variables in deploy/ are settings of the two processes, with valid values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".yaml", ".md", ".Do
 
 
 def arguments() -> list[tuple[str, list[str]]]:
-    """(process, its flags) for every container that deploy/ starts."""
+    """Return process and flags of every container that deploy/ starts."""
     found = []
     for path in FILES:
         for document in yaml.safe_load_all(path.read_text()) if path.suffix == ".yaml" else ():
@@ -45,7 +45,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("process", "flags"), arguments())
-def test_the_process_takes_its_flags(process: str, flags: list[str]) -> None:
+def test_process_accepts_its_flags(process: str, flags: list[str]) -> None:
     if process == "scheduler":
         settings, rest = scheduler.load(flags)
         assert rest == ()
@@ -63,14 +63,14 @@ def test_every_container_is_found() -> None:
 def test_every_variable_is_a_setting(path: Path) -> None:
     known = {f"LINECLEAR_{name}".upper() for name in scheduler.SchedulerSettings.model_fields}
     known |= {f"LINECLEAR_WORKER_{name}".upper() for name in worker.WorkerSettings.model_fields}
-    # The name that Kubernetes would inject, which the files explain away.
+    # A variable that Kubernetes sets; the files mention it.
     known |= {"LINECLEAR_PORT"}
     assert set(re.findall(r"\bLINECLEAR_[A-Z_]+", path.read_text())) <= known
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_every_flag_that_is_mentioned_exists(path: Path) -> None:
-    """Also in the prose; flags of other tools are listed here."""
+def test_every_mentioned_flag_exists(path: Path) -> None:
+    """Prose included. Flags of other tools are listed below."""
     ours = {
         "--" + name.replace("_", "-")
         for model in (scheduler.SchedulerSettings, worker.WorkerSettings)

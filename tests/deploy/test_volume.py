@@ -14,7 +14,7 @@ from lineclear.process.socket_dir import private_socket_dir
 @pytest.mark.parametrize(
     "mode", [0o777, 0o2777, 0o1777, 0o700], ids=["emptyDir", "with fsGroup", "like /tmp", "compose"]
 )
-def test_a_private_folder_is_made_in_a_volume(tmp_path: Path, mode: int) -> None:
+def test_private_directory_is_created_in_a_volume(tmp_path: Path, mode: int) -> None:
     volume = tmp_path / "v"
     volume.mkdir()
     volume.chmod(mode)
@@ -24,7 +24,7 @@ def test_a_private_folder_is_made_in_a_volume(tmp_path: Path, mode: int) -> None
     assert private_socket_dir(volume / "sockets").directory == made
 
 
-def test_the_volume_itself_is_not_taken(tmp_path: Path) -> None:
+def test_volume_root_is_rejected(tmp_path: Path) -> None:
     """Everybody may write to an emptyDir."""
     volume = tmp_path / "v"
     volume.mkdir()
