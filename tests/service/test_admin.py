@@ -36,7 +36,7 @@ async def orders_of(s: Serving) -> Any:
 # --- the answers -----------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_ordered_is_done(tmp_path: Path) -> None:
+async def test_admin_calls_run_their_operation(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
         stub = await orders_of(s)
         assert (await stub.DumpRecording(pb.DumpRecordingRequest())).path == "recordings/flight-0.jsonl"
@@ -47,7 +47,7 @@ async def test_what_is_ordered_is_done(tmp_path: Path) -> None:
         assert s.operations.orders == ["dump", "flush", "error", "leave"]
 
 
-async def test_an_order_that_cannot_be_followed_says_why(tmp_path: Path) -> None:
+async def test_failed_operation_returns_the_reason(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
         stub = await orders_of(s)
         for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
@@ -59,7 +59,7 @@ async def test_an_order_that_cannot_be_followed_says_why(tmp_path: Path) -> None
         assert s.operations.orders == ["dump"]
 
 
-async def test_a_drain_says_what_remains(tmp_path: Path) -> None:
+async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", drain_timeout_seconds=77) as s:
         stub = await orders_of(s)
         calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
@@ -92,7 +92,7 @@ def order(tmp_path: Path) -> Callable[..., Result]:
     return give
 
 
-def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_drain_equals_sigterm(start: Callable[..., Running], order: Callable[..., Result]) -> None:
     """Answers end exact, and then the server does; asking twice hurries nothing."""
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.05, max_step_seconds=0.05)
     request = endless(3)
@@ -114,7 +114,7 @@ def test_drain_is_sigterm_by_word(start: Callable[..., Running], order: Callable
     assert server.wait_for("shutdown_started")["reason"] == "an operator asked"
 
 
-def test_what_outlasts_a_drain_by_word_is_cut(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_drain_timeout_ends_requests(start: Callable[..., Running], order: Callable[..., Result]) -> None:
     server = start("--drain-timeout-seconds", "0.3", min_step_seconds=0.05, max_step_seconds=0.05)
     call = server.stub.Generate(endless())
     tokens = list(next(call).token_ids)
@@ -124,9 +124,7 @@ def test_what_outlasts_a_drain_by_word_is_cut(start: Callable[..., Running], ord
     assert server.exit_code() == 0
 
 
-def test_a_recording_is_written_and_replays(
-    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_recording_replays(start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path) -> None:
     server = start("--recording-directory", str(tmp_path / "recordings"))
     assert len(list(server.stub.Generate(endless()))) > 1
     paths = []
@@ -142,7 +140,7 @@ def test_a_recording_is_written_and_replays(
         assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_a_recording_that_cannot_be_written_says_so(
+def test_unwritable_recording_returns_the_reason(
     start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
 ) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
@@ -169,7 +167,7 @@ def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..
     assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2
 
 
-def test_the_log_level_reaches_the_worker_and_its_successors(
+def test_log_level_reaches_restarted_workers(
     start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
 ) -> None:
     """At level info a worker says how its epoch ended: not the two that end while it is higher, but the third."""
@@ -189,7 +187,7 @@ def test_the_log_level_reaches_the_worker_and_its_successors(
     assert said == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
 
 
-def test_flushed_prefixes_are_not_shared_any_more(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_flush_empties_the_prefix_cache(start: Callable[..., Running], order: Callable[..., Result]) -> None:
     server = start()
     request = endless()
     request.token_ids.ids[:] = range(5, 105)
@@ -205,5 +203,5 @@ def test_flushed_prefixes_are_not_shared_any_more(start: Callable[..., Running],
 
 
 @pytest.mark.parametrize("words", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
-def test_an_order_that_is_none(order: Callable[..., Result], words: list[str]) -> None:
+def test_invalid_log_level_is_rejected(order: Callable[..., Result], words: list[str]) -> None:
     assert order(*words).exit_code == 2

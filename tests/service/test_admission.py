@@ -30,7 +30,7 @@ def new_quota(clock: Clock | None = None, **limits: int) -> QueueQuota:
     return QueueQuota(QuotaLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
 
 
-# --- retry hints ------------------------------------------------------------------------------------------------
+# --- retry hints -----------------------------------------------------------------------------------------------------
 
 
 def test_retry_hint_is_half_the_queue_at_the_recent_rate() -> None:
@@ -83,7 +83,7 @@ def test_ended_requests_do_not_count_as_started() -> None:
     assert quota.retry_after_seconds() == 1.0
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
+# --- limits ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,7 +142,7 @@ async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
         assert (len(s.service.quota), s.service.quota.num_tenants) == (0, 0)
 
 
-async def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> None:
+async def test_core_gets_hashed_tenants(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
         await s.engine.next_request(3)
@@ -157,7 +157,7 @@ async def test_the_core_is_told_tenants_apart_and_no_names(tmp_path: Path) -> No
         await s.idle()
 
 
-async def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> None:
+async def test_queue_tokens_are_limited_in_total_and_per_tenant(tmp_path: Path) -> None:
     limits = {"max_queue_tokens": 10, "max_queue_tokens_per_tenant": 5}
     async with serving(tmp_path, **limits) as s:
         calls = [s.generate(IDS, **tenant("a"))]
@@ -174,7 +174,7 @@ async def test_tokens_of_all_and_of_one_tenant_are_bounded(tmp_path: Path) -> No
         await s.idle()
 
 
-async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
+async def test_full_queue_rejects_before_validating_large_requests(tmp_path: Path) -> None:
     """A large request is validated only after the quota check."""
     long = text_request("x" * 2000, sampling={"top_p": 7.0})
 
@@ -187,7 +187,7 @@ async def test_a_refusal_looks_at_nothing_large(tmp_path: Path) -> None:
         first.cancel()
 
 
-async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(tmp_path: Path) -> None:
+async def test_small_invalid_request_is_rejected_before_the_quota(tmp_path: Path) -> None:
     """In Generate, Session and Submit; and the request is not counted as rejected by the quota."""
     invalid = text_request(sampling={"top_p": 7.0})
 
@@ -207,7 +207,7 @@ async def test_a_small_request_that_is_wrong_does_not_wait_for_room_to_hear_it(t
         first.cancel()
 
 
-async def test_an_invalid_request_leaves_no_trace(tmp_path: Path) -> None:
+async def test_invalid_request_releases_its_place(tmp_path: Path) -> None:
     async with serving(tmp_path, max_queue_size=1) as s:
         for _ in range(3):
             assert (await error_of(s.generate(text_request(sampling={"top_p": 7.0})))).code == "INVALID_ARGUMENT"

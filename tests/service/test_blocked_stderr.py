@@ -78,7 +78,7 @@ def stuck(request: pytest.FixtureRequest) -> Iterator[int]:
     os.close(writing)
 
 
-def test_stacks_that_nobody_reads_hold_up_nothing(tmp_path: Path, stuck: int) -> None:
+def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
     address, flag = f"unix:{tmp_path}/s", tmp_path / "stand-still"
     code = RUN.replace("sys.exit", NOTES + STANDING_STILL.format(path=str(flag)) + "sys.exit", 1)
     command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
@@ -104,7 +104,7 @@ def test_stacks_that_nobody_reads_hold_up_nothing(tmp_path: Path, stuck: int) ->
 
 @pytest.mark.parametrize("module", ["lineclear.scheduler.main", "lineclear.worker.main"])
 @pytest.mark.parametrize("reader", ["stopped", "gone"])
-def test_the_exit_code_of_a_wrong_flag_is_its_own_though_nobody_reads_why(module: str, reader: str) -> None:
+def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) -> None:
     """A parent that made its end not block, as Node.js does, made that of its children not block either."""
     reading, writing = os.pipe()
     if reader == "stopped":
@@ -120,7 +120,7 @@ def test_the_exit_code_of_a_wrong_flag_is_its_own_though_nobody_reads_why(module
         os.close(writing)
 
 
-def test_what_is_written_to_a_socket_arrives_in_order_and_whole() -> None:
+def test_output_to_a_socket_is_complete_and_ordered() -> None:
     """Lines, stacks, the last traceback: also what comes just before the end."""
     script = """
 import faulthandler, os, sys, structlog
@@ -150,7 +150,7 @@ finally:
     assert said.rstrip().endswith("KeyError: 'in the end'")
 
 
-def test_a_crash_is_seen_in_a_socket() -> None:
+def test_crash_is_reported_to_a_socket() -> None:
     """The last words of a process that is ended by a signal."""
     script = """
 import faulthandler, os, signal

@@ -58,11 +58,11 @@ def told_apart(seed: int, first: tuple[Identity, str], second: tuple[Identity, s
         ((ALICE, ""), (Identity("alice", "certificate"), "")),
     ],
 )
-def test_what_another_has_asked_is_no_less_work(first: Any, second: Any, num_blocks: int) -> None:
+def test_prompt_of_another_tenant_is_computed_in_full(first: Any, second: Any, num_blocks: int) -> None:
     assert not any(told_apart(seed, first, second, worker_num_blocks=num_blocks) for seed in range(20))
 
 
 @pytest.mark.parametrize("salt", ["", "a"])
-def test_what_one_has_asked_oneself_is_less_work(salt: str) -> None:
+def test_own_cached_prompt_takes_fewer_steps(salt: str) -> None:
     """Or the test above would see nothing."""
     assert all(told_apart(seed, (ALICE, salt), (ALICE, salt), worker_num_blocks=512) for seed in range(20))

@@ -33,7 +33,7 @@ from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.v1 import inference_pb2 as pb
 
 
-async def test_a_request_id_may_be_used_again_at_once(tmp_path: Path) -> None:
+async def test_request_id_can_be_reused_at_once(tmp_path: Path) -> None:
     """The engine's last words about the first request must not reach the second."""
 
     async with serving(tmp_path) as s:
@@ -72,7 +72,7 @@ async def test_hanging_up_cancels(tmp_path: Path, phase: str) -> None:
         assert s.engine.cancelled == [key]
 
 
-async def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
+async def test_vanished_client_cancels(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         channel = grpc.aio.insecure_channel(s.server.address)
         call = channel.unary_stream(
@@ -87,7 +87,7 @@ async def test_a_client_that_vanishes_cancels(tmp_path: Path) -> None:
         assert call.done()
 
 
-async def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> None:
+async def test_clients_without_network_are_cancelled(tmp_path: Path) -> None:
     """No packet arrives and no connection closes: only an unanswered keepalive ping shows that a client is gone."""
     keepalive = {"keepalive_time_seconds": 1.0, "keepalive_timeout_seconds": 1.0}
 
@@ -110,7 +110,7 @@ async def test_clients_whose_network_is_gone_are_given_up(tmp_path: Path) -> Non
                 await read_all(s.generate())
 
 
-async def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
+async def test_hang_up_before_the_headers_is_no_incident() -> None:
     """gRPC says first that the headers cannot be sent, and then that the call is cancelled."""
 
     class Gone:
@@ -128,7 +128,7 @@ async def test_a_caller_who_is_gone_before_the_headers_is_no_incident() -> None:
         await ResponseWriter(cast("Any", Gone()), 0.001).send_headers(())
 
 
-async def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None:
+async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
     """64 at once, each with its own text; those that stay get it whole, and nothing of any stays behind."""
 
     async def read_all_of_one(s: Serving) -> None:
@@ -188,7 +188,7 @@ async def test_many_streams_and_a_fifth_of_them_hangs_up(tmp_path: Path) -> None
         assert stats.gauges.open_streams == 0
 
 
-async def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> None:
+async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
     """Large texts are tokenized elsewhere: while one is, another call gets its answer."""
     import threading
 
@@ -214,7 +214,7 @@ async def test_a_small_request_is_not_held_up_by_a_large_one(tmp_path: Path) -> 
         await read_all(large)
 
 
-async def test_requests_survive_the_worker_and_new_ones_are_taken_meanwhile(tmp_path: Path) -> None:
+async def test_requests_survive_a_worker_restart(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         old, key = await s.begin()
         s.engine.tokens(key, HELLO_IDS[:1])

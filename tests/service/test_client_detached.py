@@ -33,7 +33,7 @@ async def finish(s: Serving, number: int = 1) -> None:
     s.engine.finish_by(key, FinishReason.LENGTH)
 
 
-async def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
+async def test_submit_and_fetch_from_another_client(tmp_path: Path) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         submitted = await client.submit("x", temperature=0.0)
         assert repr(submitted) == f"AsyncSubmitted({submitted.request_id!r})"
@@ -53,7 +53,7 @@ async def test_submitted_here_and_fetched_there(tmp_path: Path) -> None:
             await submitted.poll()
 
 
-async def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
+async def test_attach_from_any_index(tmp_path: Path) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         submitted = await client.submit("x", request_id="mine")
         await finish(s)
@@ -72,7 +72,7 @@ async def test_attaching_begins_where_one_likes(tmp_path: Path) -> None:
         assert await threaded(s.server.address, read) == SMILE_IDS[5:]
 
 
-async def test_errors_are_those_of_a_call(tmp_path: Path) -> None:
+async def test_errors_equal_those_of_a_call(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, max_queue_size=2) as s,
         AsyncClient(s.server.address, max_attempts=1) as client,
@@ -93,7 +93,7 @@ async def test_errors_are_those_of_a_call(tmp_path: Path) -> None:
         assert isinstance(snapshot.error, NonFiniteLogits)
 
 
-async def test_a_second_attempt_of_the_same_submission_finds_the_first(tmp_path: Path) -> None:
+async def test_retried_submit_finds_the_first(tmp_path: Path) -> None:
     """The first one arrived although its answer did not: it must not run twice."""
 
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
@@ -113,7 +113,7 @@ async def test_a_second_attempt_of_the_same_submission_finds_the_first(tmp_path:
         assert len(s.engine.submitted) == 1
 
 
-def test_the_stand_in_keeps_answers_too() -> None:
+def test_fake_server_keeps_answers() -> None:
     with Client(transport=FakeTransport({"a": "one two", "b": QueueFull("full")})) as client:
         submitted = client.submit("a")
         assert submitted.result().text == "one two"

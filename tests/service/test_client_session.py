@@ -81,7 +81,7 @@ async def finish(s: Serving, first: asyncio.Task[Any]) -> None:
     await first
 
 
-async def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect: Open) -> None:
+async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open) -> None:
     async with serving(tmp_path) as s, connect(s) as client:
         first = await occupied(s, client)
         assert len(s.service._sessions) == 0
@@ -104,7 +104,7 @@ async def test_answers_at_the_same_time_share_a_session(tmp_path: Path, connect:
         await s.idle()
 
 
-async def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tmp_path: Path, connect: Open) -> None:
+async def test_session_requests_behave_like_direct_calls(tmp_path: Path, connect: Open) -> None:
     async with serving(tmp_path) as s, connect(s) as client:
         first = await occupied(s, client)
         with pytest.raises(InvalidRequest) as wrong:
@@ -125,7 +125,7 @@ async def test_errors_deadlines_and_cancelling_are_those_of_a_call_of_its_own(tm
         await finish(s, first)
 
 
-async def test_leaving_an_answer_cancels_it_alone(tmp_path: Path) -> None:
+async def test_closing_a_stream_cancels_one_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
         async with client.stream("x") as left:
@@ -154,7 +154,7 @@ async def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> Non
         await until(lambda: not s.service._sessions)
 
 
-async def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path: Path, connect: Open) -> None:
+async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) -> None:
     """The server drains: what was cut off is resumed, by whatever way is open then."""
 
     def whole(request: Request) -> list[int]:
@@ -177,7 +177,7 @@ async def test_a_session_that_ends_takes_no_answer_along_that_can_go_on(tmp_path
             assert result.resumes >= 1
 
 
-async def test_many_at_once_reach_the_server_in_few_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_requests_travel_in_few_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     obey = Session._handle
 
@@ -196,7 +196,7 @@ async def test_many_at_once_reach_the_server_in_few_messages(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("sessions", [False, None])
-async def test_no_session_where_none_is_wanted(tmp_path: Path, sessions: bool | None) -> None:
+async def test_multiplexing_can_be_disabled(tmp_path: Path, sessions: bool | None) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
         metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
         first = await occupied(s, client)
@@ -222,11 +222,11 @@ async def test_no_session_where_none_is_wanted(tmp_path: Path, sessions: bool | 
         *(("ipv4:10.0.0.1:50051", False), ("lineclear:50051", False), ("dns:///lineclear.svc:50051", False)),
     ],
 )
-def test_whom_a_target_names(target: str, one: bool) -> None:
+def test_targets(target: str, one: bool) -> None:
     assert names_one_server(target) is one
 
 
-async def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
+async def test_closed_client_leaves_no_threads(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
         client = Threaded(s.server.address, max_attempts=1)
@@ -240,9 +240,7 @@ async def test_nothing_is_left_of_a_threaded_client(tmp_path: Path) -> None:
         await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
 
-async def test_clients_ask_on_while_connections_and_sessions_reach_their_greatest_age(
-    tmp_path: Path, connect: Open
-) -> None:
+async def test_requests_survive_connection_and_session_age(tmp_path: Path, connect: Open) -> None:
     """One answer lasts longer than its connection may take new calls. Nobody notices, and new Sessions are opened."""
 
     async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
@@ -270,7 +268,7 @@ async def test_clients_ask_on_while_connections_and_sessions_reach_their_greates
         await finish(s, first)
 
 
-async def test_a_request_that_is_too_large_fails_alone(tmp_path: Path, connect: Open) -> None:
+async def test_too_large_request_fails_alone(tmp_path: Path, connect: Open) -> None:
     """gRPC would end the session that it is a message of, and all requests in it."""
 
     async with serving(tmp_path) as s, connect(s) as client:

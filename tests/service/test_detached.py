@@ -66,7 +66,7 @@ def cancel(s: Serving, request_id: str, **options: Any) -> Any:
     return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
 
 
-async def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_path: Path) -> None:
+async def test_answer_is_computed_unattended_and_read_from_any_index(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s, text_request(request_id="mine"))
         assert name == "mine"
@@ -97,7 +97,7 @@ async def test_an_answer_is_made_without_anybody_and_read_from_every_index(tmp_p
         await s.idle()
 
 
-async def test_text_that_was_held_back_comes_with_the_end(tmp_path: Path) -> None:
+async def test_held_back_text_comes_with_the_end(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
         assert (await result(s, name)).response.text == SMILE
@@ -128,7 +128,7 @@ async def test_logprobs_and_times_stay_with_their_tokens(tmp_path: Path) -> None
         assert not (await result(s, name)).response.logprobs
 
 
-async def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
+async def test_failure_is_kept(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s)
         key = await s.engine.next_request()
@@ -144,7 +144,7 @@ async def test_how_it_failed_is_kept_too(tmp_path: Path) -> None:
         assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
 
 
-async def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path: Path) -> None:
+async def test_hang_up_of_attach_keeps_the_request_and_cancel_ends_it(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s)
         key = await s.engine.next_request()
@@ -167,14 +167,14 @@ async def test_a_listener_who_leaves_changes_nothing_and_cancel_ends_it(tmp_path
             assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
 
 
-async def test_from_an_index_that_is_not_there_nobody_can_listen(tmp_path: Path) -> None:
+async def test_attach_beyond_the_answer_is_rejected(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit_to_the_end(s)
         error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
         assert [v.field for v in error.violations] == ["from_index"]
 
 
-async def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None:
+async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
     async with serving(tmp_path, max_detached=3, max_detached_tokens=60) as s:
         s.engine.answer = lambda request: [5] * 10
         small = {"sampling": {"max_tokens": 15}}  # of which the answer needs ten
@@ -194,7 +194,7 @@ async def test_the_one_that_ended_longest_ago_makes_room(tmp_path: Path) -> None
         await until(lambda: len(s.service.streams) == 1)  # the one refused is gone from the engine too
 
 
-async def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
     """Not before its time, and not while it is made, however long the machine stands still."""
     lifetime_seconds = 0.2
 
@@ -214,7 +214,7 @@ async def test_an_answer_is_forgotten_in_time_and_nothing_of_it_is_left(tmp_path
         assert kept() is None
 
 
-async def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_path: Path) -> None:
+async def test_removed_answer_is_not_kept_by_its_timer(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit_to_the_end(s)
         kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
@@ -223,7 +223,7 @@ async def test_an_answer_that_was_forgotten_early_is_not_kept_by_its_timer(tmp_p
         assert kept() is None
 
 
-async def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_invisible_to_other_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lineclear.scheduler.security import identity
 
     def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
@@ -241,13 +241,13 @@ async def test_other_callers_see_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await cancel(s, name, metadata=(("who", "alice"),))).found
 
 
-async def test_a_name_is_taken_while_its_answer_is_kept(tmp_path: Path) -> None:
+async def test_request_id_of_a_kept_answer_is_a_duplicate(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         await submit_to_the_end(s, text_request(request_id="a"))
         assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
 
 
-async def test_a_name_that_is_taken_is_said_before_anything_else_is_checked(tmp_path: Path) -> None:
+async def test_duplicate_is_reported_before_other_errors(tmp_path: Path) -> None:
     """A retry of a request that was taken hears that it was, whatever else is wrong now: no room, a wrong field."""
 
     async with serving(tmp_path, max_queue_size=1) as s:
@@ -262,7 +262,7 @@ async def test_a_name_that_is_taken_is_said_before_anything_else_is_checked(tmp_
         waiting.cancel()
 
 
-async def test_of_two_submits_of_one_name_at_once_one_is_taken(tmp_path: Path) -> None:
+async def test_concurrent_submits_of_one_request_id_admit_one(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         same = pb.SubmitRequest(request=text_request(request_id="a"))
         calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
@@ -272,7 +272,7 @@ async def test_of_two_submits_of_one_name_at_once_one_is_taken(tmp_path: Path) -
         assert len(s.engine.submitted) == len(s.service._detached) == 1
 
 
-async def test_a_drain_ends_it_with_what_another_server_needs(tmp_path: Path) -> None:
+async def test_drain_error_has_resume_metadata(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s)
         key = await s.engine.next_request()

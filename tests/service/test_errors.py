@@ -40,7 +40,7 @@ async def test_before_a_worker_joined(tmp_path: Path) -> None:
         await read_all(s.generate())
 
 
-async def test_while_leaving(tmp_path: Path) -> None:
+async def test_while_draining(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         await s.service.drain(timeout_seconds=0)
         error = await error_of(s.generate())
@@ -49,13 +49,13 @@ async def test_while_leaving(tmp_path: Path) -> None:
         assert s.engine.is_draining
 
 
-async def test_without_any_worker_to_come(tmp_path: Path) -> None:
+async def test_without_any_further_worker(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.service.refuse(lambda: WorkerUnavailable("gave up"))
         assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
 
 
-async def test_two_requests_of_one_name(tmp_path: Path) -> None:
+async def test_duplicate_request_id(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         first = s.generate(text_request(request_id="same"))
         key = await s.engine.next_request()
@@ -66,7 +66,7 @@ async def test_two_requests_of_one_name(tmp_path: Path) -> None:
         assert (await first.read()).started.request_id == "same"
 
 
-async def test_a_full_queue_is_told_before_the_prompt_is_tokenized(tmp_path: Path) -> None:
+async def test_full_queue_rejects_before_tokenizing(tmp_path: Path) -> None:
     class NoTokenizer:
         def __getattr__(self, name: str) -> Any:
             assert name != "encode", "tokenized although the queue is full"
@@ -171,9 +171,7 @@ async def test_a_role_that_the_template_does_not_know(tmp_path: Path) -> None:
     ids=lambda error: error.reason,
 )
 @pytest.mark.parametrize("after_tokens", [False, True])
-async def test_what_the_engine_says_is_what_the_caller_hears(
-    tmp_path: Path, error: LineclearError, after_tokens: bool
-) -> None:
+async def test_engine_errors_reach_the_client(tmp_path: Path, error: LineclearError, after_tokens: bool) -> None:
     async with serving(tmp_path) as s:
         call = s.generate()
         key = await s.engine.next_request()
@@ -191,7 +189,7 @@ async def test_what_the_engine_says_is_what_the_caller_hears(
         assert s.engine.cancelled == []
 
 
-async def test_a_request_refused_by_the_engine_at_once(tmp_path: Path) -> None:
+async def test_request_rejected_by_the_engine(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
         assert (await error_of(s.generate())).reason == "QUEUE_FULL"
@@ -211,7 +209,7 @@ async def test_the_deadline_of_the_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [k for k in tree() if k not in (LineclearError, UnknownStatus)], ids=lambda k: k.__name__
 )
-async def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: type[LineclearError]) -> None:
+async def test_every_error_class_round_trips(tmp_path: Path, kind: type[LineclearError]) -> None:
     """From the engine to a client, whatever it is: the class on the other side is the same."""
 
     async with serving(tmp_path) as s:
@@ -224,9 +222,7 @@ async def test_every_error_of_the_tree_survives_the_wire(tmp_path: Path, kind: t
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["refused", "incident"])
-async def test_an_error_keeps_no_request_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
+async def test_error_frees_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
     """Or one caller of large requests takes all memory before the garbage collector looks."""
 
     def there() -> int:

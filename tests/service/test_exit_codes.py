@@ -19,7 +19,7 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
 
-def test_workers_that_die_too_often_end_it_with_69(start: Callable[..., Running]) -> None:
+def test_exit_69_when_workers_crash_too_often(start: Callable[..., Running]) -> None:
     server = start("--max-worker-crashes", "1", fault="exit", fault_step=1)
     # Two: one by itself would be suspected, and with so small a budget maybe convicted before the server gives up.
     calls = [server.stub.Generate(endless()) for _ in range(2)]
@@ -28,7 +28,7 @@ def test_workers_that_die_too_often_end_it_with_69(start: Callable[..., Running]
     assert server.exit_code() == 69
 
 
-def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> None:
+def test_exit_79_when_the_worker_is_misconfigured(model: Path) -> None:
     worker = ["--worker-command", shlex.join([sys.executable, "-c", "raise SystemExit(78)"])]
     process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker])
     try:
@@ -37,7 +37,7 @@ def test_a_worker_that_cannot_run_as_configured_ends_it_with_79(model: Path) -> 
         process.end()
 
 
-def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> None:
+def test_exit_76_when_tokenizer_files_differ(model: Path) -> None:
     """Started again, both read the files that are there now: unlike 78, starting again helps."""
     worker = [f"--worker-command={sys.executable} -m service.toy_worker"]
     flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", "--log-format", "json", *worker]
@@ -53,7 +53,7 @@ def test_a_worker_with_other_tokenizer_files_ends_it_with_76(model: Path) -> Non
 
 
 @pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.ServerStats.add_tokens"])
-def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: str) -> None:
+def test_exit_70_when_a_component_crashes(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
         "sys.exit",
@@ -70,7 +70,7 @@ def test_a_part_that_dies_ends_it_with_70(start: Callable[..., Running], part: s
     assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
 
 
-def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_exit_70_on_a_failed_invariant(start: Callable[..., Running], tmp_path: Path) -> None:
     """Blocks of an answer that has ended are lost: no caller would notice before memory has run out."""
     losing = RUN.replace(
         "sys.exit",
@@ -92,7 +92,7 @@ def test_books_that_do_not_add_up_end_it_with_70(start: Callable[..., Running], 
     assert list(recordings.iterdir())
 
 
-def test_an_end_that_takes_too_long_is_70(start: Callable[..., Running]) -> None:
+def test_exit_70_when_shutdown_hangs(start: Callable[..., Running]) -> None:
     """A library that waits for a thread, say: the log says which threads there are."""
     hanging = RUN.replace(
         "sys.exit",
@@ -115,7 +115,7 @@ def occupied() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_wrong_configuration_ends_it_with_78(model: Path, tmp_path: Path, occupied: str) -> None:
+def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied: str) -> None:
     """Most is seen before a worker is started. What only the parts themselves can see takes the worker along."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -170,7 +170,7 @@ def test_settings_are_logged_once_and_changed_ones_on_the_console(occupied: str,
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_a_server_that_others_may_reach_without_a_token_says_so_in_its_log(occupied: str, form: str) -> None:
+def test_insecure_listener_is_logged(occupied: str, form: str) -> None:
     process = Process(["--demo", "--listen", occupied, "--insecure-allow-remote", "--log-format", form])
     try:
         assert process.exit_code() == 78
@@ -198,7 +198,7 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert "lineclear.client" not in found.stdout
 
 
-def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: Path) -> None:
+def test_worker_starts_before_service_imports(model: Path) -> None:
     """The worker's own imports take longest. Here the service cannot be imported: the worker is there, and ends."""
     blocked = WITHOUT_TORCH.replace('"numpy"', '"numpy", "grpc", "jinja2", "tokenizers"')
     code = RUN.replace(WITHOUT_TORCH, blocked)
@@ -217,7 +217,7 @@ def test_a_worker_starts_before_what_only_the_service_needs_is_imported(model: P
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "session"])
-def test_a_caller_who_hangs_up_is_no_incident(start: Callable[..., Running], how: str) -> None:
+def test_hang_up_is_no_incident(start: Callable[..., Running], how: str) -> None:
     server = start(min_step_seconds=0.002, max_step_seconds=0.002)
     if how == "session":
         channel = grpc.insecure_channel(server.address)

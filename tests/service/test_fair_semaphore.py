@@ -40,7 +40,7 @@ class Work:
             await settle()
 
 
-async def test_a_flood_of_one_waits_behind_the_first_of_another() -> None:
+async def test_flood_waits_behind_the_first_of_another_flow() -> None:
     work = Work(FairSemaphore(1, 100, "things wait"))
     flood = [work.ask("flood") for _ in range(20)]
     await settle()
@@ -65,7 +65,7 @@ async def test_work_counts_by_its_cost() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_one_flow_leaves_a_place_to_others() -> None:
+async def test_one_flow_leaves_a_slot_to_others() -> None:
     work = Work(FairSemaphore(3, 100, "things wait"))
     tasks = [work.ask("flood") for _ in range(5)]
     await settle()
@@ -77,7 +77,7 @@ async def test_one_flow_leaves_a_place_to_others() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> None:
+async def test_full_queue_rejects_the_largest_flow() -> None:
     work = Work(FairSemaphore(1, 4, "things wait"))
     flood = [work.ask("flood") for _ in range(5)]
     await settle()
@@ -94,7 +94,7 @@ async def test_where_too_much_waits_the_flow_with_most_of_it_is_refused() -> Non
     await asyncio.gather(*flood[:-1], other)
 
 
-async def test_giving_up_leaves_nothing() -> None:
+async def test_cancelled_waiters_leave_nothing() -> None:
     gate = FairSemaphore(1, 4, "things wait")
     await gate.acquire("a", 1.0)
     waiting = [asyncio.ensure_future(gate.acquire(flow, 1.0)) for flow in "abc"]
@@ -112,7 +112,7 @@ async def test_giving_up_leaves_nothing() -> None:
     assert not any((gate._finish, gate._queue, gate._waiting))
 
 
-async def test_without_room_to_wait_a_place_is_still_a_place() -> None:
+async def test_slot_without_a_waiting_queue() -> None:
     gate = FairSemaphore(1, 0, "things wait")
     async with gate.slot("a", 1.0):
         with pytest.raises(QueueFull):

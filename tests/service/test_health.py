@@ -27,7 +27,7 @@ class SlowContext:
 
 
 @pytest.mark.parametrize("closed", [("",), ("", "other")], ids=["its name", "all names"])
-async def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tuple[str, ...]) -> None:
+async def test_watcher_in_a_write_gets_the_close(closed: tuple[str, ...]) -> None:
     """The caller has the first message before the server knows that it is sent: it may act on it at once."""
 
     health, context = HealthService(("", "other")), SlowContext()
@@ -40,7 +40,7 @@ async def test_who_is_being_told_that_it_serves_hears_that_it_leaves(closed: tup
     assert context.written == [SERVING, NOT_SERVING]
 
 
-async def test_a_change_that_is_taken_back_while_a_message_is_on_its_way_is_not_told() -> None:
+async def test_change_reverted_during_a_write_is_not_sent() -> None:
     health, context = HealthService(("",)), SlowContext()
     watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
     await context.begun.wait()

@@ -22,7 +22,7 @@ MARKER = "open-sesame"
 
 
 @pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
-async def test_a_bug_tells_a_number_and_nothing_else(tmp_path: Path, rpc: str) -> None:
+async def test_bug_returns_an_incident_number_only(tmp_path: Path, rpc: str) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
             return getattr(TOKENIZER, name)
@@ -61,9 +61,7 @@ def break_at_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerText, "push", broken)
 
 
-async def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bug_in_one_answer_ends_that_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     break_at_a_token(monkeypatch)
     async with serving(tmp_path) as s:
@@ -90,7 +88,7 @@ async def test_a_bug_in_the_text_of_one_request_ends_that_request_alone(
 
 
 @pytest.mark.parametrize("where", ["text", "message"])
-async def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
+async def test_bug_in_one_session_request_ends_that_request_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
 
@@ -117,7 +115,7 @@ async def test_a_bug_in_one_request_of_a_session_ends_that_request_alone(
         assert caller.failed[2].reason == "INTERNAL_ERROR"
 
 
-async def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> None:
+async def test_accidentally_cancelled_handler_sends_a_status(tmp_path: Path) -> None:
     """gRPC sends no status for a handler that ends with CancelledError: its caller would wait for ever."""
 
     class Cancelling:
@@ -132,7 +130,7 @@ async def test_a_handler_cancelled_by_accident_still_answers(tmp_path: Path) -> 
             assert (await error_of(s.generate())).reason == "INTERNAL_ERROR"
 
 
-async def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:
+async def test_cancelled_call_is_no_incident(tmp_path: Path) -> None:
     """Found by the campaign of damaged requests: gRPC does not always say that it was the caller who cancelled."""
 
     async with serving(tmp_path) as s:
@@ -150,7 +148,7 @@ async def test_a_caller_who_gives_up_is_no_incident(tmp_path: Path) -> None:
         assert [entry for entry in logs if entry["event"] == "incident"] == []
 
 
-async def test_no_prompt_and_no_answer_is_logged(tmp_path: Path) -> None:
+async def test_prompts_and_answers_are_not_logged(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
         with capture_logs() as logs:

@@ -24,12 +24,12 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_where_somebody_listens_is_in_use(taken: int, host: str) -> None:
+def test_port_in_use_is_rejected(taken: int, host: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^cannot listen on {host}:{taken}: in use$"):
         check_bindable(f"{host}:{taken}")
 
 
-def test_a_name_whose_addresses_are_half_taken_is_in_use(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partly_used_name_is_rejected(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC would be content with the other half, and callers of the first would find a stranger."""
     both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, taken)) for host in ("127.0.0.2", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
@@ -37,7 +37,7 @@ def test_a_name_whose_addresses_are_half_taken_is_in_use(taken: int, monkeypatch
         check_bindable(f"name:{taken}")
 
 
-def test_a_name_may_have_an_address_that_this_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_may_have_foreign_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(*hosts: str) -> Any:
         return lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in hosts]
 
@@ -48,7 +48,7 @@ def test_a_name_may_have_an_address_that_this_machine_does_not(monkeypatch: pyte
         check_bindable("name:0")
 
 
-def test_what_else_the_system_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_system_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -57,7 +57,7 @@ def test_what_else_the_system_says_is_passed_on(monkeypatch: pytest.MonkeyPatch)
         check_bindable("127.0.0.1:80")
 
 
-def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -66,12 +66,12 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
         check_bindable("nobody:1")
 
 
-def test_a_socket_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_socket_in_a_missing_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"/absent is missing or not writable"):
         check_bindable(f"unix:{tmp_path}/absent/s")
 
 
-def test_what_is_vacant_stays_so(tmp_path: Path) -> None:
+def test_free_address_stays_free(tmp_path: Path) -> None:
     """Asking leaves nothing behind."""
     for _ in range(2):
         check_bindable("127.0.0.1:0")

@@ -76,7 +76,7 @@ FAULTS = ("", "exit", "exception", "assertion", "memory", "tokens")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path, fault: str) -> None:
+def test_logs_of_worker_failures_have_no_content(start: Callable[..., Running], tmp_path: Path, fault: str) -> None:
     options: dict[str, Any] = {"fault": fault, "fault_step": 12, "fault_once": str(tmp_path / "once")} if fault else {}
     server = start(**options)
     refused = [send(server, request) for request in everything_wrong()]
@@ -105,7 +105,7 @@ def test_whatever_the_worker_does(start: Callable[..., Running], tmp_path: Path,
         *("core.scheduler.Scheduler.submit", "core.scheduler.Scheduler.apply"),
     ],
 )
-def test_whatever_bug_quotes_it(start: Callable[..., Running], part: str) -> None:
+def test_logs_of_bugs_have_no_content(start: Callable[..., Running], part: str) -> None:
     """A part of ours raises an exception whose text, cause and arguments are the request's."""
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
@@ -151,7 +151,7 @@ def note(text):
 
 
 @pytest.mark.parametrize("kind", CARELESS)
-def test_the_marker_would_be_found(start: Callable[..., Running], kind: str) -> None:
+def test_marker_is_found_when_logged(start: Callable[..., Running], kind: str) -> None:
     careless = RUN.replace(
         "sys.exit",
         f"{CARELESS[kind]}\nfrom lineclear.scheduler.requests import validation\nreal = validation.check\n"

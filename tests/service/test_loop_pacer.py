@@ -28,7 +28,7 @@ class Clock:
         self.now += seconds
 
 
-async def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pause_equals_the_time_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = LoopPacer(clock)
 
@@ -41,7 +41,7 @@ async def test_after_each_large_request_the_loop_has_as_long_for_others(monkeypa
     assert clock.slept == [0.0, 0.004, 0.001]
 
 
-def test_a_small_piece_of_work_does_not_shorten_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_does_not_shorten_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = LoopPacer(clock)
     with pace.measured():
@@ -52,7 +52,7 @@ def test_a_small_piece_of_work_does_not_shorten_a_pause(monkeypatch: pytest.Monk
     assert clock.slept == [0.49]
 
 
-def test_work_that_fails_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = LoopPacer(clock)
 
@@ -67,7 +67,7 @@ def test_work_that_fails_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.slept == [0.25]
 
 
-async def test_large_inputs_of_tokenize_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_tokenize_inputs_are_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[None] = []
 
     async with serving(tmp_path) as s:

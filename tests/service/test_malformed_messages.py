@@ -17,7 +17,7 @@ GENERATE = "/lineclear.v1.InferenceService/Generate"
     [b"\x12\x02\xff\xfe", b"\x0a\x01\xff", b"\xff\xff\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x2a\x03\x0d\x00", b"\x08"],
     ids=range(6),
 )
-async def test_bytes_that_are_no_message(tmp_path: Path, data: bytes) -> None:
+async def test_unparsable_bytes_are_rejected(tmp_path: Path, data: bytes) -> None:
     async with serving(tmp_path) as s:
         call = s.channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(data)
         error = await error_of(call)

@@ -14,7 +14,6 @@ from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import DeadlineExceeded
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import error_interceptor
-from lineclear.scheduler.requests.answer_reader import AnswerPart
 from lineclear.scheduler.requests.detached_answer import DetachedAnswer
 from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
@@ -28,7 +27,7 @@ UNREAD = len(TOKENS)
 TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
 
-async def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: Path) -> None:
+async def test_unread_answer_arrives_in_several_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         call, key = await s.begin(text_request(output={"logprobs": True, "top_logprobs": 20}))
         # At once, as after a pause of the reader.
@@ -42,7 +41,7 @@ async def test_an_answer_that_waits_for_its_reader_arrives_in_pieces(tmp_path: P
 
 
 @pytest.mark.parametrize("output", [{"logprobs": True, "top_logprobs": 20}, {}], ids=["logprobs", "plain"])
-async def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
+async def test_unread_session_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         caller, count = Caller(s), 3
         await caller.send(*(submit(n, text_request(output=output)) for n in range(count)))
@@ -66,7 +65,7 @@ async def test_a_session_that_waits_for_its_reader_loses_no_request(tmp_path: Pa
         await s.idle()
 
 
-async def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Path) -> None:
+async def test_session_delivers_tokens_before_an_error(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         caller = Caller(s)
         await caller.send(submit(1), submit(2))
@@ -81,14 +80,14 @@ async def test_what_waits_in_a_session_is_delivered_before_an_error(tmp_path: Pa
         assert max(message.ByteSize() for message in caller.messages) <= LARGEST
 
 
-async def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
+async def test_kept_answer_is_read_in_several_messages() -> None:
     """Tokens of 5,000 characters: as many as fit by their number make 5 MB."""
     validated = SimpleNamespace(received=(), wants_text=True)
     request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x")
 
     answer = DetachedAnswer(request)
-    answer.add(AnswerPart(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000))
-    answer.add(AnswerPart(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), outcome="length"))
+    answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
+    answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
     messages = [message async for message in answer.read(0)]
     assert max(message.ByteSize() for message in messages) <= LARGEST
     assert [token for message in messages for token in message.token_ids] == list(range(2000))
@@ -96,7 +95,7 @@ async def test_an_answer_that_was_kept_is_read_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("max_prompt_bytes", [5 * 2**18, 8192])
-async def test_a_text_as_long_as_max_prompt_bytes_allows_is_taken(tmp_path: Path, max_prompt_bytes: int) -> None:
+async def test_text_of_max_prompt_bytes_is_accepted(tmp_path: Path, max_prompt_bytes: int) -> None:
     """Where nothing is said about messages."""
 
     async with serving(tmp_path, max_prompt_bytes=max_prompt_bytes) as s:
@@ -133,9 +132,7 @@ async def test_a_request_over_the_limit_fails_alone(tmp_path: Path, size: float)
             assert error.metadata == {"request_bytes": str(large.ByteSize()), "limit": str(limit)}
 
 
-async def test_a_unary_answer_over_the_limit_is_refused_with_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unary_response_over_the_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_interceptor, "MAX_MESSAGE_BYTES", 1000)
 
     async with serving(tmp_path) as s:

@@ -128,7 +128,7 @@ USUAL = [case for case in MISTAKES if case[0] in (gguf_file, gguf_folder, pickle
 
 
 @pytest.mark.parametrize(("make", "says"), USUAL, ids=[make.__name__ for make, _ in USUAL])
-def test_serve_refuses_it_in_one_sentence(make: Callable[[Path], Path], says: list[str], tmp_path: Path) -> None:
+def test_serve_rejects_a_bad_model_clearly(make: Callable[[Path], Path], says: list[str], tmp_path: Path) -> None:
     given = str(make(tmp_path))
     done = subprocess.run([*SERVE, given], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     lines = [json.loads(line) for line in done.stderr.splitlines()]  # so a line of a library fails
@@ -140,7 +140,7 @@ def test_serve_refuses_it_in_one_sentence(make: Callable[[Path], Path], says: li
 
 
 @pytest.mark.parametrize(("make", "says"), MISTAKES, ids=IDS)
-def test_a_worker_refuses_it_in_the_same_sentence(
+def test_worker_rejects_it_in_the_same_sentence(
     make: Callable[[Path], Path], says: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = str(make(tmp_path))
@@ -154,7 +154,7 @@ def test_a_worker_refuses_it_in_the_same_sentence(
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "/absent"])
-def test_what_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
+def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*SERVE, model],
         capture_output=True,
@@ -168,7 +168,7 @@ def test_what_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
     assert (f"hf download {model}" in problem) == (model == "nobody/nothing")
 
 
-def test_a_library_that_has_something_to_report_does_not_write_between_the_lines_of_the_log(tmp_path: Path) -> None:
+def test_library_output_does_not_break_log_lines(tmp_path: Path) -> None:
     """transformers draws a table where weights are missing."""
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "down_proj" not in k})
@@ -186,7 +186,7 @@ def test_a_library_that_has_something_to_report_does_not_write_between_the_lines
     assert done.stdout == ""
 
 
-def test_the_variable_is_named_where_the_model_came_from_it(tmp_path: Path) -> None:
+def test_error_names_the_environment_variable(tmp_path: Path) -> None:
     given = str(gguf_file(tmp_path))
     done = subprocess.run(
         [*SERVE[:-1]],

@@ -18,7 +18,7 @@ OURS = HELLO.model_fingerprint
 OTHER = replace(HELLO, epoch=8, model_id="other", model_fingerprint="fedcba9876543210")
 
 
-async def test_the_fingerprint_is_told_with_the_model_and_with_every_answer(tmp_path: Path) -> None:
+async def test_fingerprint_is_in_get_model_and_started(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: HELLO_IDS
         assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OURS
@@ -39,7 +39,7 @@ async def test_the_fingerprint_is_told_with_the_model_and_with_every_answer(tmp_
         {"resume": {"token_ids": HELLO_IDS[:4], "model_fingerprint": OTHER.model_fingerprint}},
     ],
 )
-async def test_a_request_for_another_model_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+async def test_request_for_another_fingerprint_is_rejected(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with serving(tmp_path) as s:
         error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
         assert isinstance(error, ModelChanged)
@@ -50,7 +50,7 @@ async def test_a_request_for_another_model_is_refused(tmp_path: Path, fields: di
         await s.idle()
 
 
-async def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_path: Path) -> None:
+async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
     async with serving(tmp_path, served_model_name="ours") as s:
         s.engine.answer = lambda request: HELLO_IDS
         assert (await s.stub.GetModel(pb.GetModelRequest())).model_id == "ours"
@@ -74,7 +74,7 @@ async def test_the_name_of_the_model_is_checked_where_a_request_gives_one(tmp_pa
         ({"resume": {"model_fingerprint": OURS, "chat_time_us": 2**63 - 1}}, "resume.chat_time_us"),
     ],
 )
-async def test_what_is_no_fingerprint_is_refused(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
+async def test_malformed_fingerprint_is_rejected(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
     async with serving(tmp_path) as s:
         error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
         assert error.code == "INVALID_ARGUMENT"
@@ -82,7 +82,7 @@ async def test_what_is_no_fingerprint_is_refused(tmp_path: Path, fields: dict[st
         await s.idle()
 
 
-async def test_the_engine_learns_which_model_was_asked_for_and_what_the_request_was_checked_with(
+async def test_engine_gets_fingerprint_and_vocabulary(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path) as s:
@@ -94,7 +94,7 @@ async def test_the_engine_learns_which_model_was_asked_for_and_what_the_request_
         assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
 
 
-async def test_a_conversation_goes_on_with_the_tokens_it_began_with(tmp_path: Path) -> None:
+async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
     """The template tells the time to the microsecond: rendered again, the prompt would be another one."""
     template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + TEMPLATE
     chat = {"messages": [{"role": "user", "content": "hi"}]}
@@ -125,7 +125,7 @@ async def test_a_conversation_goes_on_with_the_tokens_it_began_with(tmp_path: Pa
         await s.idle()
 
 
-async def test_a_session_opened_before_the_change_is_held_to_the_figures_of_the_new_model(tmp_path: Path) -> None:
+async def test_open_session_uses_the_new_models_bounds(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         session = s.stub.Session()
         await session.wait_for_connection()

@@ -83,7 +83,7 @@ def read(stream: Stream, act: Callable[[], None]) -> list[Any]:
 
 
 @REPLACE
-def test_an_answer_ends_with_what_the_first_model_made(
+def test_answer_of_the_first_model_ends_at_the_swap(
     service: ToyService, model: Path, replace: Callable[[ToyService], None]
 ) -> None:
     with Client(service.target, retry=PATIENT) as client:
@@ -104,7 +104,7 @@ def test_an_answer_ends_with_what_the_first_model_made(
 
 
 @REPLACE
-def test_a_restarted_answer_is_the_new_models_alone(
+def test_restarted_answer_comes_from_the_new_model_only(
     service: ToyService, model: Path, replace: Callable[[ToyService], None]
 ) -> None:
     with Client(service.target, retry=PATIENT, on_model_change="restart") as client:
@@ -121,7 +121,7 @@ def test_a_restarted_answer_is_the_new_models_alone(
         assert stream.result.started.model_fingerprint == fingerprint("b")
 
 
-def test_a_submitted_answer_in_progress_fails_and_a_complete_one_stays(service: ToyService, model: Path) -> None:
+def test_submitted_answer_in_progress_fails(service: ToyService, model: Path) -> None:
     with Client(service.target, retry=PATIENT) as client:
         done = client.submit(PROMPT, max_tokens=5, seed=3, ignore_eos=True)
         assert done.result().started.model_fingerprint == fingerprint("")
@@ -142,7 +142,7 @@ def test_a_submitted_answer_in_progress_fails_and_a_complete_one_stays(service: 
         assert (list(kept.token_ids), kept.started.model_fingerprint) == (right("")[:5], fingerprint(""))
 
 
-def test_while_no_worker_is_there_requests_wait_and_the_last_model_is_told(service: ToyService, model: Path) -> None:
+def test_requests_wait_while_the_worker_restarts(service: ToyService, model: Path) -> None:
     with Client(service.target, max_attempts=1) as client:
         assert client.model().model_fingerprint == fingerprint("")
         model.unlink()  # no worker comes up until there is one

@@ -127,7 +127,7 @@ async def test_every_token_once_and_one_end(
     assert len(router) == 0
 
 
-async def test_what_comes_after_the_end_changes_nothing() -> None:
+async def test_events_after_the_end_change_nothing() -> None:
     router, _, _ = new_router()
     stream = open_stream(router)
     router.dispatch([Failed(stream.engine_id, Cancelled("first"), RECORD)], 0.0)
@@ -138,7 +138,7 @@ async def test_what_comes_after_the_end_changes_nothing() -> None:
         assert str((await read(stream)).error) == "first"
 
 
-async def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
+async def test_complete_answer_stays_complete() -> None:
     """The deadline passes between the stop string and the engine's end of the request."""
 
     router, engine, _ = new_router()
@@ -159,7 +159,7 @@ async def test_a_complete_answer_stays_complete_whatever_happens_then() -> None:
     assert chunk.end.completion_tokens == used
 
 
-async def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None:
+async def test_stop_string_wakes_the_reader_at_once() -> None:
     router, _, _ = new_router()
     stream = open_stream(router, AnswerText(TOKENIZER, stops=StopStrings(["Hello"])))
     waiting = asyncio.create_task(read(stream))
@@ -170,7 +170,7 @@ async def test_a_stop_string_wakes_the_reader_before_the_engine_agrees() -> None
     assert chunk.end is None
 
 
-async def test_unread_tokens_are_bounded_and_forgotten_when_there_are_too_many() -> None:
+async def test_too_many_unread_tokens_are_discarded() -> None:
     router, engine, _ = new_router(max_unread_tokens=4)
     stream = open_stream(router)
     router.dispatch([step_tokens(stream.engine_id, 0, (1, 2, 3, 4))], 0.0)
@@ -196,7 +196,7 @@ async def test_events_of_an_earlier_request_do_not_reach_a_new_stream() -> None:
     assert (await read(second)).started is not None
 
 
-async def test_cancel_stops_the_engine_once_and_delivers_unread_tokens_first() -> None:
+async def test_cancel_stops_the_engine_once_and_keeps_unread_tokens() -> None:
     router, engine, _ = new_router()
     stream = open_stream(router)
     router.dispatch([step_tokens(stream.engine_id, 0, (1, 2))], 0.0)
@@ -208,7 +208,7 @@ async def test_cancel_stops_the_engine_once_and_delivers_unread_tokens_first() -
     assert engine.calls == [("cancel", stream.engine_id)]
 
 
-async def test_a_gap_is_a_bug_and_not_sent() -> None:
+async def test_token_gap_is_an_assertion() -> None:
     router, _, _ = new_router()
     stream = open_stream(router)
     with pytest.raises(AssertionError, match="gap"):

@@ -53,7 +53,7 @@ def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> 
     assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
 
 
-def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(start: Callable[..., Running]) -> None:
+def test_metrics_are_served_during_the_drain(start: Callable[..., Running]) -> None:
     server = start(
         "--metrics-listen", "127.0.0.1:0", "--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02
     )
@@ -75,14 +75,14 @@ def test_prometheus_finds_what_was_done_and_finds_it_while_the_server_leaves(sta
     assert server.exit_code() == 0
 
 
-def test_the_demonstration_model_is_found(start: Callable[..., Running]) -> None:
+def test_demo_model_is_found(start: Callable[..., Running]) -> None:
     server = start(demo=True, vocab_size=4096)
     assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
     assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
 
 
-def test_a_strategy_that_waits_for_a_full_batch_says_so_at_start(start: Callable[..., Running]) -> None:
+def test_fixed_size_strategy_is_logged(start: Callable[..., Running]) -> None:
     server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
     said = server.wait_for("fixed_size_waits")
     assert (said["for_requests"], said["at_most_seconds"]) == (3, None)
@@ -102,7 +102,7 @@ def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> N
     assert responses[-1].finished.matched_stop_string == stop
 
 
-def test_a_worker_that_dies_is_replaced_and_the_answer_is_exact(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp_path: Path) -> None:
     server = start(fault="exit", fault_step=10, fault_once=str(tmp_path / "died"))
     responses = list(server.stub.Generate(endless()))
     tokens = [t for r in responses for t in r.token_ids]
@@ -111,7 +111,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_is_exact(start: Callable[
     assert server.stub.GetStats(pb.GetStatsRequest()).worker.joins == 2
 
 
-def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None:
+def test_worker_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "sockets"
     flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
     process = Process([*flags, "--log-format", "json"])
@@ -143,7 +143,7 @@ def test_a_worker_that_somebody_else_starts(model: Path, tmp_path: Path) -> None
 # --- limits of the machine -------------------------------------------------------------------------------------------
 
 
-def test_without_descriptors_streams_go_on_and_later_connections_are_taken(start: Callable[..., Running]) -> None:
+def test_streams_continue_without_free_descriptors(start: Callable[..., Running]) -> None:
     """Connections until no more are taken, in the middle of an answer: that is exact, probes on an open connection are
     answered, and once the connections are gone a new caller gets in."""
     server = start(min_step_seconds=0.004, max_step_seconds=0.004)

@@ -82,14 +82,14 @@ async def test_defaults_come_from_the_request_then_the_model_then_the_schema(tmp
         assert s.engine.submitted[0].max_tokens == 128 - len(TOKENIZER.encode("quick"))
 
 
-async def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
+async def test_model_defaults_can_be_disabled(tmp_path: Path) -> None:
     async with serving(tmp_path, model_defaults={"temperature": 0.5}, use_generation_config=False) as s:
         s.engine.answer = lambda request: []
         await read_all(s.generate())
         assert s.engine.submitted[0].sampling.temperature == 1.0
 
 
-async def test_seeds_are_random_and_told(tmp_path: Path) -> None:
+async def test_seeds_are_random_and_returned(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: []
         told = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
@@ -97,7 +97,7 @@ async def test_seeds_are_random_and_told(tmp_path: Path) -> None:
         assert told[0] != told[1]
 
 
-async def test_the_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
+async def test_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
     async with serving(tmp_path, default_deadline_seconds=50.0) as s:
         s.engine.answer = lambda request: []
         begin = monotonic()
@@ -112,7 +112,7 @@ async def test_the_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("days", [30, 300])
-async def test_a_deadline_years_ahead_is_brought_forward(tmp_path: Path, days: int) -> None:
+async def test_far_deadline_is_reduced_to_the_maximum(tmp_path: Path, days: int) -> None:
     async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
         s.engine.answer = lambda request: []
         begin = monotonic()
@@ -126,7 +126,7 @@ MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000)
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)
-async def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, seconds: int, nanos: int) -> None:
+async def test_invalid_timeout_is_rejected_by_field(tmp_path: Path, seconds: int, nanos: int) -> None:
     async with serving(tmp_path) as s:
         timeout = Duration(seconds=seconds, nanos=nanos)
         error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
@@ -141,7 +141,7 @@ async def test_a_timeout_that_is_no_duration_is_refused_by_name(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -315_576_000_000])
-async def test_a_timeout_that_has_passed_ends_the_request_with_its_deadline(tmp_path: Path, seconds: int) -> None:
+async def test_passed_timeout_is_deadline_exceeded(tmp_path: Path, seconds: int) -> None:
     async with serving(tmp_path) as s:
         await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
         (request,) = s.engine.submitted
@@ -149,7 +149,7 @@ async def test_a_timeout_that_has_passed_ends_the_request_with_its_deadline(tmp_
         assert request.deadline <= monotonic()  # the core fails it in its next turn
 
 
-async def test_the_longest_duration_there_is_counts_as_the_longest_deadline(tmp_path: Path) -> None:
+async def test_longest_duration_counts_as_the_longest_deadline(tmp_path: Path) -> None:
     async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
         longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
         await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
@@ -158,7 +158,7 @@ async def test_the_longest_duration_there_is_counts_as_the_longest_deadline(tmp_
         assert request.deadline <= monotonic() + 1000
 
 
-async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(tmp_path: Path) -> None:
+async def test_ignore_eos_keeps_the_requests_stop_tokens(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: []
         request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})

@@ -34,7 +34,7 @@ def test_quantiles_of_nothing_are_zero() -> None:
     assert quantiles([]) == Quantiles()
 
 
-def test_where_the_time_went() -> None:
+def test_request_timings() -> None:
     record = RequestStats(
         arrival=10.5, prompt_tokens=3, completion_tokens=5, started_at=11.0, first_token_at=12.0, last_token_at=14.0
     )
@@ -52,7 +52,7 @@ def test_one_token_has_no_gap() -> None:
     assert request_timings(record, 0.0, 1, 3.0).mean_inter_token_latency is None
 
 
-def test_the_window_forgets() -> None:
+def test_window_drops_old_requests() -> None:
     stats = ServerStats(0.0)
     for n in range(WINDOW_REQUESTS + 10):
         stats.add_finished(RequestTimings(None, None, None, float(n), None))

@@ -63,7 +63,7 @@ def goes_on(read: list[pb.GenerateResponse], seen: int) -> bool:
     return len(read) > seen + 4
 
 
-def test_no_thread_and_no_process_for_a_while(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_temporary_lack_of_threads_and_processes(start: Callable[..., Running], tmp_path: Path) -> None:
     flag = tmp_path / "short"
     code = RUN.replace("sys.exit", WITHOUT_TASKS.format(path=str(flag)) + "sys.exit", 1)
     server = start(code=code, min_step_seconds=0.005, max_step_seconds=0.005)
@@ -79,7 +79,7 @@ def test_no_thread_and_no_process_for_a_while(start: Callable[..., Running], tmp
     assert server.popen.poll() is None
 
 
-def test_a_model_that_is_away_while_the_worker_restarts(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_model_missing_during_a_worker_restart(start: Callable[..., Running], tmp_path: Path) -> None:
     flag = tmp_path / "away"
     script = tmp_path / "worker.sh"
     script.write_text(WITHOUT_MODEL.format(path=flag, python=sys.executable))
@@ -94,7 +94,7 @@ def test_a_model_that_is_away_while_the_worker_restarts(start: Callable[..., Run
     assert server.popen.poll() is None
 
 
-def test_more_kills_than_the_budget_has_crashes_with_default_settings(start: Callable[..., Running]) -> None:
+def test_kills_do_not_use_up_the_crash_budget(start: Callable[..., Running]) -> None:
     server = start(min_step_seconds=0.005, max_step_seconds=0.005)
     read: list[pb.GenerateResponse] = []
     reader = threading.Thread(
@@ -109,7 +109,7 @@ def test_more_kills_than_the_budget_has_crashes_with_default_settings(start: Cal
     check_answer(read[0], read[1:])
 
 
-def test_a_standby_worker_takes_over_and_ends_with_its_scheduler(start: Callable[..., Running]) -> None:
+def test_standby_worker_takes_over(start: Callable[..., Running]) -> None:
     server = start("--standby-worker", min_step_seconds=0.005, max_step_seconds=0.005)
     call = server.stub.Generate(endless())
     first = next(call)

@@ -67,7 +67,7 @@ def released(case: Case, received: list[int]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_from_every_index_the_rest_is_the_same(tmp_path: Path, case: Case) -> None:
+async def test_resume_at_every_index_gives_the_same_rest(tmp_path: Path, case: Case) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: case.answer
         whole = await read_all(s.generate(asked(case)))
@@ -92,7 +92,7 @@ async def the_rest(call: Any) -> list[pb.GenerateResponse]:
     return [response async for response in call]
 
 
-async def test_an_answer_that_lacks_only_its_end_costs_no_step(tmp_path: Path) -> None:
+async def test_answer_without_end_needs_no_step(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         for case, reason in (
             (CASES[0], pb.FINISH_REASON_LENGTH),
@@ -105,7 +105,7 @@ async def test_an_answer_that_lacks_only_its_end_costs_no_step(tmp_path: Path) -
         assert s.engine.submitted == []
 
 
-async def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
+async def test_engine_gets_the_received_tokens(tmp_path: Path) -> None:
     seen: list[Request] = []
 
     def answer(request: Request) -> list[int]:
@@ -137,9 +137,7 @@ async def test_the_engine_gets_what_was_received(tmp_path: Path) -> None:
     ],
     ids=["no seed", "beyond the vocabulary", "after the end", "too many", "beyond the context", "after a stop string"],
 )
-async def test_what_cannot_have_been_received_is_refused(
-    tmp_path: Path, request_: pb.GenerateRequest, field: str
-) -> None:
+async def test_impossible_resume_is_rejected(tmp_path: Path, request_: pb.GenerateRequest, field: str) -> None:
     async with serving(tmp_path) as s:
         error = await error_of(s.generate(request_))
         assert error.code == "INVALID_ARGUMENT"

@@ -100,7 +100,7 @@ def tcp(**settings: Any) -> dict[str, Any]:
 # --- defaults --------------------------------------------------------------------------------------------------------
 
 
-def test_by_default_only_this_machine_can_reach_us() -> None:
+def test_default_listen_address_is_local() -> None:
     settings = SchedulerSettings()
     assert settings.listen == "127.0.0.1:50051"
     assert is_local(settings.listen)
@@ -110,7 +110,7 @@ def test_by_default_only_this_machine_can_reach_us() -> None:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-async def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
+async def test_every_method_but_health_requires_a_token(tmp_path: Path) -> None:
     """Methods come from the descriptors, so one that is added tomorrow is asked too; unknown ones look the same."""
     assert {"/lineclear.v1.InferenceService/Generate", "/lineclear.v1.AdminService/Drain"} <= {*METHODS}
 
@@ -127,7 +127,7 @@ async def test_every_method_but_health_wants_a_token(tmp_path: Path) -> None:
         assert s.server.health.is_serving("readiness")
 
 
-async def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> None:
+async def test_request_without_token_is_not_read(tmp_path: Path) -> None:
     """The rest of the message never comes, and the refusal does not wait for it."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
@@ -140,7 +140,7 @@ async def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> N
                     assert connection.receive()
                 return connection.ended[stream]
 
-        assert b"asks for a token" in await asyncio.to_thread(speak)
+        assert b"a token is required" in await asyncio.to_thread(speak)
         assert s.engine.submitted == []
 
 
@@ -157,7 +157,7 @@ async def test_nothing_is_read_of_a_request_without_a_token(tmp_path: Path) -> N
         (("x-authorization", f"Bearer {ALICE}"),),
     ],
 )
-async def test_what_is_no_token(tmp_path: Path, metadata: Any) -> None:
+async def test_invalid_tokens_are_rejected(tmp_path: Path, metadata: Any) -> None:
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file)) as s:
         error = await error_of(s.generate(metadata=metadata))
@@ -167,7 +167,7 @@ async def test_what_is_no_token(tmp_path: Path, metadata: Any) -> None:
         assert s.engine.submitted == []
 
 
-async def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
+async def test_token_rotation_without_restart(tmp_path: Path) -> None:
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file)) as s:
         s.engine.answer = lambda request: [5]
@@ -183,7 +183,7 @@ async def test_a_token_is_exchanged_without_a_restart(tmp_path: Path) -> None:
         assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
 
 
-async def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_path: Path) -> None:
+async def test_revoked_token_ends_new_requests_of_a_session(tmp_path: Path) -> None:
     """What was let in before is completed, then the Session ends. Other callers' Sessions go on."""
 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
@@ -207,7 +207,7 @@ async def test_a_revoked_token_submits_nothing_more_over_an_open_session(tmp_pat
         await bob.until(lambda: bob.started)
 
 
-def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_path: Path) -> None:
+def test_token_moved_to_another_tenant_is_invalid(tmp_path: Path) -> None:
     now = 0.0
     watched = ReloadingFile([file := token_file(tmp_path, f"alice {ALICE}")], lambda: read_tokens(file), lambda: now)
     shown = _Token(watched, watched.current(), ALICE, "alice")
@@ -220,7 +220,7 @@ def test_a_token_that_now_belongs_to_another_tenant_is_not_that_of_the_call(tmp_
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 
-async def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) -> None:
+async def test_tls_rejects_plaintext_and_untrusted_certificates(tmp_path: Path) -> None:
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
         s.engine.answer = lambda request: [5]
@@ -232,7 +232,7 @@ async def test_tls_serves_those_who_trust_it_and_no_plaintext(tmp_path: Path) ->
             assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
 
 
-async def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
+async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
     """Seen with the same client at a server of Python's own, which takes them where it is told to."""
     leaf = AUTHORITY.issue_cert("localhost")
 
@@ -272,7 +272,7 @@ async def test_versions_of_tls_before_1_2_are_refused(tmp_path: Path) -> None:
         assert found == [False, False, True, True]
 
 
-async def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is_not(tmp_path: Path) -> None:
+async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None:
     """The new one is of another authority, so whoever trusts that alone proves that it is served."""
     other = trustme.CA()
 
@@ -299,7 +299,7 @@ async def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is
             await read_all(s.stub_of(before).Generate(text_request()))
 
 
-async def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
+async def test_client_without_certificate_is_rejected(tmp_path: Path) -> None:
     clients = trustme.CA()
     (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
 
@@ -318,9 +318,7 @@ async def test_a_client_without_a_certificate_is_not_let_in(tmp_path: Path) -> N
         assert salts == wanted
 
 
-async def test_a_certificate_that_expires_submits_nothing_more_over_an_open_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_expired_client_certificate_ends_new_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was let in before is completed, then the Session ends, as for a revoked token."""
     clients, day = trustme.CA(), datetime.timedelta(days=1)
     (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
@@ -355,7 +353,7 @@ async def test_a_certificate_that_expires_submits_nothing_more_over_an_open_sess
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
-async def test_who_calls_reaches_the_handler_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_identity_belongs_to_its_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Identity] = []
     real = identity.caller
     monkeypatch.setattr(identity, "caller", lambda context: seen.append(real(context)) or real(context))
@@ -374,7 +372,7 @@ async def test_who_calls_reaches_the_handler_and_nobody_elses(tmp_path: Path, mo
         assert seen == [ANONYMOUS] * 2
 
 
-def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
+def test_client_salt_only_narrows_the_cache() -> None:
     alice, bob = Identity("alice", "token"), Identity("bob", "token")
     salts = [
         cache_salt(i, word)
@@ -387,7 +385,7 @@ def test_a_salt_is_the_servers_and_the_callers_word_only_narrows_it() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-async def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path, share: bool) -> None:
+async def test_cache_salt_is_that_of_the_tenant(tmp_path: Path, share: bool) -> None:
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
     async with serving(tmp_path, token_file=str(file), share_prefix_cache_across_tenants=share) as s:
         s.engine.answer = lambda request: [5]
@@ -400,7 +398,7 @@ async def test_the_salt_of_a_request_is_its_tenants(tmp_path: Path, share: bool)
 # --- listeners -------------------------------------------------------------------------------------------------------
 
 
-async def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
+async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> None:
     """With an admin address, each method is answered on one of the two, or on both where that is said."""
 
     files = {"token_file": str(token_file(tmp_path, f"alice {ALICE}"))}
@@ -430,7 +428,7 @@ async def test_operators_have_a_door_of_their_own(tmp_path: Path) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_nobody_gives_orders_where_requests_are_taken(tmp_path: Path) -> None:
+async def test_admin_methods_are_not_on_the_data_listener(tmp_path: Path) -> None:
     """Not even where there is no other address."""
 
     async with serving(tmp_path) as s:
@@ -439,7 +437,7 @@ async def test_nobody_gives_orders_where_requests_are_taken(tmp_path: Path) -> N
         assert s.operations.orders == []
 
 
-async def test_channelz_is_the_operators_and_only_where_they_want_it(tmp_path: Path) -> None:
+async def test_channelz_is_on_the_admin_listener_if_enabled(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as s,
         grpc.aio.insecure_channel(s.server.admin_address) as admin,
@@ -456,7 +454,7 @@ async def test_channelz_is_the_operators_and_only_where_they_want_it(tmp_path: P
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_probes_pass_where_tls_and_tokens_guard_the_rest(tmp_path: Path) -> None:
+async def test_health_listener_needs_no_tls_and_no_token(tmp_path: Path) -> None:
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     settings = tcp(**files, token_file=str(token_file(tmp_path, f"alice {ALICE}")), health_listen="127.0.0.1:0")
     async with (
@@ -481,13 +479,13 @@ def core_limit(pid: int) -> list[str]:
     return next(line for line in lines if line.startswith("Max core file size")).split()[4:6]
 
 
-def test_neither_process_leaves_a_core_file(start: Callable[..., Running]) -> None:
+def test_processes_write_no_core_file(start: Callable[..., Running]) -> None:
     server = start()
     worker = server.wait_for("worker_started")["pid"]
     assert core_limit(server.popen.pid) == core_limit(worker) in (["0", "0"], ["1", "1"])
 
 
-def test_the_limit_is_what_linux_takes_for_no_dump_where_a_program_collects_them() -> None:
+def test_core_limit_also_stops_piped_core_dumps() -> None:
     """With core_pattern a pipe Linux ignores a limit of 0, and obeys one of exactly 1."""
     code = (
         "import resource\n"
@@ -504,7 +502,7 @@ def test_the_limit_is_what_linux_takes_for_no_dump_where_a_program_collects_them
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
 
 
-def test_a_worker_that_nobody_started_for_us_leaves_none_either() -> None:
+def test_separate_worker_writes_no_core_file() -> None:
     """In a container of its own, where it inherits nothing."""
     code = (
         "import sys, types\n"

@@ -63,7 +63,7 @@ async def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
         assert [await check(s, name) for name in LIVE] == [SERVING] * 2
 
 
-async def test_a_probe_that_names_no_service_asks_whether_the_process_lives(tmp_path: Path) -> None:
+async def test_probe_without_service_name_checks_liveness(tmp_path: Path) -> None:
     """The default of a kubelet's gRPC probe and of grpc_health_probe: a missing worker must not fail it."""
 
     async with serving(tmp_path, joined=False) as s:
@@ -114,7 +114,7 @@ async def test_an_unknown_name(tmp_path: Path) -> None:
         assert (await watch.read()).status == UNKNOWN
 
 
-async def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None:
+async def test_watchers_get_changes_after_others_hang_up(tmp_path: Path) -> None:
     """The library's servicer forgets the others when one watcher leaves."""
 
     async with serving(tmp_path, joined=False) as s:
@@ -133,9 +133,7 @@ async def test_watchers_hear_every_change_whoever_leaves(tmp_path: Path) -> None
             assert await watch.code() is grpc.StatusCode.OK
 
 
-async def test_watchers_of_one_connection_leave_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watchers_of_one_connection_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of one address for another, where all the places of the first are taken."""
     monkeypatch.setattr(health_service, "MAX_WATCHERS_PER_CONNECTION", 2)
     monkeypatch.setattr(health_service, "MAX_WATCHERS", 3)
@@ -166,7 +164,7 @@ async def test_watchers_of_one_connection_leave_room_for_others(
             await channel.close()
 
 
-async def test_a_listener_for_probes_has_health_and_nothing_else(tmp_path: Path) -> None:
+async def test_health_listener_offers_health_only(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, health_listen="0.0.0.0:0") as s,
         grpc.aio.insecure_channel(s.server.health_address.replace("0.0.0.0", "127.0.0.1")) as probes,
@@ -225,7 +223,7 @@ async def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_socket_in_use_is_not_taken_away_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+async def test_dead_socket_is_replaced_but_not_one_in_use(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         with pytest.raises(ConfigurationError, match="another server"):
             async with serving(tmp_path):
@@ -241,7 +239,7 @@ async def test_a_socket_in_use_is_not_taken_away_and_a_dead_one_is_replaced(tmp_
 
 
 @pytest.mark.parametrize("occupant", ["file", "directory"])
-async def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
+async def test_file_that_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
     if occupant == "file":
         (tmp_path / "s").write_text("precious")
     else:
@@ -254,7 +252,7 @@ async def test_what_is_no_socket_stays(tmp_path: Path, occupant: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_every_service_that_reflection_lists_is_described_with_all_it_needs(tmp_path: Path, version: str) -> None:
+async def test_reflection_describes_every_listed_service(tmp_path: Path, version: str) -> None:
     """What k6 and buf do: list, ask for the file of each service, and then for each file that one depends on."""
 
     async def describe_all(channel: Any, version: str, expected: set[str]) -> None:
@@ -297,7 +295,7 @@ async def test_every_service_that_reflection_lists_is_described_with_all_it_need
         await describe_all(s.channel, version, {SERVICE, "grpc.health.v1.Health"})
 
 
-async def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:
+async def test_message_over_the_limit_is_rejected_by_grpc(tmp_path: Path) -> None:
     async with serving(tmp_path, max_message_bytes=8192) as s:
         error = await error_of(s.generate(text_request("x" * 10_000)))
         assert error.code == "RESOURCE_EXHAUSTED"
@@ -307,7 +305,7 @@ async def test_a_message_over_the_limit_is_refused_by_the_transport(tmp_path: Pa
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
 
-async def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(tmp_path: Path) -> None:
+async def test_drain_completes_or_interrupts_requests(tmp_path: Path) -> None:
     """Two that finish in time, one that does not, one that is queued; a watcher holds nothing up."""
 
     async with serving(tmp_path) as s:
@@ -343,14 +341,14 @@ async def test_drain_lets_requests_finish_and_ends_the_rest_with_what_they_have(
             await s.server.stop(2 * BOUND_SECONDS)
 
 
-async def test_a_drain_of_nothing_takes_no_time(tmp_path: Path) -> None:
+async def test_drain_without_requests_returns_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         async with asyncio.timeout(BOUND_SECONDS):
             await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
             await s.server.stop(2 * BOUND_SECONDS)
 
 
-async def test_the_last_status_arrives_although_the_server_stops_at_once(tmp_path: Path) -> None:
+async def test_last_status_arrives_before_an_immediate_stop(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call, key = await s.begin()
         s.engine.finish_by(key, FinishReason.LENGTH)

@@ -27,7 +27,7 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
 
-async def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path) -> None:
+async def test_one_message_has_the_tokens_of_a_step(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         await caller.send(*(submit(n) for n in range(5)))
@@ -68,7 +68,7 @@ async def test_one_message_has_what_a_step_brought_for_everybody(tmp_path: Path)
     ],
     ids=["plain", "no text", "times", "stop", "stop without text", "greedy"],
 )
-async def test_an_answer_is_that_of_generate(tmp_path: Path, request_: pb.GenerateRequest) -> None:
+async def test_answer_equals_generate(tmp_path: Path, request_: pb.GenerateRequest) -> None:
 
     def has_tokens(caller: Caller, count: int) -> bool:
         return len(caller.tokens[7]) >= count
@@ -107,7 +107,7 @@ async def test_logprobs_come_as_pieces(tmp_path: Path) -> None:
         assert found == [-0.5]
 
 
-async def test_the_error_of_one_request_is_its_own(tmp_path: Path) -> None:
+async def test_error_ends_one_request_only(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         wrong = text_request(sampling={"top_p": 7.0})
@@ -131,7 +131,7 @@ async def test_the_error_of_one_request_is_its_own(tmp_path: Path) -> None:
         await caller.until(lambda: 1 in caller.started)
 
 
-async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_full_queue_has_a_retry_hint(tmp_path: Path) -> None:
     async with serving(tmp_path, max_queue_size=2) as s:
         caller = Caller(s)
         await caller.send(*(submit(n) for n in range(3)))
@@ -141,7 +141,7 @@ async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
         assert caller.failed[2].retry_after_seconds is not None
 
 
-async def test_a_session_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
+async def test_requests_of_a_session_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, max_session_requests=3) as s:
         caller = Caller(s)
         await caller.send(*(submit(n) for n in range(4)))
@@ -165,7 +165,7 @@ async def test_cancelling_one_request_leaves_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-async def test_a_caller_who_leaves_takes_the_requests_along(tmp_path: Path, how: str) -> None:
+async def test_hang_up_cancels_all_requests(tmp_path: Path, how: str) -> None:
     async with serving(tmp_path) as s:
         channel = grpc.aio.insecure_channel(s.server.address)
         call = channel.stream_stream(
@@ -183,7 +183,7 @@ async def test_a_caller_who_leaves_takes_the_requests_along(tmp_path: Path, how:
         assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
 
 
-async def test_each_request_has_a_deadline_within_that_of_the_call(tmp_path: Path) -> None:
+async def test_request_deadline_is_within_the_calls(tmp_path: Path) -> None:
     async with serving(tmp_path, default_deadline_seconds=500.0) as s:
         caller, unbounded = Caller(s, timeout=100.0), Caller(s)
         before = s.service._clock()
@@ -199,7 +199,7 @@ async def test_each_request_has_a_deadline_within_that_of_the_call(tmp_path: Pat
         assert 500 <= seconds["default"] <= 500 + spent
 
 
-async def test_a_drain_lets_answers_end_and_then_the_session(tmp_path: Path) -> None:
+async def test_drain_completes_answers_then_ends_the_session(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller, idler = Caller(s), Caller(s)
         await caller.send(submit(1), submit(2))
@@ -224,7 +224,7 @@ async def test_a_drain_lets_answers_end_and_then_the_session(tmp_path: Path) -> 
         await left
 
 
-async def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(tmp_path: Path) -> None:
+async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=200_000) as s:
         # Or what hides in the transport would grow without end.
         channel = grpc.aio.insecure_channel(s.server.address, options=[("grpc.http2.bdp_probe", 0)])

@@ -24,7 +24,7 @@ from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
 
 
-async def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
+async def test_message_without_commands_ends_the_session(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         for wrong in (pb.SessionRequest(), submit(1)):
             caller = Caller(s)
@@ -36,7 +36,7 @@ async def test_what_is_no_order_ends_the_session(tmp_path: Path) -> None:
         assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
 
 
-async def test_many_orders_in_a_message_are_obeyed_in_their_order(tmp_path: Path) -> None:
+async def test_commands_of_a_message_run_in_order(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         together = pb.SessionRequest(
@@ -69,7 +69,7 @@ async def test_more_than_32_commands_in_a_message_are_refused(tmp_path: Path) ->
         assert not s.engine.submitted
 
 
-async def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
+async def test_duplicate_handle_in_a_message_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         await caller.send(pb.SessionRequest(submits=[command(1), command(2), command(1)]))
@@ -79,7 +79,7 @@ async def test_a_handle_twice_in_a_message_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_message", [1, 25])
-async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path, per_message: int) -> None:
+async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: int) -> None:
     async with serving(tmp_path, max_queue_size=1) as s:
         heard = 0
 
@@ -109,9 +109,7 @@ async def test_one_who_does_not_read_refusals_is_not_listened_to(tmp_path: Path,
         await listening
 
 
-async def test_others_are_served_between_the_large_orders_of_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_commands_leave_loop_time_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty-two of them checked in one go held up every stream for a tenth of a second."""
     turns, opened = 0, []
     real = Admission.admit

@@ -24,7 +24,7 @@ from lineclear.wire.messages import Sampling
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
+def test_idle_server_stops_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
     server = start("--drain-timeout-seconds", "600")
     watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
@@ -35,7 +35,7 @@ def test_an_idle_server_leaves_at_once(start: Callable[..., Running], number: si
     assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
 
 
-def test_whoever_holds_its_standard_input_takes_it_along(start: Callable[..., Running]) -> None:
+def test_closed_stdin_stops_the_server(start: Callable[..., Running]) -> None:
     """However that one ends: the pipe is closed then. Answers in progress finish, as after SIGTERM."""
     reading, writing = os.pipe()
     try:
@@ -65,7 +65,7 @@ def drain_by_standard_input(server: Running, stdin: int) -> None:
 
 
 @pytest.mark.parametrize("drain", [drain_by_operator, drain_by_standard_input])
-def test_one_signal_during_a_drain_that_another_source_began_cuts_no_stream(
+def test_first_signal_during_an_admin_drain_keeps_streams(
     start: Callable[..., Running], drain: Callable[[Running, int], None]
 ) -> None:
     """A preStop hook that calls Drain, and then the kubelet's SIGTERM. A second signal ends the process at once."""
@@ -116,7 +116,7 @@ def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
     assert server.exit_code() == 0
 
 
-def test_answers_that_outlast_the_drain_are_ended_with_what_it_takes_to_go_on(start: Callable[..., Running]) -> None:
+def test_drain_timeout_error_has_resume_metadata(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "0.5", min_step_seconds=0.05, max_step_seconds=0.05)
     calls = [server.stub.Generate(endless(n)) for n in range(2)]
     begun = [list(next(call).token_ids) for call in calls]
@@ -131,7 +131,7 @@ def test_answers_that_outlast_the_drain_are_ended_with_what_it_takes_to_go_on(st
     assert server.exit_code() == 0
 
 
-def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]) -> None:
+def test_new_calls_during_shutdown_get_the_reason(start: Callable[..., Running]) -> None:
     """Callers without a pause, from before the signal until nobody answers. None ends without a reason of ours, or of a
     connection that is closed: a bare CANCELLED would say that the caller hung up."""
     server = start("--drain-linger-seconds", "2")
@@ -165,7 +165,7 @@ def test_whoever_comes_while_it_leaves_is_told_why(start: Callable[..., Running]
     assert server.exit_code() == 0
 
 
-def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> None:
+def test_liveness_outlasts_readiness(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
     call = server.stub.Generate(endless())
     next(call)
@@ -179,9 +179,7 @@ def test_liveness_does_not_end_with_readiness(start: Callable[..., Running]) -> 
 
 
 @pytest.mark.parametrize("target", ["loop", "engine"])
-def test_what_stands_still_is_seen_by_probes_and_written_down(
-    start: Callable[..., Running], target: str, tmp_path: Path
-) -> None:
+def test_stalled_engine_is_reported_and_logged(start: Callable[..., Running], target: str, tmp_path: Path) -> None:
     """SIGALRM makes the event loop, or the engine's next turn, stand still until somebody writes to a pipe."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -226,7 +224,7 @@ def test_what_stands_still_is_seen_by_probes_and_written_down(
     assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
 
 
-def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
+def test_second_signal_stops_at_once(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
     call = server.stub.Generate(endless())
     next(call)
@@ -240,7 +238,7 @@ def test_a_second_signal_ends_it_now(start: Callable[..., Running]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE])
-def test_other_signals_do_not_end_it(start: Callable[..., Running], number: signal.Signals) -> None:
+def test_other_signals_are_ignored(start: Callable[..., Running], number: signal.Signals) -> None:
     server = start()
     server.popen.send_signal(number)
     assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500

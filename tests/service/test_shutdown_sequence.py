@@ -69,7 +69,7 @@ def split(model: Path) -> Iterator[Split]:
         shutil.rmtree(directory)
 
 
-def test_a_worker_smaller_than_its_scheduler_is_said_once_with_both_figures_and_flags(model: Path) -> None:
+def test_smaller_worker_is_logged_once(model: Path) -> None:
     directory = short_directory()
     running = Split(model, directory, "--max-batch-size", "128", "--target-batch-tokens", "8192")
     try:
@@ -97,7 +97,7 @@ ORDERS: dict[str, Callable[[Split], None]] = {
 
 
 @pytest.mark.parametrize("stop", ORDERS.values(), ids=ORDERS)
-def test_streams_complete_in_every_order_of_stopping(split: Split, stop: Callable[[Split], None]) -> None:
+def test_streams_complete_in_every_stop_order(split: Split, stop: Callable[[Split], None]) -> None:
     with grpc.insecure_channel(split.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         answers = stream(stub, lambda: stop(split))
@@ -107,7 +107,7 @@ def test_streams_complete_in_every_order_of_stopping(split: Split, stop: Callabl
         assert split.scheduler.exit_code() == 0
 
 
-def test_streams_complete_where_a_scheduler_and_the_worker_it_spawned_are_stopped_at_once(
+def test_streams_complete_when_both_processes_stop(
     start: Callable[..., Running],
 ) -> None:
     """As systemd stops a service: SIGTERM to every process of the control group. No further worker is started."""

@@ -65,13 +65,13 @@ async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: s
         assert key in s.engine.cancelled
 
 
-async def test_exactly_as_many_unread_tokens_as_allowed(tmp_path: Path) -> None:
+async def test_unread_tokens_at_the_limit(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=16) as s:
         s.engine.answer = lambda request: [40] * 16
         await read_all(s.generate())
 
 
-async def test_a_stream_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
     """The transport's windows fill up, a write blocks, and the request does not keep its place for ever."""
 
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
@@ -107,7 +107,7 @@ async def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path
         assert {*s.engine.cancelled} == {first}
 
 
-async def test_a_session_that_takes_nothing_is_ended_and_told_so(tmp_path: Path) -> None:
+async def test_stalled_session_gets_slow_consumer(tmp_path: Path) -> None:
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
         before = len(asyncio.all_tasks())
         caller = Caller(s)
@@ -148,7 +148,7 @@ async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield f"unix:{path}/gate", is_open
 
 
-async def test_a_connection_that_takes_not_even_the_first_message_hears_the_end_of_it_later(tmp_path: Path) -> None:
+async def test_status_follows_a_stalled_first_message(tmp_path: Path) -> None:
     """The headers travel with that message: a status sent before it is through would never arrive."""
 
     async with (

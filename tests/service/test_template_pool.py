@@ -44,7 +44,7 @@ def tenant(name: str) -> dict[str, Any]:
     return {"metadata": (("x-tenant-id", name),)}
 
 
-async def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
+async def test_looping_template_is_killed_and_blocks_no_request(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, max_chat_template_seconds=0.3) as s:
         with capture_logs() as logs:
             looping = tokenize(s, SLOW, "secret", **tenant("a"))
@@ -62,9 +62,7 @@ async def test_a_template_that_loops_is_ended_and_holds_up_nobody(tmp_path: Path
         assert (await tokenize(s, "quick", **tenant("a"))).token_ids
 
 
-async def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_modules_in_the_working_directory_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may be started in any folder, one with a json.py among them."""
     for name in ("json", "jinja2", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
@@ -74,7 +72,7 @@ async def test_a_module_in_the_working_directory_is_not_taken_for_one_of_the_lib
         assert (await tokenize(s, "quick", timeout=BOUND_SECONDS)).token_ids
 
 
-async def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(tmp_path: Path) -> None:
+async def test_process_renders_the_same_tokens(tmp_path: Path) -> None:
     contents = ["plain", "<|im_end|> is no special token", "日本語 😀\r\n\x00", "", "x" * 5000]
 
     async with serving(tmp_path) as s:
@@ -93,7 +91,7 @@ async def test_a_conversation_in_a_process_has_the_tokens_of_one_rendered_here(t
         ("{{ messages[0].content * 900000 }}", "makes more than"),
     ],
 )
-async def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path, template: str, sentence: str) -> None:
+async def test_rejected_conversation_is_an_invalid_request(tmp_path: Path, template: str, sentence: str) -> None:
     async with serving(tmp_path, template=template) as s:
         error = await error_of(tokenize(s, "secret"))
         assert error.code == "INVALID_ARGUMENT"
@@ -101,7 +99,7 @@ async def test_what_a_template_does_not_take_is_the_callers_error(tmp_path: Path
         assert "secret" not in str(error)
 
 
-async def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_server(tmp_path: Path) -> None:
+async def test_process_has_a_memory_limit_and_low_priority(tmp_path: Path) -> None:
     """And what it writes to standard error is in nobody's log."""
 
     async with serving(tmp_path) as s:
@@ -114,7 +112,7 @@ async def test_the_process_that_renders_is_bounded_in_memory_and_yields_to_the_s
         assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
 
 
-async def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
+async def test_killed_process_is_replaced(tmp_path: Path) -> None:
     """Between two conversations nobody notices; within one its caller is told to send it again."""
 
     async with serving(tmp_path, template=SOMETIMES) as s:
@@ -134,9 +132,7 @@ async def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
         assert (await tokenize(s, "quick")).token_ids
 
 
-async def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_process_start_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = subprocess.Popen
 
     def refused(*arguments: Any, **options: Any) -> Any:
@@ -150,7 +146,7 @@ async def test_where_no_process_can_be_started_the_caller_is_told_to_come_back(
         assert (await tokenize(s, "quick")).token_ids
 
 
-async def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
+async def test_cancelled_conversations_keep_their_process(tmp_path: Path) -> None:
     """Or a caller that cancels all the time would have the server start processes all the time."""
 
     some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 20 + TEMPLATE
@@ -169,7 +165,7 @@ async def test_cancelled_conversations_end_no_process(tmp_path: Path) -> None:
         assert pool.pids == pids
 
 
-async def test_conversations_have_a_most_of_messages(tmp_path: Path) -> None:
+async def test_conversation_messages_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, max_chat_messages=3) as s:
         assert (await tokenize(s, *"abc")).token_ids
         for call in (tokenize(s, *"abcd"), s.generate(pb.GenerateRequest(chat=chat(*"abcd")))):
@@ -195,7 +191,7 @@ def many_messages(s: Serving, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("work", [detokenize, long_text, many_messages])
-async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, work: Callable[..., Any]) -> None:
+async def test_flood_of_one_tenant_does_not_delay_another(tmp_path: Path, work: Callable[..., Any]) -> None:
     async with serving(tmp_path) as s:
         prompts = s.service.tokenizers
         await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
@@ -207,13 +203,13 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path, wo
             call.cancel()
 
 
-async def test_a_hundred_small_conversations_at_once_are_no_flood(tmp_path: Path) -> None:
+async def test_hundred_small_conversations_are_accepted(tmp_path: Path) -> None:
     async with serving(tmp_path, template=TEMPLATE) as s:
         found = await asyncio.gather(*(outcome(tokenize(s, "hello")) for _ in range(100)))
         assert found == ["OK"] * 100
 
 
-async def test_where_too_much_waits_another_tenant_is_let_in(tmp_path: Path) -> None:
+async def test_full_queue_admits_another_tenant(tmp_path: Path) -> None:
     async with serving(tmp_path, max_tokenizer_queue_size=10) as s:
         flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
         await until(lambda: s.service.tokenizers._texts.num_waiting == 8)
@@ -231,7 +227,7 @@ async def outcome(call: Any) -> str:
     return "OK"
 
 
-async def test_the_loop_turns_while_tokens_become_text(tmp_path: Path) -> None:
+async def test_loop_runs_while_tokens_are_decoded(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call = detokenize(s)
         turns = 0
@@ -258,7 +254,7 @@ class _Sliced(list[int]):
         raise AssertionError("all of them are read at once")
 
 
-async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Path) -> None:
+async def test_tokens_are_validated_and_decoded_in_slices(tmp_path: Path) -> None:
     """All at once, 65,000 of them would hold up every stream for 5 ms."""
 
     async with serving(tmp_path) as s:
@@ -272,7 +268,7 @@ async def test_tokens_are_checked_and_become_text_a_slice_at_a_time(tmp_path: Pa
         assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
 
 
-async def test_a_deadline_passes_while_a_prompt_waits_for_its_turn(tmp_path: Path) -> None:
+async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
         await until(lambda: s.service.tokenizers._templates.num_inside == 1)

@@ -98,7 +98,7 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_fil
 # --- answers that are kept -------------------------------------------------------------------------------------------
 
 
-async def test_one_tenant_does_not_push_out_the_answers_of_another(tmp_path: Path, token_file: str) -> None:
+async def test_tenant_does_not_evict_a_smaller_tenants_answers(tmp_path: Path, token_file: str) -> None:
     async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
         alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
         bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
@@ -107,7 +107,7 @@ async def test_one_tenant_does_not_push_out_the_answers_of_another(tmp_path: Pat
         assert await kept(s, "bob", bobs[-15:]) == 15
 
 
-async def test_a_tenant_that_holds_everything_makes_room_for_a_newcomer(tmp_path: Path, token_file: str) -> None:
+async def test_largest_tenant_is_evicted_for_a_new_one(tmp_path: Path, token_file: str) -> None:
     """Down to equal shares, the oldest first."""
 
     async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
@@ -129,7 +129,7 @@ async def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str)
         assert await kept(s, "bob", bobs) == 2
 
 
-async def test_answers_in_progress_of_one_tenant_are_bounded_by_a_setting(tmp_path: Path, token_file: str) -> None:
+async def test_submitted_requests_per_tenant_are_limited(tmp_path: Path, token_file: str) -> None:
     """They are never pushed out, so without that bound they could take all the room there is."""
 
     async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
@@ -140,7 +140,7 @@ async def test_answers_in_progress_of_one_tenant_are_bounded_by_a_setting(tmp_pa
         await submit(s, "alice")
 
 
-async def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
+async def test_kept_answers_are_limited_in_bytes(tmp_path: Path) -> None:
     """Log probabilities weigh many times more than tokens, so a bound in tokens says little."""
     heavy = text_request(output=pb.OutputOptions(logprobs=True, top_logprobs=20), sampling={"max_tokens": 100})
 
@@ -163,7 +163,7 @@ async def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
         assert await most(s, LONG) >= 3 * num_heavy
 
 
-async def test_counted_bytes_are_those_of_memory(tmp_path: Path) -> None:
+async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
     options = pb.OutputOptions(logprobs=True, top_logprobs=20, token_timings=True)
     top = tuple((token, -float(token)) for token in range(400, 420))
 
@@ -202,7 +202,7 @@ async def submit_and_feed(
 # --- figures of the server -------------------------------------------------------------------------------------------
 
 
-async def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, token_file: str) -> None:
+async def test_stats_reveal_nothing_about_other_tenants(tmp_path: Path, token_file: str) -> None:
     async with serving(tmp_path, token_file=token_file) as s:
         before = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
         s.engine.answer = lambda request: SMILE_IDS
@@ -218,9 +218,7 @@ async def test_figures_say_nothing_of_other_tenants_requests(tmp_path: Path, tok
 
 
 @pytest.mark.parametrize("settings", [{"share_stats_across_tenants": True}, {"token_file": ""}])
-async def test_figures_are_whole_where_nobody_is_kept_apart(
-    tmp_path: Path, token_file: str, settings: dict[str, Any]
-) -> None:
+async def test_stats_are_complete_without_tenants(tmp_path: Path, token_file: str, settings: dict[str, Any]) -> None:
     async with serving(tmp_path, **{"token_file": token_file, **settings}) as s:
         s.engine.answer = lambda request: SMILE_IDS
         assert [r async for r in s.generate(**of("alice"))]

@@ -26,7 +26,7 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
 
-async def test_an_answer_from_start_to_end(tmp_path: Path) -> None:
+async def test_complete_answer(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call, key = await s.begin(
             text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}), cached_tokens=2
@@ -84,7 +84,7 @@ async def test_unread_tokens_travel_in_one_message(tmp_path: Path) -> None:
         assert tokens_of(responses) == HELLO_IDS
 
 
-async def test_only_what_was_asked_for_is_sent(tmp_path: Path) -> None:
+async def test_only_requested_fields_are_sent(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: HELLO_IDS
         plain = await read_all(s.generate())
@@ -120,14 +120,14 @@ async def test_special_tokens_are_text_only_when_kept(tmp_path: Path) -> None:
         assert text_of(await read_all(s.generate(kept))) == "Hello, how are you?</s>"
 
 
-async def test_an_unfinished_character_becomes_a_replacement_in_the_end(tmp_path: Path) -> None:
+async def test_unfinished_character_becomes_a_replacement(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         half = TOKENIZER.encode_sealed("é😀")[:-1]
         s.engine.answer = lambda request: half
         assert text_of(await read_all(s.generate())) == "é\ufffd"
 
 
-async def test_a_stop_string_ends_the_answer_and_the_work(tmp_path: Path) -> None:
+async def test_stop_string_ends_answer_and_computation(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call, key = await s.begin(text_request(stop={"strings": [" are"]}))
         for token in HELLO_IDS:  # the engine runs ahead of the text
@@ -146,7 +146,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP_EOS])
-async def test_a_stop_string_counts_also_when_the_engine_was_faster(tmp_path: Path, reason: FinishReason) -> None:
+async def test_stop_string_wins_over_a_later_engine_end(tmp_path: Path, reason: FinishReason) -> None:
     async with serving(tmp_path) as s:
         call, key = await s.begin(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
         s.engine.tokens(key, HELLO_IDS)
@@ -168,7 +168,7 @@ async def test_stop_strings_work_without_text(tmp_path: Path) -> None:
         assert responses[-1].finished.finish_reason == pb.FINISH_REASON_STOP_STRING
 
 
-async def test_the_beginning_of_a_stop_string_is_sent_in_the_end(tmp_path: Path) -> None:
+async def test_partial_stop_string_is_sent_at_the_end(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: HELLO_IDS
         responses = await read_all(s.generate(text_request(stop={"strings": ["you? And"]})))

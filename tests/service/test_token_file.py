@@ -77,15 +77,15 @@ def test_nothing_secret_is_shown(tmp_path: Path) -> None:
     [
         ([], "no token"),
         (["# only this"], "no token"),
-        (["alice"], "line 1: a line is a name and a token"),
-        (["# x", f"alice {ALICE} more"], "line 2: a line is a name and a token"),
+        (["alice"], "line 1: expected a name and a token"),
+        (["# x", f"alice {ALICE} more"], "line 2: expected a name and a token"),
         (["alice short"], "16 to 4096"),
         ([f"al!ce {ALICE}"], "a name is"),
         (["alice sha256:beef"], "64 lower-case"),
         ([f"alïce {ALICE}"], "ASCII"),
     ],
 )
-def test_a_wrong_file_is_refused_and_its_contents_are_not_repeated(tmp_path: Path, lines: list[str], says: str) -> None:
+def test_invalid_file_error_quotes_no_content(tmp_path: Path, lines: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says) as caught:
         read_tokens(token_file(tmp_path, *lines))
     assert "tokens" in str(caught.value)
@@ -93,17 +93,17 @@ def test_a_wrong_file_is_refused_and_its_contents_are_not_repeated(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", [0o404, 0o444, 0o604, 0o402])
-def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+def test_file_readable_by_others_is_rejected(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigurationError, match="chmod 0400"):
         read_tokens(token_file(tmp_path, f"alice {ALICE}", mode=mode))
 
 
-def test_a_file_larger_than_any_list_of_tokens_is_refused(tmp_path: Path) -> None:
+def test_too_large_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="larger than 1048576 bytes"):
         read_tokens(token_file(tmp_path, f"alice {ALICE}", "#" * 2**20))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
         read_tokens(tmp_path / "absent")
 
@@ -118,7 +118,7 @@ class Clock:
         return self.now
 
 
-def test_a_change_is_seen_after_a_second_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+def test_change_applies_after_a_second_if_valid(tmp_path: Path) -> None:
     clock = Clock()
     file = token_file(tmp_path, f"alice {ALICE}")
     watched = ReloadingFile([file], lambda: read_tokens(file), clock)
@@ -138,7 +138,7 @@ def test_a_change_is_seen_after_a_second_and_a_wrong_one_changes_nothing(tmp_pat
     assert watched.current().name_of(ALICE) == "alice"
 
 
-def test_a_link_that_is_swapped_is_a_change(tmp_path: Path) -> None:
+def test_swapped_link_is_a_change(tmp_path: Path) -> None:
     """How Kubernetes renews a mounted secret."""
     clock = Clock()
     for name, token in (("one", ALICE), ("two", BOB)):
@@ -174,7 +174,7 @@ def test_a_change_of_the_same_size_is_seen(tmp_path: Path, way: str) -> None:
     assert watched.current().name_of(ALICE) == "carol"
 
 
-def test_files_that_do_not_change_are_not_read_again(tmp_path: Path) -> None:
+def test_unchanged_files_are_read_once(tmp_path: Path) -> None:
     clock = Clock()
     reads: list[float] = []
     watched = ReloadingFile([token_file(tmp_path, f"alice {ALICE}")], lambda: reads.append(clock.now), clock)
@@ -189,7 +189,7 @@ def test_files_that_do_not_change_are_not_read_again(tmp_path: Path) -> None:
     assert watched.version == 1
 
 
-def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path: Path) -> None:
+def test_files_are_checked_once_a_second(tmp_path: Path) -> None:
     clock = Clock()
     reads: list[float] = []
     file = token_file(tmp_path, f"alice {ALICE}")
@@ -201,7 +201,7 @@ def test_files_are_looked_at_once_a_second_however_many_calls_there_are(tmp_path
     assert len(reads) <= 11
 
 
-def test_a_problem_that_passes_is_no_reason_to_keep_old_values(tmp_path: Path) -> None:
+def test_read_is_retried_after_a_temporary_error(tmp_path: Path) -> None:
     """Too many open files, say: the change is read with the next look, though the file does not change again."""
     clock, broken = Clock(), [True, True, False]
     file = token_file(tmp_path, f"alice {ALICE}")
@@ -239,15 +239,15 @@ def read(**files: str) -> None:
     read_certificates(SchedulerSettings(listen="127.0.0.1:0", **files))
 
 
-def test_a_good_certificate_is_taken(tmp_path: Path) -> None:
+def test_valid_certificate_is_accepted(tmp_path: Path) -> None:
     read(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
 
 
-def test_one_of_an_intermediate_authority_is_taken(tmp_path: Path) -> None:
+def test_certificate_of_an_intermediate_authority_is_accepted(tmp_path: Path) -> None:
     read(**pem_files(tmp_path, AUTHORITY.create_child_ca().issue_cert("localhost")))
 
 
-def test_what_cannot_serve_is_refused_with_file_and_reason(tmp_path: Path) -> None:
+def test_unusable_certificate_is_rejected_with_file_and_reason(tmp_path: Path) -> None:
     good = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     other = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"), "other")
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
@@ -260,13 +260,13 @@ def test_what_cannot_serve_is_refused_with_file_and_reason(tmp_path: Path) -> No
         (good | rubbish, "rubbish"),
         (good | {"tls_cert_file": str(tmp_path / "absent")}, "absent: No such file"),
         (good | {"tls_key_file": str(tmp_path)}, "Is a directory"),
-        (good | {"tls_client_ca_file": str(tmp_path / "rubbish")}, "rubbish holds no certificate"),
+        (good | {"tls_client_ca_file": str(tmp_path / "rubbish")}, "rubbish contains no PEM certificate"),
     ):
         with pytest.raises(ConfigurationError, match=says):
             read(**files)
 
 
-def test_a_locked_key_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
+def test_encrypted_key_is_rejected_without_a_prompt(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -282,9 +282,7 @@ def test_a_locked_key_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
         read(**files)
 
 
-def test_files_that_are_exchanged_while_they_are_read_make_no_wrong_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_replaced_during_the_read_stay_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The certificate is read, then both files are exchanged, then the key is read."""
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     real = tls._read
@@ -328,9 +326,7 @@ def test_a_key_in_memory_cannot_be_executed(tmp_path: Path, monkeypatch: pytest.
     read_certificates(settings)
 
 
-def test_no_descriptor_left_at_a_rotation_keeps_the_old_certificate_until_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotation_waits_for_a_free_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, settings = Clock(), SchedulerSettings(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
     watched = ReloadingFile([Path(settings.tls_cert_file)], lambda: read_certificates(settings), clock)
     before = watched.current()
@@ -351,14 +347,14 @@ def test_no_descriptor_left_at_a_rotation_keeps_the_old_certificate_until_there_
     assert watched.current().chain == Path(settings.tls_cert_file).read_bytes() != before.chain
 
 
-def test_the_expiry_of_a_certificate_is_announced_once_a_day(tmp_path: Path) -> None:
+def test_certificate_expiry_is_logged_once_a_day(tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost", not_after=now + 20 * day))
     found = ServerCertificates(SchedulerSettings(listen="127.0.0.1:0", **files))
     with capture_logs() as lines:
         for hours in range(0, 24 * 22, 2):
-            found.announce_expiry(now + hours * day / 24)
+            found.log_expiry(now + hours * day / 24)
     events = [(line["event"], line.get("days_left")) for line in lines]
     assert events[:14] == [("certificate_expires_soon", days) for days in range(13, -1, -1)]
     assert set(events[14:]) == {("certificate_expired", None)}

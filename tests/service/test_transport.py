@@ -38,7 +38,7 @@ async def answered(channel: grpc.aio.Channel) -> None:
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=BOUND_SECONDS)
 
 
-def test_a_client_takes_whatever_a_server_sends() -> None:
+def test_client_accepts_the_largest_server_message() -> None:
     client, server = dict(channel_options()), dict(data_options(SchedulerSettings()))
     assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
     assert SchedulerSettings().max_request_bytes == MAX_REQUEST_BYTES
@@ -78,7 +78,7 @@ async def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> 
         await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
 
 
-async def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Path) -> None:
+async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, max_streams_per_connection=4) as s:
         calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(8)]
         await s.engine.next_request(4)
@@ -91,7 +91,7 @@ async def test_no_more_calls_at_once_on_one_connection_than_allowed(tmp_path: Pa
             call.cancel()
 
 
-async def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_ask(
+async def test_cancel_and_stats_work_above_the_stream_limit(
     tmp_path: Path,
 ) -> None:
     """With default settings. What waits and what runs has a stream each; all further streams are refused at once."""
@@ -115,7 +115,7 @@ async def test_a_client_with_more_streams_than_the_server_takes_can_cancel_and_a
             call.cancel()
 
 
-async def test_calls_that_wait_for_a_stream_are_answered_in_their_turn(tmp_path: Path) -> None:
+async def test_calls_waiting_for_a_stream_are_answered_in_order(tmp_path: Path) -> None:
     """A client leaves it to gRPC to wait, as our clients do where they open no Session."""
 
     async with serving(tmp_path, max_streams_per_connection=128) as s:
@@ -137,7 +137,7 @@ def pings(path: Path, count: int, seconds_between: float) -> Connection:
         return connection
 
 
-async def test_a_client_that_only_pings_is_told_to_leave(tmp_path: Path) -> None:
+async def test_client_that_only_pings_gets_goaway(tmp_path: Path) -> None:
     """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
 
     async with serving(tmp_path) as s:
@@ -146,9 +146,7 @@ async def test_a_client_that_only_pings_is_told_to_leave(tmp_path: Path) -> None
         await answered(s.channel)
 
 
-async def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_pinging_at_the_allowed_rate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many pings as there are strikes, in a thousandth of the time. The default would be one in 300 s."""
     monkeypatch.setattr(listener, "MIN_PING_INTERVAL_MS", 5)
 
@@ -159,7 +157,7 @@ async def test_a_client_that_pings_at_the_allowed_rate_is_not_told_to_leave(
 
 
 @pytest.mark.parametrize("phase", ["waiting", "streaming"])
-async def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path, phase: str) -> None:
+async def test_dead_connection_cancels_its_requests(tmp_path: Path, phase: str) -> None:
     """No byte travels any more, and nothing is closed, as when a machine loses its power."""
 
     async with (
@@ -189,7 +187,7 @@ async def test_a_caller_on_a_connection_that_went_dead_is_let_go(tmp_path: Path,
 
 
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
-async def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, method: str) -> None:
+async def test_incomplete_request_times_out(tmp_path: Path, method: str) -> None:
     async with serving(tmp_path, request_read_timeout_seconds=0.2) as s:
         s.engine.answer = lambda request: [5]
 
@@ -206,7 +204,7 @@ async def test_a_request_that_is_never_complete_is_refused(tmp_path: Path, metho
 
 
 @pytest.mark.parametrize("network", [False, True])
-async def test_unfinished_requests_of_a_connection_take_a_bounded_room(tmp_path: Path, network: bool) -> None:
+async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, network: bool) -> None:
     """Each stream may send as much as the server takes of it: almost nothing, where others are read before.
 
     Over a unix socket some are ended meanwhile, so that others are read.
@@ -253,14 +251,12 @@ def unfinished(connection: Connection, method: str, count: int, *metadata: tuple
 
 async def came(s: Serving, count: int) -> None:
     """Wait until the server has so many calls."""
-    await until(lambda: sum(guard.num_came for guard in s.server._errors) >= count)
+    await until(lambda: sum(guard.num_calls for guard in s.server._errors) >= count)
 
 
 @pytest.mark.parametrize("flood", [GENERATE, CANCEL, CHECK])
 @pytest.mark.parametrize("excess", [0, 100])
-async def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_ones(
-    tmp_path: Path, flood: str, excess: int
-) -> None:
+async def test_incomplete_requests_yield_on_a_unix_socket(tmp_path: Path, flood: str, excess: int) -> None:
     """One caller takes every place and keeps it. gRPC gives both callers one name."""
 
     async with serving(tmp_path, **FOR_EVER) as s:
@@ -276,7 +272,7 @@ async def test_requests_of_others_on_a_unix_socket_do_not_wait_for_unfinished_on
             await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
 
 
-async def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) -> None:
+async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path) -> None:
     async with serving(tmp_path, max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
@@ -286,7 +282,7 @@ async def test_an_unfinished_request_is_told_that_others_waited(tmp_path: Path) 
             await read_all(s.generate(timeout=BOUND_SECONDS))
             while not hostile.ended:
                 assert await asyncio.to_thread(hostile.receive)
-            assert b"not complete while others waited" in hostile.ended[1]
+            assert b"incomplete while others waited" in hostile.ended[1]
 
 
 async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
@@ -304,7 +300,7 @@ async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
             assert slow.ended == {}
 
 
-async def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_other(tmp_path: Path) -> None:
+async def test_tenants_on_one_connection_have_separate_read_slots(tmp_path: Path) -> None:
     """As behind a proxy."""
 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
@@ -322,7 +318,7 @@ async def test_tenants_on_one_connection_do_not_wait_for_the_requests_of_each_ot
             assert len(s.engine.submitted) == 1
 
 
-async def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ended(tmp_path: Path) -> None:
+async def test_long_requests_over_tcp_wait_without_yielding(tmp_path: Path) -> None:
     """A client that sends many of them over a slow network sends them side by side."""
 
     async with serving(tmp_path, listen="127.0.0.1:0", max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
@@ -343,14 +339,14 @@ async def test_long_requests_over_a_network_wait_for_each_other_and_are_not_ende
             assert len(s.engine.submitted) == 2
 
 
-def test_every_method_whose_request_holds_a_prompt_is_read_as_a_long_one() -> None:
+def test_methods_with_prompts_use_long_read_slots() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
     large = {"text", "chat", "token_ids", "prompt", "request"}
     unary = [m for m in service.methods if not m.client_streaming]
     assert {m.name for m in unary if large & set(m.input_type.fields_by_name)} == LONG
 
 
-async def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_path: Path) -> None:
+async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, listen="127.0.0.1:0", max_sessions_per_connection=2) as s:
         callers = [Caller(s) for _ in range(2)]
         for caller in callers:  # both are there before the next one is opened
@@ -363,7 +359,7 @@ async def test_a_connection_has_so_many_sessions_and_the_next_one_is_told(tmp_pa
         await Caller(s).call.initial_metadata()
 
 
-async def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: Path) -> None:
+async def test_connection_at_maximum_age_takes_no_new_calls(tmp_path: Path) -> None:
     """Its calls in progress go on to their ends."""
 
     async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
@@ -383,7 +379,7 @@ async def test_a_connection_takes_no_new_calls_after_its_greatest_age(tmp_path: 
                 await asyncio.to_thread(connection.receive)
 
 
-async def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: Path) -> None:
+async def test_session_at_maximum_age_takes_no_new_requests(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
         caller = Caller(s)
         await caller.send(submit(1))
@@ -401,7 +397,7 @@ async def test_a_session_takes_no_new_requests_after_its_greatest_age(tmp_path: 
         assert len(s.engine.submitted) == 1
 
 
-async def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_path: Path) -> None:
+async def test_unix_socket_clients_share_no_session_limit(tmp_path: Path) -> None:
     """gRPC gives all of them the same peer name."""
 
     async with serving(tmp_path, max_sessions_per_connection=1) as s:
@@ -412,7 +408,7 @@ async def test_callers_of_a_unix_socket_do_not_share_one_bound_on_sessions(tmp_p
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\x00" * 4096])
-async def test_what_speaks_something_else_is_hung_up_on(tmp_path: Path, noise: bytes) -> None:
+async def test_other_protocols_are_disconnected(tmp_path: Path, noise: bytes) -> None:
     def speak(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(BOUND_SECONDS)

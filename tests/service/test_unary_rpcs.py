@@ -17,7 +17,7 @@ from service.serving import (
 from lineclear.v1 import inference_pb2 as pb
 
 
-async def test_tokenize_and_detokenize_are_what_generate_does(tmp_path: Path) -> None:
+async def test_tokenize_and_detokenize_match_generate(tmp_path: Path) -> None:
     async with serving(tmp_path, joined=False) as s:
         tokenized = await s.stub.Tokenize(pb.TokenizeRequest(text="a <|im_end|> b"))
         assert list(tokenized.token_ids) == TOKENIZER.encode("a <|im_end|> b")
@@ -43,9 +43,7 @@ async def test_the_model_and_its_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "in_force"), [(None, 500.0), (50.0, 50.0), (5000.0, 1000.0)])
-async def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
-    tmp_path: Path, asked: float | None, in_force: float
-) -> None:
+async def test_applied_deadline_is_returned(tmp_path: Path, asked: float | None, in_force: float) -> None:
     """A call without a deadline has the server's; one with a later deadline than allowed has the latest allowed."""
 
     async with serving(tmp_path, default_deadline_seconds=500.0, max_deadline_seconds=1000.0) as s:
@@ -59,7 +57,7 @@ async def test_the_deadline_in_force_is_published_and_sent_with_the_answer(
         assert in_force - 10 < timeout_seconds <= in_force * 1.02
 
 
-async def test_statistics_count_what_happened(tmp_path: Path) -> None:
+async def test_stats_count_requests(tmp_path: Path) -> None:
     async with serving(tmp_path, scheduling_policy="shortest") as s:
         empty = await s.stub.GetStats(pb.GetStatsRequest())
         assert empty.e2e_request_latency_seconds == pb.Quantiles()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, req
 from service.serving import EOS, error_of, read_all, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
-from lineclear.scheduler.requests.sampling_ranges import RANGES, model_defaults
+from lineclear.scheduler.requests.sampling_ranges import PARAMETERS, model_defaults
 from lineclear.scheduler.requests.validation import (
     ModelBounds,
     check,
@@ -22,6 +23,8 @@ from lineclear.scheduler.requests.validation import (
 )
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
+from lineclear.wire.codec import decode, encode
+from lineclear.wire.messages import Row, SlotInit, StepPlan
 
 BOUNDS = ModelBounds(
     context_length=CONTEXT,
@@ -33,13 +36,13 @@ BOUNDS = ModelBounds(
 PROTOS = Path(__file__).parents[2] / "protos" / "lineclear" / "v1"
 
 
-def test_there_are_enough_cases_and_no_two_alike() -> None:
+def test_cases_are_many_and_distinct() -> None:
     assert len(CASES) >= 150
     assert len({case.request.SerializeToString(deterministic=True) for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_bad_request_is_refused_by_name_and_field(case: Bad) -> None:
+def test_invalid_request_names_reason_and_fields(case: Bad) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(case.request, BOUNDS)
     assert caught.value.reason == case.reason
@@ -54,7 +57,7 @@ def _assert_nothing_is_echoed(case: Bad, error: InvalidRequest) -> None:
         assert value not in said
 
 
-async def test_no_bad_request_reaches_the_engine(tmp_path: Path) -> None:
+async def test_invalid_requests_do_not_reach_the_engine(tmp_path: Path) -> None:
     async with serving(tmp_path, max_prompt_bytes=MAX_BYTES) as s:
         for case in CASES:
             error = await error_of(s.generate(case.request))
@@ -66,7 +69,7 @@ async def test_no_bad_request_reaches_the_engine(tmp_path: Path) -> None:
         await read_all(s.generate())
 
 
-async def test_so_many_faults_still_fit_the_trailer(tmp_path: Path) -> None:
+async def test_many_violations_fit_the_trailer(tmp_path: Path) -> None:
     many = [sampling_pb2.LogitBias(token_id=2**32 - 1, bias=1e9) for _ in range(300)]
 
     async with serving(tmp_path) as s:
@@ -99,7 +102,7 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("sampling", GOOD_SAMPLING, ids=lambda s: str(s)[:40])
-def test_the_bound_itself_is_good(sampling: dict[str, Any]) -> None:
+def test_bound_itself_is_valid(sampling: dict[str, Any]) -> None:
     checked = check(request(sampling=sampling), BOUNDS)
     for name, value in sampling.items():
         if hasattr(checked.sampling, name) and name != "logit_bias":
@@ -126,24 +129,54 @@ def test_the_bound_itself_is_good(sampling: dict[str, Any]) -> None:
     ],
     ids=range(14),
 )
-def test_the_largest_good_request_is_good(good: pb.GenerateRequest) -> None:
+def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
     check(good, BOUNDS)
 
 
-@pytest.mark.parametrize("name", RANGES)
-def test_ranges_are_those_written_in_the_schema(name: str) -> None:
-    """The .proto is what callers read: its comment and our bound are the same interval."""
+FLOATS = [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields if field.type == field.TYPE_FLOAT]
+"""The scalar sampling parameters of the schema; a new one is tested as soon as the schema has it."""
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_schema_parameter_reaches_the_wire(name: str) -> None:
+    """Both bounds are valid, are sent to the worker under the same name, and survive the codec; beyond is rejected."""
+    allowed = PARAMETERS[name].range
+    lowest = math.nextafter(allowed.lowest, math.inf) + 1e-6 if allowed.above_lowest else allowed.lowest
+    for value in (lowest, allowed.highest):
+        sampling = check(request(sampling={name: value}), BOUNDS).sampling
+        plan = StepPlan(1, 1, (Row(0, 0, 1, True),), (SlotInit(0, (3,), 1, (), sampling),))
+        (init,) = decode(encode(plan)).inits
+        assert getattr(init.sampling, name) == pytest.approx(value)
+    for value in (allowed.lowest - 0.1, allowed.highest + 0.1, math.nan, math.inf):
+        with pytest.raises(InvalidRequest, match=f"sampling.{name}: must be"):
+            check(request(sampling={name: value}), BOUNDS)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_schema_parameter_has_the_default_of_its_comment(name: str) -> None:
+    default = re.search(r"Default (-?[\d.]+\d|\d)", _comment(name))
+    assert default is not None
+    assert getattr(check(request(), BOUNDS).sampling, name) == PARAMETERS[name].default == float(default[1])
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_ranges_equal_the_schemas(name: str) -> None:
+    """The interval in the .proto comment is the one that requests are checked against."""
+    intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", _comment(name))
+    assert [str(PARAMETERS[name].range).removeprefix("0 or in ").removeprefix("in ")] == intervals
+
+
+def _comment(name: str) -> str:
     text = (PROTOS / "sampling.proto").read_text()
     comment = re.search(rf"((?:  //.*\n)+)  optional float {name} = ", text)
     assert comment is not None
-    intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", comment[1].replace("\n  //", ""))
-    assert [str(RANGES[name]).removeprefix("0 or in ").removeprefix("in ")] == intervals
+    return comment[1].replace("\n  //", "")
 
 
 # --- what depends on the prompt --------------------------------------------------------------------------------------
 
 
-def test_the_context_is_shared_by_prompt_and_output() -> None:
+def test_prompt_and_output_share_the_context() -> None:
     def max_tokens_for(prompt_len: int, **sampling: int) -> int:
         checked = check(request(sampling=sampling), BOUNDS)
         return resolve(checked, "k", [3] * prompt_len, None, BOUNDS).max_tokens
@@ -162,7 +195,7 @@ def test_the_context_is_shared_by_prompt_and_output() -> None:
         (CONTEXT + 1, 1, "text", {"prompt_tokens": "129", "context_length": "128"}),
     ],
 )
-def test_a_prompt_that_leaves_no_room_is_told_the_figures(
+def test_too_long_prompt_error_has_the_figures(
     prompt_len: int, max_tokens: int | None, field: str, figures: dict[str, str]
 ) -> None:
     sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -179,12 +212,12 @@ def test_min_tokens_must_be_reachable() -> None:
         resolve(checked, "k", [3], None, BOUNDS)
 
 
-def test_a_text_of_no_tokens_is_refused() -> None:
+def test_text_without_tokens_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="text: has no tokens"):
         resolve(check(request(), BOUNDS), "k", [], None, BOUNDS)
 
 
-def test_a_tokenizer_that_is_not_the_models_is_noticed() -> None:
+def test_tokenizer_of_another_model_is_detected() -> None:
     with pytest.raises(TokenOutOfVocabulary):
         resolve(check(request(), BOUNDS), "k", [VOCABULARY], None, BOUNDS)
 
@@ -208,7 +241,7 @@ def test_bad_tokenize_requests(bad: pb.TokenizeRequest, fields: set[str]) -> Non
     assert {v.field for v in caught.value.violations} == fields
 
 
-def test_an_empty_text_may_be_tokenized() -> None:
+def test_empty_text_can_be_tokenized() -> None:
     check_tokenize(pb.TokenizeRequest(text=""), MAX_BYTES, 4)
 
 
@@ -222,7 +255,7 @@ def test_bad_detokenize_requests() -> None:
     check_detokenize(pb.DetokenizeRequest(token_ids=[1] * 10), 10)
 
 
-def test_only_good_defaults_are_taken_from_the_model() -> None:
+def test_invalid_model_defaults_are_ignored() -> None:
     config = {"temperature": 0.7, "top_p": 0, "top_k": -1, "min_p": "0.5", "repetition_penalty": None, "bos": 1}
     assert model_defaults(config) == {"temperature": 0.7}
     assert model_defaults({"temperature": float("nan"), "top_k": 2.5}) == {}

@@ -68,7 +68,7 @@ class SimulatedQueue:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_at_half_load_nobody_is_refused_who_would_have_begun_in_time(seed: int) -> None:
+def test_no_wrong_rejection_at_half_load(seed: int) -> None:
     queue = SimulatedQueue(seed)
     queue.run(0.5, 20_000)
     assert queue.wrong == 0
@@ -76,7 +76,7 @@ def test_at_half_load_nobody_is_refused_who_would_have_begun_in_time(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_twice_as_many_come_as_can_be_served_most_who_would_wait_for_nothing_are_told(seed: int) -> None:
+def test_overload_rejects_most_late_requests(seed: int) -> None:
     queue = SimulatedQueue(seed)
     queue.run(0.5, 2_000)
     queue.run(2.0, 10_000)
@@ -85,7 +85,7 @@ def test_where_twice_as_many_come_as_can_be_served_most_who_would_wait_for_nothi
     assert queue.wrong == 0
 
 
-def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
+def test_no_estimate_before_the_rate_is_known() -> None:
     now = 1000.0
     quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     for _ in range(50):
@@ -95,7 +95,7 @@ def test_nothing_is_predicted_before_the_queue_has_shown_its_pace() -> None:
     quota.reserve("", 0.001)
 
 
-def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> None:
+def test_estimate_is_a_third_of_the_expected_wait() -> None:
     now = 1000.0
     quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     places = [quota.reserve("") for _ in range(80)]
@@ -112,7 +112,7 @@ def test_it_is_a_third_of_the_wait_at_the_pace_since_the_queue_was_empty() -> No
     assert quota.num_rejected == 1
 
 
-async def test_a_call_that_would_wait_for_nothing_is_told_so_at_once(tmp_path: Path) -> None:
+async def test_call_with_unreachable_deadline_is_rejected(tmp_path: Path) -> None:
     async with serving(tmp_path, reject_unmeetable_deadlines=True) as s:
         first = s.generate(IDS, timeout=50)
         await s.engine.next_request(1)

@@ -91,7 +91,7 @@ def decode(frame: bytes) -> Message:
         raise DecodeError(f"payload of kind {kind}: {error}") from error
 
 
-# --- columns -------------------------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _ints(values: Iterable[int]) -> bytes:
@@ -140,7 +140,7 @@ def _split(values: Sequence[_T], lengths: Sequence[int]) -> list[tuple[_T, ...]]
     return [tuple(values[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
 
-# --- plan and result -----------------------------------------------------------------------------------------------
+# --- plan and result -------------------------------------------------------------------------------------------------
 
 
 def _plan_to(plan: StepPlan) -> pb.Plan:
@@ -184,24 +184,18 @@ def _chunks_from(m: pb.Plan) -> tuple[Row, ...]:
     return tuple(map(Row, slots, starts, counts, map(bool, m.samples), blocks))
 
 
+_SAMPLING_SCALARS = tuple(field.name for field in pb.Sampling.DESCRIPTOR.fields if field.type != field.TYPE_BYTES)
+
+
 def _init_to(init: SlotInit) -> pb.SlotInit:
     s = init.sampling
     sampling = pb.Sampling(
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
+        **{name: getattr(s, name) for name in _SAMPLING_SCALARS},
         bias_ids=_ints(i for i, _ in s.logit_bias),
         bias_values=_floats(b for _, b in s.logit_bias),
         allowed_ids=_ints(s.allowed_ids),
         banned_ids=_ints(s.banned_ids),
-        seed=s.seed,
-        min_tokens=s.min_tokens,
         stop_ids=_ints(s.stop_ids),
-        logprobs=s.logprobs,
     )
     return pb.SlotInit(
         slot=init.slot,
@@ -215,24 +209,15 @@ def _init_to(init: SlotInit) -> pb.SlotInit:
 def _init_from(m: pb.SlotInit) -> SlotInit:
     s = m.sampling
     sampling = Sampling(
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
+        **{name: getattr(s, name) for name in _SAMPLING_SCALARS},
         logit_bias=tuple(zip(_read_ints(s.bias_ids), _read_floats(s.bias_values), strict=True)),
         allowed_ids=tuple(_read_ints(s.allowed_ids)),
         banned_ids=tuple(_read_ints(s.banned_ids)),
-        seed=s.seed,
-        min_tokens=s.min_tokens,
         stop_ids=tuple(_read_ints(s.stop_ids)),
-        logprobs=s.logprobs,
     )
     tokens, blocks = tuple(_read_indices(m.tokens)), tuple(_read_indices(m.blocks))
     if m.slot < 0 or not 0 < m.prompt_len <= len(tokens):
-        raise ValueError("a slot or a prompt that cannot be")
+        raise ValueError("slot or prompt_len out of range")
     return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling)
 
 
@@ -261,7 +246,7 @@ def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     return StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds)
 
 
-# --- control -------------------------------------------------------------------------------------------------------
+# --- control ---------------------------------------------------------------------------------------------------------
 
 
 def _hello_to(h: Hello) -> pb.Hello:

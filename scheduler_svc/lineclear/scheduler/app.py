@@ -189,7 +189,7 @@ async def _shut_down(
     Until then, new calls get the reason of the refusal.
     """
     exit_code = shutdown.exit_code
-    server.leave()
+    server.set_draining()
     linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
     if exit_code == ExitCode.OK:
         await service.drain(settings.drain_timeout_seconds)

@@ -1,8 +1,4 @@
-"""lineclear.v1.AdminService: what operators ask of this process, and what they are told.
-
-Decides the answers alone: where it is offered is `server`'s, who is let in the admin listener's, and the doing
-`operations`'. Every order is logged with the name of who gave it.
-"""
+"""lineclear.v1.AdminService. Every call is logged with the caller's name; AdminOperations does the work."""
 
 from __future__ import annotations
 
@@ -37,14 +33,14 @@ _NUMBERS = {name: number for number, name in _LEVELS.items()}
 
 
 class OperationsApi(Protocol):
-    """What the service needs of the process."""
+    """The admin operations of the process."""
 
     def shut_down(self) -> None:
-        """Begin to leave in peace; nothing if that has begun."""
+        """Start a graceful shutdown. No effect if it has started."""
         ...
 
     async def dump_recording(self) -> Path:
-        """Write the flight recorder; the file."""
+        """Write the flight recording. Return its file."""
         ...
 
     def flush_prefix_cache(self) -> None:
@@ -52,7 +48,7 @@ class OperationsApi(Protocol):
         ...
 
     def set_log_level(self, level: str) -> str:
-        """Log from `level` upwards, in both processes; the level before."""
+        """Set the log level of both processes. Return the level before."""
         ...
 
 
@@ -63,35 +59,35 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._settings, self._service = settings, service
 
     def attach(self, operations: OperationsApi) -> None:
-        """Begin to use the process. Once, before the first call."""
+        """Connect the operations. Called once, before the first call."""
         self._operations = operations
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Begin to leave, and say what remains."""
+        """Start a graceful shutdown. Return the remaining requests and time."""
         _log_call("drain", context)
         self._operations.shut_down()
         remaining = self._service.drain_remaining_seconds
         response = pb.DrainResponse(requests_in_progress=len(self._service.streams))
-        # The first who asks is answered before the drain has begun.
+        # The first call is answered before the drain has started.
         seconds = self._settings.drain_timeout_seconds if remaining is None else remaining
         response.time_remaining.FromNanoseconds(round(seconds * 1e9))
         return response
 
     async def DumpRecording(self, request: pb.DumpRecordingRequest, context: Context) -> pb.DumpRecordingResponse:
-        """Write the flight recorder to a file."""
+        """Write the flight recording to a file on the server."""
         _log_call("dump_recording", context)
         return pb.DumpRecordingResponse(path=str(await self._operations.dump_recording()))
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
     ) -> pb.FlushPrefixCacheResponse:
-        """Forget cached prefixes."""
+        """Empty the prefix cache."""
         _log_call("flush_prefix_cache", context)
         self._operations.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse()
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
-        """Log more, or less."""
+        """Change the log level of both processes."""
         level = _LEVELS.get(request.level)
         if level is None:
             raise InvalidRequest.at("level", f"must be one of {', '.join(_LEVELS.values())}")
@@ -99,5 +95,5 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.SetLogLevelResponse(previous=_NUMBERS[self._operations.set_log_level(level)])
 
 
-def _log_call(what: str, context: Context, **fields: str) -> None:
-    log.warning("operator", order=what, name=identity.caller(context).tenant, **fields)
+def _log_call(name: str, context: Context, **fields: str) -> None:
+    log.warning("operator", order=name, name=identity.caller(context).tenant, **fields)

@@ -1,8 +1,8 @@
-"""What every call of our service goes through: errors become statuses, and nothing else of ours reaches a caller.
+"""Map errors of handlers to gRPC statuses.
 
-Decides how a call ends that does not end well. A LineclearError is sent as it is; any other exception is a bug, is
-logged with the place it happened (never its text, which may hold a prompt) and sent as an incident number. Bytes that
-are no message of the schema are Malformed, where gRPC itself would answer UNKNOWN and print a traceback.
+A LineclearError is sent as it is. Any other exception is a bug: it is logged with its location, without its text, which
+may contain a prompt, and the client gets an incident number. A request that cannot be parsed is MalformedMessage;
+gRPC itself would answer UNKNOWN and print a traceback.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Guards the methods of `services` on one listener; those of others pass untouched.
+    """Wraps the methods of `services` on one listener; other methods pass unchanged.
 
-    The methods are coroutine functions of (request, context); one that takes a stream of requests answers with one.
-    `reading` bounds what their requests take. `on_error` is called with the reason of each error that a call ends with.
+    Methods are coroutine functions of (request, context). `reading` limits the memory of incomplete requests.
+    `on_error` is called with the reason of each error that ends a call.
     """
 
     def __init__(
@@ -47,32 +47,32 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._reading = reading
         self._on_error = on_error
         self.is_stopping = False
-        """The listeners are being closed: calls end because we cut them, and that is no incident."""
-        self.num_came = 0
-        """Calls of guarded methods that came so far."""
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
+        """The listeners are closing: cancelled calls are expected, not incidents."""
+        self.num_calls = 0
+        """Number of calls so far."""
+        self._running = asyncio.Event()
+        self._running.set()
         self._prefixes = tuple(f"/{service}/" for service in services)
         self._guarded: dict[str, Handler] = {}
 
     def pause(self) -> None:
-        """Answer nobody who comes from now on until `release`; calls in progress go on."""
-        self._goes_on.clear()
+        """Hold new calls until `resume`. Calls in progress continue."""
+        self._running.clear()
 
     def resume(self) -> None:
-        """Answer those who were held."""
-        self._goes_on.set()
+        """Start the held calls."""
+        self._running.set()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The guarded handler of the call's method."""
+        """Return the wrapped handler of the method."""
         method = str(handler_call_details.method)
         if not method.startswith(self._prefixes):
             return await continuation(handler_call_details)
-        self.num_came += 1
+        self.num_calls += 1
         if method not in self._guarded:
             handler = await continuation(handler_call_details)
             if handler is None:  # gRPC answers UNIMPLEMENTED
@@ -81,7 +81,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded[method]
 
     def _guard(self, method: str, handler: Handler) -> Handler:
-        """The handler of `method` as one that gRPC reads nothing for: its requests are read here, within bounds."""
+        """Return a handler whose requests are read here, within limits, instead of by gRPC."""
         return grpc.stream_stream_rpc_method_handler(
             self._map_errors(method, self._reader(handler, is_long=method.rpartition("/")[2] in LONG)),
             request_deserializer=_deserializer(handler.request_deserializer),
@@ -102,24 +102,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             await context.write(response)
 
         if handler.request_streaming:
-            assert handler.response_streaming, "no method of ours takes many and answers once"
+            assert handler.response_streaming, "no method has a request stream and a single response"
             return many
         return stream if handler.response_streaming else unary
 
     def _map_errors(self, method: str, behavior: Any) -> Behavior:
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                if not self._goes_on.is_set():
-                    await self._goes_on.wait()
+                if not self._running.is_set():
+                    await self._running.wait()
                 return await behavior(request, context)
             except LineclearError as error:
                 return await self._abort(context, error)
             except grpc.aio.AbortError:
                 raise
             except asyncio.CancelledError as error:
-                # A call that ends like this sends no status: right if the caller is gone, but otherwise it would wait.
-                # gRPC cancels the call's task when the caller has gone, and we never do; context.cancelled() is only
-                # true once a status is there.
+                # A cancelled handler sends no status: right after a hang-up, but otherwise the client would wait.
+                # Only gRPC cancels the task of a call, after a hang-up; context.cancelled() is true later.
                 task = asyncio.current_task()
                 if self.is_stopping or (task is not None and task.cancelling()):
                     raise
@@ -136,10 +135,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and of its causes, and with them the request that their frames hold.
+    """Drop the tracebacks of an error and its causes, because their frames hold the request.
 
-    gRPC keeps the error in a reference cycle. Until the garbage collector finds it, every refused request would stay in
-    memory: hundreds of MiB where a caller sends large ones.
+    gRPC keeps the error in a reference cycle. Rejected requests would stay in memory until the next garbage collection:
+    hundreds of MiB of large requests.
     """
     while error is not None:
         error.__traceback__ = None
@@ -164,18 +163,18 @@ async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _check_size(response: Message | bytes) -> None:
-    """Raises ResponseTooLarge where gRPC would not send the response, and end the call with a sentence of its own."""
+    """Raises ResponseTooLarge for a response that gRPC would not send."""
     size = len(response) if isinstance(response, bytes) else response.ByteSize()
     if size > MAX_MESSAGE_BYTES:
         raise ResponseTooLarge(
-            f"the answer has {size} bytes, a message has at most {MAX_MESSAGE_BYTES}; ask for less at once (what Submit"
-            " began can be read with Attach, in pieces)",
+            f"the answer has {size} bytes, the limit is {MAX_MESSAGE_BYTES}; ask for less at once (a submitted"
+            " answer can be read in parts with Attach)",
             metadata={"response_bytes": str(size), "limit": str(MAX_MESSAGE_BYTES)},
         )
 
 
 def incident(where: str, error: BaseException) -> InternalError:
-    """What a caller is told of a bug of ours; what happened is in the log under the same number."""
+    """Log a bug and return the error for the client, with the same incident number."""
     incident_id = secrets.token_hex(8)
     log.error("incident", incident_id=incident_id, where=where, **exception_fields(error))
     message = f"internal error; the server's log has it as incident {incident_id}"
@@ -183,10 +182,9 @@ def incident(where: str, error: BaseException) -> InternalError:
 
 
 async def abort(context: Context, error: LineclearError) -> None:
-    """End the call with the error's status. Raises AbortError, as gRPC wants it, once that is on its way.
+    """End the call with the error's status. Raises AbortError once the status is sent.
 
-    Returns where the caller does not take the status either: it is queued behind what was not read, and the call is
-    left to the transport.
+    Returns after a timeout if the client does not read: the status is queued behind unread messages.
     """
     status = rpc_status.to_status(to_status(error))
     try:

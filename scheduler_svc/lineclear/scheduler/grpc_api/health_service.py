@@ -1,7 +1,7 @@
-"""grpc.health.v1: whether the process lives and whether it takes requests.
+"""grpc.health.v1: liveness and readiness.
 
-The servicer of grpcio-health-checking loses a watcher when another one leaves, and lets a watcher that does not read
-hold up a change of status; hence this one. It also has no List. Decides nothing: it is told.
+The servicer of grpcio-health-checking loses a watcher when another one leaves, and a watcher that does not read delays
+status changes for all. It also has no List.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from lineclear.errors import QueueFull
 
 SERVICE = health.SERVICE_NAME
 MAX_WATCHERS = 1024
-"""At each address. Watching needs no token, so callers at one address must not use up the places of another."""
+"""At each address. Watch needs no token, so clients of one address must not use up the limit of another."""
 MAX_WATCHERS_PER_CONNECTION = 64
 
 Status = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Names and whether each is serving. On one event loop."""
+    """Serving status by name. On one event loop."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._serving = dict.fromkeys(names, False)
-        self._changed = asyncio.Event()  # replaced at every change: whoever waits holds the old one
+        self._changed = asyncio.Event()  # set and replaced at every change
         self._closed: set[str] = set()
         self._is_closed = False
 
     def set(self, names: Iterable[str], serving: bool) -> None:
-        """Tell everybody who watches. Raises KeyError for a name that was not given at the start.
+        """Update the status of names, and notify watchers. Raises KeyError for an unknown name.
 
-        For what was closed this changes nothing: a worker that joins does not bring a leaving server back.
+        Closed names stay closed: a worker that joins does not make a draining server ready.
         """
         for name in names:
             if self._serving[name] != serving and name not in self._closed:
@@ -46,7 +46,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 self._wake()
 
     def close(self, names: Iterable[str] | None = None) -> None:
-        """These names, or all, are not serving any more; everybody who watches one is told so and let go."""
+        """Set these names (default: all) to not serving for good, and end their watches."""
         closing = set(self._serving if names is None else names)
         self._closed |= closing
         self._serving |= dict.fromkeys(closing, False)
@@ -54,7 +54,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._wake()
 
     def is_serving(self, name: str) -> bool:
-        """What a check of this name would say."""
+        """Whether a name is serving."""
         return self._serving[name]
 
     def _wake(self) -> None:
@@ -80,16 +80,16 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return bytes(Status(status=self._status(name)).SerializeToString())
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """The status of a name; NOT_FOUND for one that we do not have."""
+        """Return the status of a name; NOT_FOUND for an unknown one."""
         if request.service not in self._serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name")
         return Status(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """The status now and after every change, until the caller or the server leaves."""
+        """Send the status now and after every change, until the client hangs up or the name is closed."""
         last = None
         while True:
-            # Taken together, before the write: whatever changes while that takes is another turn's.
+            # Read before the write: changes during the write are sent in the next iteration.
             changed = self._changed
             is_last = self._is_closed or request.service in self._closed
             status = self._status(request.service)
@@ -97,35 +97,35 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await context.write(Status(status=status))
                 last = status
             if is_last:
-                return  # with OK: the last word is the status above, not an error on top of it
+                return  # with status OK
             if changed is self._changed:
                 await changed.wait()
 
 
 class _ListenerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health as one listener offers it: the same for all, with a bounded number of watchers of its own."""
+    """The shared health status on one listener, which limits its number of watchers."""
 
     def __init__(self, health: HealthService) -> None:
         self._health = health
         self._by_connection: Counter[str] = Counter()
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """As Health.Check."""
+        """See HealthService.Check."""
         return await self._health.Check(request, context)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """As Health.Watch. Raises QueueFull where there are too many."""
+        """See HealthService.Watch. Raises QueueFull if there are too many watchers."""
         with self._counted(context.peer()):
             await self._health.Watch(request, context)
 
     @contextmanager
     def _counted(self, connection: str) -> Iterator[None]:
         total, here = self._by_connection.total(), self._by_connection[connection]
-        # gRPC gives all connections of a unix socket one name, so only their total can be bounded.
+        # All connections of a Unix socket share one peer name, so only their total is limited.
         is_full = here >= MAX_WATCHERS_PER_CONNECTION and not connection.startswith("unix:")
         if is_full or total >= MAX_WATCHERS:
             raise QueueFull(
-                f"there are {total} watchers of health at this address and {here} on this connection; the limits are "
+                f"health watchers: {total} at this address, {here} on this connection; the limits are "
                 f"{MAX_WATCHERS} and {MAX_WATCHERS_PER_CONNECTION}"
             )
         self._by_connection[connection] += 1
@@ -138,6 +138,6 @@ class _ListenerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """A length-delimited protobuf field. The installed grpcio-health-checking has no message HealthListResponse."""
+    """Encode a length-delimited field. The installed grpcio-health-checking has no HealthListResponse message."""
     assert len(value) < 128, "the length is one byte"
     return bytes((number << 3 | 2, len(value))) + value

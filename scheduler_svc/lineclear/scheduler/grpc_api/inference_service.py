@@ -145,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if not self._is_closed:
                 raise
 
-    # --- shutdown --------------------------------------------------------------------------------------------
+    # --- shutdown ----------------------------------------------------------------------------------------------------
 
     def refuse(self, error: Callable[[], LineclearError]) -> None:
         """Reject new requests with `error()`: the server shuts down, or will get no worker."""
@@ -211,10 +211,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await live.submit(request)
                 while not live.is_closed:
                     await live.output.wait()
-                    for part in read_answer(live):
-                        if part.error is not None:
-                            raise part.error
-                        await writer.write(part.response)
+                    for response, _, error in read_answer(live):
+                        if error is not None:
+                            raise error
+                        await writer.write(response)
 
     async def Session(  # type: ignore[override]  # writes to the context instead of returning an iterator
         self, orders: AsyncIterator[pb.SessionRequest], context: Context

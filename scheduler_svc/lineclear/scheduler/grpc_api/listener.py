@@ -1,7 +1,4 @@
-"""How a gRPC server listens: its options, and binding an address without taking it from somebody.
-
-Decides the transport's limits. Which services are offered where is the server's.
-"""
+"""Options of the gRPC listeners, and binding of their addresses."""
 
 from __future__ import annotations
 
@@ -22,34 +19,34 @@ _ENDED_STREAMS = 1024
 _HANDSHAKE_MS = 20_000
 _MAX_PING_STRIKES = 30
 MIN_PING_INTERVAL_MS = 5_000
-"""A client that pings more often than this, without data in between, is told to stop after some pings."""
+"""A client that pings more often without data in between gets GOAWAY after some pings."""
 
 Options = list[tuple[str, int]]
 
 
 def data_options(settings: SchedulerSettings) -> Options:
-    """For listeners that take requests."""
-    # No maximum_concurrent_rpcs: it would refuse health checks as well. Admission is the service's.
+    """Return the options of listeners for requests."""
+    # No maximum_concurrent_rpcs: it would reject health checks too.
     return [
         *_common(settings),
-        # Twice the limit: a request between the two is refused with a sentence, and in a Session fails alone.
+        # Twice the limit: a request between the two gets a clear error, and in a Session fails alone.
         ("grpc.max_receive_message_length", 2 * settings.max_request_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", settings.max_streams),
-        # Calls that no handler has taken yet. gRPC ends some of them with a bare CANCELLED beyond the first figure, and
-        # all beyond the second: one connection that opens all its streams at once must not come so far.
+        # Calls without a handler yet. gRPC ends some of them with a bare CANCELLED above the first limit, and all above
+        # the second. One connection that opens all its streams at once must stay below.
         ("grpc.server.max_pending_requests", max(_PENDING_CALLS, settings.max_streams)),
         ("grpc.server.max_pending_requests_hard_limit", 3 * max(_PENDING_CALLS, settings.max_streams)),
-        # gRPC refuses new streams, some at random, while streams that have ended are still being taken apart. Its own
-        # figure is so small that a client that lets calls wait for a stream would see half of them refused.
+        # gRPC rejects new streams, some at random, while too many ended streams are being deallocated. Its default
+        # rejects half of the calls of a client that queues calls for a stream.
         ("grpc.http2.max_deallocating_streams", max(_ENDED_STREAMS, 2 * settings.max_streams)),
-        # Bandwidth probing grows the windows, and with them what hides in the transport for a reader that stopped.
+        # Bandwidth probing grows the windows, and with them the bytes buffered for a reader that has stopped.
         ("grpc.http2.bdp_probe", 0),
     ]
 
 
 def probe_options(settings: SchedulerSettings) -> Options:
-    """For the listener with health alone: small in everything, since anybody in the cluster may reach it."""
+    """Return the options of the health listener: small limits, because every pod can reach it."""
     return [
         *_common(settings),
         ("grpc.max_receive_message_length", _MAX_PROBE_BYTES),
@@ -58,7 +55,7 @@ def probe_options(settings: SchedulerSettings) -> Options:
 
 
 def _common(settings: SchedulerSettings) -> Options:
-    # gRPC ignores a name that it does not know, without a word: tests/service/test_transport.py looks them up.
+    # gRPC silently ignores unknown names; tests/service/test_transport.py checks them.
     options = [
         ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -66,19 +63,19 @@ def _common(settings: SchedulerSettings) -> Options:
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # The default is two hours, in which a caller that vanished holds its blocks.
+        # The default is two hours, during which a vanished client would keep its blocks.
         ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive_time_seconds)),
-        # Both: gRPC waits for the answer to a ping as long as the second says, which is 60 s where it is left out.
+        # Both: the second is the time to wait for a ping's answer, by default 60 s.
         ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout_seconds)),
         ("grpc.http2.ping_timeout_ms", _milliseconds(settings.keepalive_timeout_seconds)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Clients may ping every 10 s. One that pings all the time gets GOAWAY with too_many_pings.
+        # Clients may ping every 10 s. A client that pings all the time gets GOAWAY with too_many_pings.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
     ]
     if settings.max_connection_age_seconds:
-        # No limit for the calls of such a connection: those have deadlines, and Sessions end by themselves.
+        # No grace limit: calls have deadlines, and Sessions drain at this age.
         options.append(("grpc.max_connection_age_ms", _milliseconds(settings.max_connection_age_seconds)))
     return options
 
@@ -88,12 +85,12 @@ def _milliseconds(seconds: float) -> int:
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Bind and return the address as clients write it; encrypted if it is host:port and there are `credentials`.
+    """Bind an address and return it as clients write it. host:port is encrypted if `credentials` are given.
 
     Raises ConfigurationError.
     """
     parsed = parse_address(address)
-    check_bindable(address)  # gRPC would take a socket's path from who lives there, and writes of a port in use itself
+    check_bindable(address)  # gRPC would take over the socket of a running server
     try:
         if credentials is None or isinstance(parsed, str):
             port = server.add_insecure_port(address)

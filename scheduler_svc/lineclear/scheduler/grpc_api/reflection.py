@@ -1,7 +1,7 @@
-"""grpc.reflection in both versions: which services a listener has, and their descriptors.
+"""grpc.reflection.v1 and v1alpha: the services of a listener and their descriptors.
 
-The library has v1alpha only, and v1 is the same on the wire. Tools ask for v1 first, and then for the descriptor of
-every service in the list. So the descriptor of v1 is made here from that of v1alpha.
+The library has v1alpha only. v1 is the same on the wire, so its descriptor is derived from that of v1alpha. Tools ask
+for v1 first, and for the descriptor of every listed service.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 _ALPHA_PACKAGE, _PACKAGE = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 SERVICES = (f"{_PACKAGE}.ServerReflection", f"{_ALPHA_PACKAGE}.ServerReflection")
-"""The names of reflection itself."""
+"""The names of the reflection services."""
 
 
 def add(server: grpc.aio.Server, *services: str) -> None:
-    """Offer reflection of `services`, and of reflection, on `server`."""
+    """Offer reflection of `services` and of itself on `server`."""
     _add_descriptor()
     servicer = reflection.aio.ReflectionServicer((*services, *SERVICES))
 
@@ -38,7 +38,7 @@ def add(server: grpc.aio.Server, *services: str) -> None:
 
 
 def _add_descriptor() -> None:
-    """Put the descriptor of v1 into the pool that reflection answers from."""
+    """Add the descriptor of v1 to the pool that the servicer reads."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.name, file.package = f"{_PACKAGE.replace('.', '/')}/reflection.proto", _PACKAGE

@@ -1,11 +1,11 @@
-"""Read the requests of calls: in time, and a bounded number of unfinished ones for each caller.
+"""Read the requests of calls: within a time limit, and a bounded number of incomplete ones for each client.
 
-gRPC keeps the bytes of a message until the last one is there, from when the handler asks for the message. Before that
-it keeps one flow control window (64 KiB). So what a connection can hold depends on how many messages are asked for.
+gRPC keeps the bytes of a message until it is complete, from the moment at which a handler asks for it. Before that it
+keeps one flow control window (64 KiB). So the memory of a connection depends on the number of messages being read.
 
-A caller is a proven tenant on a connection. Without tenants all callers of a unix socket, and all behind one proxy
-connection, count as one: gRPC gives them one name. So short requests (health, Cancel, figures) have places of their
-own, and where a request arrives in moments, an unfinished one gives its place to those that wait.
+A client is a proven tenant on a connection. gRPC gives all clients of a Unix socket one name, and all clients behind a
+proxy share a connection. So short requests (health, Cancel, statistics) have slots apart from long ones, and on a Unix
+socket an incomplete request yields its slot to waiting ones.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from lineclear.scheduler.settings import SchedulerSettings
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MALFORMED = object()
-"""What a deserializer makes of bytes that are no message of its method."""
+"""Result of a deserializer for bytes that it cannot parse."""
 
 LONG = frozenset({"Generate", "Submit", "Tokenize", "Detokenize"})
-"""Methods whose request holds a prompt or token ids. The requests of all others are short."""
+"""Methods whose request contains a prompt or token ids. All other requests are short."""
 
-_SHORT_TURN_SECONDS = 0.25
-_LONG_TURN_SECONDS = 1.0
-_LEAST_OF_A_TURN = 0.1
+_SHORT_SLICE_SECONDS = 0.25
+_LONG_SLICE_SECONDS = 1.0
+_MIN_SLICE = 0.1
 _POLLS = 3
 
 
 class _ReadSlots:
-    """Requests of one caller that are read at once. Further ones wait, first come first served.
+    """Slots for the requests of one client that are read at the same time. Further requests wait in order.
 
-    With `turn_seconds`, a request that is unfinished after that time yields to those that wait: sooner the more wait,
-    and not before a tenth of it.
+    With `slice_seconds`, a request that is incomplete after that time yields to waiting ones. The slice shrinks with
+    their number, down to a tenth.
     """
 
-    def __init__(self, count: int, turn_seconds: float) -> None:
+    def __init__(self, count: int, slice_seconds: float) -> None:
         self.num_calls = 0
         self._count = count
-        self._turn_seconds = turn_seconds
+        self._slice_seconds = slice_seconds
         self._free = asyncio.Semaphore(count)
         self._num_waiting = 0
         self._num_yielding = 0
-        self._reading: dict[asyncio.Timeout, float] = {}  # when each began, oldest first
-        self._turns: asyncio.Task[None] | None = None
+        self._reading: dict[asyncio.Timeout, float] = {}  # start times, oldest first
+        self._yielder: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def slot(self, timeout_seconds: float) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises DeadlineExceeded after that time, and QueueFull where others wait."""
+        """Wait for a slot and hold it. Raises DeadlineExceeded after the timeout, QueueFull after yielding."""
         await self._wait()
         limit = asyncio.timeout(timeout_seconds)
         self._reading[limit] = asyncio.get_running_loop().time()
@@ -73,31 +73,30 @@ class _ReadSlots:
 
     async def _wait(self) -> None:
         self._num_waiting += 1
-        if self._free.locked() and self._turn_seconds and self._turns is None:
-            self._turns = asyncio.ensure_future(self._turn_over())
+        if self._free.locked() and self._slice_seconds and self._yielder is None:
+            self._yielder = asyncio.ensure_future(self._yield_slots())
         try:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
 
-    async def _turn_over(self) -> None:
-        """While requests wait, end the reading of the oldest ones in time."""
+    async def _yield_slots(self) -> None:
+        """While requests wait, end the oldest reads whose slice is over."""
         try:
             while self._num_waiting:
-                await asyncio.sleep(_LEAST_OF_A_TURN * self._turn_seconds)
-                for _ in range(
-                    _POLLS
-                ):  # after a long turn of the event loop, requests may be complete and not yet seen
+                await asyncio.sleep(_MIN_SLICE * self._slice_seconds)
+                # After a long loop iteration, requests may be complete but not yet processed.
+                for _ in range(_POLLS):
                     await asyncio.sleep(0)
                 self._end_oldest()
         finally:
-            self._turns = None
+            self._yielder = None
 
     def _end_oldest(self) -> None:
         now = asyncio.get_running_loop().time()
-        share = max(self._count / (self._count + self._num_waiting), _LEAST_OF_A_TURN)
-        for limit, began in list(self._reading.items()):
-            if self._num_yielding >= self._num_waiting or now < began + share * self._turn_seconds:
+        share = max(self._count / (self._count + self._num_waiting), _MIN_SLICE)
+        for limit, started_at in list(self._reading.items()):
+            if self._num_yielding >= self._num_waiting or now < started_at + share * self._slice_seconds:
                 return
             if limit.expired():
                 continue
@@ -107,36 +106,36 @@ class _ReadSlots:
 
 
 class RequestReader:
-    """Bounds on the requests of one listener. On one event loop."""
+    """Limits on reading the requests of one listener. On one event loop."""
 
-    def __init__(self, timeout_seconds: float, max_unfinished: int, max_streams: int) -> None:
+    def __init__(self, timeout_seconds: float, max_incomplete: int, max_streams: int) -> None:
         self._timeout_seconds = timeout_seconds
-        self._max_unfinished = max_unfinished
+        self._max_incomplete = max_incomplete
         self._max_streams = max_streams
-        self._streams: Counter[str] = Counter()  # calls with a stream of requests, by peer
-        self._places: dict[tuple[str, identity.Identity, bool], _ReadSlots] = {}  # those with a call that is being read
+        self._streams: Counter[str] = Counter()  # open request streams, by peer
+        self._slots: dict[tuple[str, identity.Identity, bool], _ReadSlots] = {}
 
     async def first(self, requests: AsyncIterator[Any], context: Context, *, is_long: bool) -> Any:
         """Return the only request of a call, once it is complete.
 
-        Raises DeadlineExceeded where that takes too long, QueueFull where complete requests wait for an unfinished one,
-        and Malformed where no message of the method comes.
+        Raises DeadlineExceeded if that takes too long, QueueFull if other requests wait for an incomplete one, and
+        MalformedMessage for bytes that are not a message of the method.
         """
-        with self._places_of(context, is_long) as places:
-            async with places.slot(self._timeout_seconds):
+        with self._slots_of(context, is_long) as slots:
+            async with slots.slot(self._timeout_seconds):
                 request = await anext(requests, MALFORMED)
         generator: Any = aiter(requests)
-        await generator.aclose()  # gRPC's holds the message, and is held by the call until that is garbage
+        await generator.aclose()  # gRPC's iterator holds the message until the call is garbage
         return checked(request)
 
     @contextmanager
     def stream(self, context: Context) -> Iterator[None]:
-        """Count a call with a stream of requests. Raises QueueFull where the connection has too many."""
+        """Count a call with a request stream. Raises QueueFull if the connection has too many."""
         peer = context.peer()
-        # All callers of a unix socket have one name, so what they have open says nothing about any one of them.
+        # All clients of a Unix socket share one peer name, so a limit would mix them.
         if self._streams[peer] >= self._max_streams and not _is_shared(peer):
             raise QueueFull(
-                f"{self._streams[peer]} calls with a stream of requests are open on this connection, the limit "
+                f"{self._streams[peer]} calls with a request stream are open on this connection, the limit "
                 f"is {self._max_streams}; open another connection, or have the server raise "
                 "--max-sessions-per-connection",
                 retry_after_seconds=1.0,
@@ -151,33 +150,33 @@ class RequestReader:
                 del self._streams[peer]
 
     @contextmanager
-    def _places_of(self, context: Context, is_long: bool) -> Iterator[_ReadSlots]:
+    def _slots_of(self, context: Context, is_long: bool) -> Iterator[_ReadSlots]:
         peer = context.peer()
         key = peer, identity.caller(context), is_long
-        places = self._places.get(key)
-        if places is None:
-            places = self._places[key] = _ReadSlots(self._max_unfinished, _turn_seconds(peer, is_long))
-        places.num_calls += 1
+        slots = self._slots.get(key)
+        if slots is None:
+            slots = self._slots[key] = _ReadSlots(self._max_incomplete, _slice_seconds(peer, is_long))
+        slots.num_calls += 1
         try:
-            yield places
+            yield slots
         finally:
-            places.num_calls -= 1
-            if not places.num_calls:
-                del self._places[key]
+            slots.num_calls -= 1
+            if not slots.num_calls:
+                del self._slots[key]
 
 
-def _turn_seconds(peer: str, is_long: bool) -> float:
-    """How long an unfinished request keeps others waiting; 0: for as long as a request may take.
+def _slice_seconds(peer: str, is_long: bool) -> float:
+    """Return the time after which an incomplete request yields; 0 means never.
 
-    A long request over a network takes as long as the network, and a client that sends many sends them side by side.
+    A long request over a network takes as long as the network, and parallel requests of one client share it.
     """
     if not is_long:
-        return _SHORT_TURN_SECONDS
-    return _LONG_TURN_SECONDS if _is_shared(peer) else 0.0
+        return _SHORT_SLICE_SECONDS
+    return _LONG_SLICE_SECONDS if _is_shared(peer) else 0.0
 
 
 def _is_shared(peer: str) -> bool:
-    """Whether gRPC gives all callers of the address this name."""
+    """Whether all clients of the address have this peer name."""
     return peer.startswith("unix:")
 
 
@@ -191,7 +190,7 @@ def _overdue(timeout_seconds: float) -> DeadlineExceeded:
 
 def _displaced(count: int) -> QueueFull:
     return QueueFull(
-        f"the request was not complete while others waited; {count} are read at once"
+        f"the request was incomplete while others waited; {count} requests are read at once"
         " (the server's --max-incomplete-requests-per-connection)",
         retry_after_seconds=1.0,
         metadata={"limit": str(count)},
@@ -199,7 +198,7 @@ def _displaced(count: int) -> QueueFull:
 
 
 def request_reader(settings: SchedulerSettings) -> RequestReader:
-    """The bounds that the settings ask for."""
+    """Build the RequestReader of a listener from the settings."""
     return RequestReader(
         settings.request_read_timeout_seconds,
         settings.max_incomplete_requests_per_connection,
@@ -208,7 +207,7 @@ def request_reader(settings: SchedulerSettings) -> RequestReader:
 
 
 def checked(request: Any) -> Any:
-    """The same request. Raises Malformed where the bytes were none."""
+    """Return a parsed request. Raises MalformedMessage for bytes that could not be parsed."""
     if request is MALFORMED:
-        raise MalformedMessage("the bytes are no message of this method; a string in it may be no UTF-8")
+        raise MalformedMessage("cannot parse the request message (invalid protobuf or UTF-8)")
     return request

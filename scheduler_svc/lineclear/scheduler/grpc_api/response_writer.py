@@ -1,7 +1,4 @@
-"""A call's way out: its messages one after the other, and how long its caller may take none.
-
-Decides when a caller is too slow, and when a status can follow what was written. Knows nothing of requests.
-"""
+"""Write the messages of one call, and fail it with SlowConsumer if one write takes longer than the stall timeout."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ResponseWriter:
-    """What a handler writes to, as a context manager: whoever leaves its block with an error can be sent a status.
+    """Writes responses. As a context manager it makes sure that a status can follow an unfinished write.
 
-    What the call holds should be given back inside the block; leaving it may last as long as the caller takes nothing.
+    Leaving the block may wait for a stalled client, so resources are released inside it.
     """
 
     def __init__(self, context: Context, stall_timeout_seconds: float) -> None:
         self._context = context
         self._limit_seconds = stall_timeout_seconds
         self._first: asyncio.Task[None] | None = None
-        self._is_open = False  # the headers are out
+        self._is_open = False  # the headers are sent
 
     async def __aenter__(self) -> Self:
         return self
@@ -41,17 +38,17 @@ class ResponseWriter:
             await asyncio.wait((self._first,))
 
     async def send_headers(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """Send the headers alone, to say that the call is taken."""
+        """Send the headers before the first message."""
         try:
             await self._context.send_initial_metadata(tuple(metadata))
         except cygrpc.ExecuteBatchError:
-            # The call is over. gRPC cancels this task for that, but maybe a moment later; until then it is no bug.
+            # The call has ended. gRPC cancels this task for it, possibly a moment later.
             await asyncio.sleep(self._limit_seconds)
             raise
         self._is_open = True
 
     async def write(self, message: Message) -> None:
-        """Send a message; return once it is on its way. Raises SlowConsumer."""
+        """Send a message. Return once the transport has it. Raises SlowConsumer."""
         try:
             async with asyncio.timeout(self._limit_seconds):
                 if self._is_open:
@@ -66,15 +63,15 @@ class ResponseWriter:
             ) from None
 
     async def _write_first(self, message: Message) -> None:
-        # gRPC sends the headers with the first message, and knows that it did when that write is over. Given up before,
-        # it would send them with the status again, which is an error to it, and the caller would never hear of an end.
+        # The headers travel with the first message. After a cancelled write gRPC would send them again with the status,
+        # fail, and never end the call.
         self._first = asyncio.ensure_future(self._context.write(message))
-        self._first.add_done_callback(_take_note)
+        self._first.add_done_callback(_ignore_result)
         await asyncio.shield(self._first)
         self._is_open = True
 
 
-def _take_note(task: asyncio.Task[None]) -> None:
-    """Nobody waits for a write whose caller is gone; asyncio would report what it ended with as lost."""
+def _ignore_result(task: asyncio.Task[None]) -> None:
+    """Retrieve the result of a write after a hang-up; asyncio would report the exception as never retrieved."""
     if not task.cancelled():
         task.exception()

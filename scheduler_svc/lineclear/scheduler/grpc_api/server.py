@@ -1,7 +1,6 @@
-"""The gRPC listeners: which services are offered where, behind which doors, and what health says.
+"""The gRPC listeners: data, admin, and health alone. Each offers its set of methods.
 
-Decides nothing about requests; those are the service's. Three listeners at most: data; admin, for operators; and one
-with health alone, for probes that come over the pod's network and can show neither token nor certificate.
+The health listener serves probes over the pod network, which have neither token nor certificate.
 """
 
 from __future__ import annotations
@@ -42,58 +41,59 @@ from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 log = structlog.get_logger()
 
 READY = ("readiness", service_module.NAME)
-"""Serving while a worker is joined and the server is not leaving."""
+"""Health names that are serving while a worker is joined and the server does not drain."""
 LIVE = ("", "liveness")
-"""Serving while the process is able to answer and its engine turns, also while it is leaving.
+"""Health names that are serving while the event loop and the engine run, also during a drain.
 
-The empty name is what a kubelet's gRPC probe asks for by default, so it must not depend on the worker.
+The empty name is the default of a kubelet's gRPC probe, so it must not depend on the worker.
 """
 WORKER = "worker"
-"""Serving unless a worker hangs: it was put out of its epoch, and its process is still there. For the liveness probe of
-a worker in a container of its own, in which nobody could tell."""
+"""Health name that is serving unless a worker hangs: its epoch has ended, and its process still runs.
+
+For the liveness probe of a worker in a container of its own.
+"""
 
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 NAMES = (service_module.NAME, admin_module.NAME)
-"""Our services."""
+"""The lineclear services."""
 ADMIN_ONLY = frozenset({f"/{service_module.NAME}/GetStats"})
-"""Answered on the admin address where there is one. Those of the admin service are answered nowhere else."""
+"""Methods that move to the admin address if there is one. AdminService is offered only there."""
 EVERYWHERE = frozenset({f"/{service_module.NAME}/GetModel"})
-"""Answered on both."""
+"""Methods offered on both addresses."""
 
-_ANNOUNCE_SECONDS = 3600.0
-_HOLD_SECONDS, _MAX_HOLD_SECONDS = 0.05, 0.5
+_EXPIRY_CHECK_SECONDS = 3600.0
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 0.5
 
 
 class Server:
-    """Listens from `start` to `stop`. On one event loop, which must be running when it is made."""
+    """The listeners, from `start` to `stop`. Created on the running event loop."""
 
     def __init__(self, settings: SchedulerSettings, service: InferenceService, admin: AdminService) -> None:
-        """Binds the addresses. Raises ConfigurationError where that is not possible."""
+        """Bind the addresses. Raises ConfigurationError."""
         self.health = HealthService((*READY, *LIVE, WORKER))
         self._errors: list[ErrorInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
             log.warning("listening_insecurely", address=settings.listen, there_is=lack)
-        # All of the inference service is offered where one may listen; where operators have a door of their own, it is
-        # divided.
+        # With an admin address, statistics are offered there and not on the data address.
         withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
         offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
         self._certificates = ServerCertificates(settings) if settings.tls_cert_file else None
         credentials = self._certificates.credentials if self._certificates else None
         if self._certificates is not None:
             service.certificate = self._certificates
-        self._announcing: asyncio.Task[None] | None = None
+        self._expiry_task: asyncio.Task[None] | None = None
         data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
         self.address = bind(data, settings.listen, credentials)
         self.admin_address = self.health_address = ""
         if settings.admin_listen:
-            door = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, door)
+            admin_server = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_server)
             if settings.channelz:
-                add_channelz_servicer(door)
-            self.admin_address = bind(door, settings.admin_listen, credentials)
+                add_channelz_servicer(admin_server)
+            self.admin_address = bind(admin_server, settings.admin_listen, credentials)
         if settings.reflection and settings.admin_listen:
-            reflection_module.add(door, *NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
+            reflection_module.add(admin_server, *NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
         elif settings.reflection:
             reflection_module.add(data, service_module.NAME, health_module.SERVICE)
         if settings.health_listen:
@@ -106,7 +106,7 @@ class Server:
     def _offer(
         self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
     ) -> grpc.aio.Server:
-        """A server with health and those methods of the service that it `has`, behind tokens where there is a file."""
+        """Create a server with health and the inference methods for which `has` is true, with tokens if given."""
         count = service.count_rejected
         interceptors: list[grpc.aio.ServerInterceptor] = [
             MethodFilterInterceptor(has, count),
@@ -114,7 +114,7 @@ class Server:
         ]
         if token_file:
             path = Path(token_file)
-            # First of all: what a caller without a token may not do, it may not ask about.
+            # First: a client without a token must not learn which methods exist.
             interceptors.insert(
                 0, AuthenticationInterceptor(ReloadingFile([path], lambda: read_tokens(path)), service.count_rejected)
             )
@@ -125,18 +125,18 @@ class Server:
         return server
 
     def _guard(self, settings: SchedulerSettings, on_error: Callable[[str], None]) -> ErrorInterceptor:
-        """One for each listener: it remembers handlers, and those of one listener are not offered at another."""
+        """Create the error interceptor of one listener. It caches handlers, so listeners cannot share one."""
         services = (*NAMES, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
         guard = ErrorInterceptor(*services, reading=request_reader(settings), on_error=on_error)
         self._errors.append(guard)
         return guard
 
     async def start(self) -> None:
-        """Take calls."""
+        """Start accepting calls."""
         for server in self._servers:
             await server.start()
         if self._certificates is not None:
-            self._announcing = asyncio.ensure_future(_announce(self._certificates))
+            self._expiry_task = asyncio.ensure_future(_log_expiry(self._certificates))
         self.set_live(True)
         self.health.set((WORKER,), True)
 
@@ -149,85 +149,84 @@ class Server:
             log.info("serving", address=self.address)
 
     def set_live(self, live: bool) -> None:
-        """Say whether the process does its work."""
+        """Update liveness."""
         self.health.set(LIVE, live)
 
-    def leave(self) -> None:
-        """Requests are not welcome any more. They are still answered, so that each caller is told why."""
+    def set_draining(self) -> None:
+        """Report not ready. New requests are still answered, with the reason for their rejection."""
         self.health.close(READY)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no more calls, and after `grace_seconds` cut those that are left.
+        """Accept no more calls, and cancel the remaining ones after `grace_seconds`.
 
-        Streams of Generate are the service's to end before; all they may need is to send their status. Watchers of
-        health are let go here.
+        The service must have ended its streams; they only send their status here. Health watchers end too.
         """
-        if self._announcing is not None:
-            self._announcing.cancel()
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
         self.health.close()
         for guard in self._errors:
             guard.is_stopping = True
         if grace_seconds > 0:
-            await self._hold()
+            await self._pause_new_calls()
         stops = [asyncio.ensure_future(server.stop(grace_seconds)) for server in self._servers]
-        await asyncio.sleep(0)  # each has begun: whoever comes now finds a closed door
+        await asyncio.sleep(0)  # each stop has started: new connections are refused
         for guard in self._errors:
             guard.resume()
         await asyncio.gather(*stops)
 
-    async def _hold(self) -> None:
-        """Keep those who come waiting until nobody comes for a moment.
+    async def _pause_new_calls(self) -> None:
+        """Hold new calls until none arrives for a moment.
 
-        gRPC drops a call that comes in the moment in which a listener closes, and its caller hears a bare CANCELLED.
-        Who has no answer yet sends no next call: all are told why not here once the door is closed.
+        gRPC ends a call that arrives while a listener closes with a bare CANCELLED. Clients with a held call send no
+        further one; after the listeners have closed, each held call gets the reason for its rejection.
         """
         for guard in self._errors:
             guard.pause()
         before = -1
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_MAX_HOLD_SECONDS):
-                while before != (now := sum(guard.num_came for guard in self._errors)):
+            async with asyncio.timeout(_MAX_PAUSE_SECONDS):
+                while before != (now := sum(guard.num_calls for guard in self._errors)):
                     before = now
-                    await asyncio.sleep(_HOLD_SECONDS)
+                    await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _announce(certificates: ServerCertificates) -> None:
+async def _log_expiry(certificates: ServerCertificates) -> None:
     while True:
-        certificates.announce_expiry(datetime.now(UTC))
-        await asyncio.sleep(_ANNOUNCE_SECONDS)
+        certificates.log_expiry(datetime.now(UTC))
+        await asyncio.sleep(_EXPIRY_CHECK_SECONDS)
 
 
-# --- what is offered where -------------------------------------------------------------------------------------------
+# --- methods of a listener -------------------------------------------------------------------------------------------
 
 
-_OURS = tuple(f"/{name}/" for name in NAMES)
+_PREFIXES = tuple(f"/{name}/" for name in NAMES)
 
 
 class MethodFilterInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNIMPLEMENTED to methods of our services that this listener does not have."""
+    """Answers UNIMPLEMENTED to lineclear methods that this listener does not offer."""
 
     def __init__(self, has: Callable[[str], bool], on_error: Callable[[str], None]) -> None:
         self._has = has
-        self._elsewhere = _wrong_listener(on_error)
+        self._rejecting_handler = _wrong_listener(on_error)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of the call's method, or the one that says it is elsewhere."""
+        """Return the handler of the method, or the handler that rejects it."""
         method = str(handler_call_details.method)
-        if method.startswith(_OURS) and not self._has(method):
-            return self._elsewhere
+        if method.startswith(_PREFIXES) and not self._has(method):
+            return self._rejecting_handler
         return await continuation(handler_call_details)
 
 
 def _wrong_listener(on_error: Callable[[str], None]) -> Any:
-    """A handler that refuses whatever is asked."""
+    """Return a handler that rejects every call."""
 
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def reject(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         on_error(Unsupported.reason)
-        sentence = "not at this address: operators' methods are at --admin-listen, the others at --listen"
-        await abort(context, Unsupported(sentence))
+        message = "not offered at this address: admin methods are at --admin-listen, the others at --listen"
+        await abort(context, Unsupported(message))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(reject)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError
@@ -11,15 +11,8 @@ from lineclear.scheduler.requests import responses
 from lineclear.scheduler.requests.request_context import RequestContext, outcome_of
 from lineclear.v1 import inference_pb2 as pb
 
-
-class AnswerPart(NamedTuple):
-    """One response or one error. `outcome` is set in the last part: the finish reason or the error's reason."""
-
-    response: pb.GenerateResponse
-    texts: Sequence[str] = ()
-    """Text of each token of the response, and of the end."""
-    error: LineclearError | None = None
-    outcome: str | None = None
+AnswerPart: TypeAlias = tuple[pb.GenerateResponse, Sequence[str], LineclearError | None]
+"""A response with the text of each of its tokens and of the end; or an empty response and the error of the request."""
 
 
 def read_answer(request: RequestContext, max_bytes: int | None = None) -> Iterator[AnswerPart]:
@@ -29,26 +22,21 @@ def read_answer(request: RequestContext, max_bytes: int | None = None) -> Iterat
     """
     output, bytes_left = request.output, MAX_PIECE_BYTES if max_bytes is None else max_bytes
     while output.has_output and bytes_left > 0:
-        part = _next_part(request, bytes_left)
-        yield part
-        if part.outcome is not None:
-            request.close(part.outcome)
+        chunk = output.read_nowait(bytes_left)
+        end, error = chunk.end, chunk.error
+        if error is None:
+            try:
+                timings = None if end is None else request.record_completion(end)
+                response = responses.response(chunk, request, timings)
+            except Exception as bug:
+                error = request.incident(bug)
+        if error is not None:
+            yield pb.GenerateResponse(), (), error
+            request.close(outcome_of(error))
+            return
+        yield response, chunk.texts, None
+        if end is not None:
+            request.close(end.reason.name.lower())
             return
         if max_bytes is not None:
-            bytes_left -= part.response.ByteSize()
-
-
-def _next_part(request: RequestContext, max_bytes: int) -> AnswerPart:
-    chunk = request.output.read_nowait(max_bytes)
-    if chunk.error is not None:
-        return _failed(chunk.error)
-    try:
-        timings = None if chunk.end is None else request.record_completion(chunk.end)
-        response = responses.response(chunk, request, timings)
-    except Exception as error:
-        return _failed(request.incident(error))
-    return AnswerPart(response, chunk.texts, outcome=None if chunk.end is None else chunk.end.reason.name.lower())
-
-
-def _failed(error: LineclearError) -> AnswerPart:
-    return AnswerPart(pb.GenerateResponse(), error=error, outcome=outcome_of(error))
+            bytes_left -= response.ByteSize()

@@ -115,8 +115,8 @@ class DetachedRequests:
                 answer.timer.cancel()  # a pending timer would keep the answer in memory
 
     def _on_output(self, answer: DetachedAnswer, request: RequestContext) -> None:
-        for part in read_answer(request):
-            answer.add(part)
+        for response, texts, error in read_answer(request):
+            answer.add(response, texts, error)
             if answer.has_ended:
                 self._count(answer, 0, answer.num_tokens, answer.num_bytes)
                 self._usage[answer.caller, answer.tenant].ended[answer] = None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
+from collections.abc import Sequence
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import InvalidRequest, LineclearError
-from lineclear.scheduler.requests.answer_reader import AnswerPart
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ValidatedRequest
 from lineclear.scheduler.security.identity import Identity
@@ -95,11 +95,10 @@ class DetachedAnswer:
             return pb.RESULT_STATE_FINISHED
         return pb.RESULT_STATE_WAITING if self.started is None else pb.RESULT_STATE_RUNNING
 
-    def add(self, part: AnswerPart) -> None:
+    def add(self, message: pb.GenerateResponse, texts: Sequence[str], error: LineclearError | None = None) -> None:
         """Append a part of the answer, or end the answer with its error."""
-        message, texts = part.response, part.texts
         count = len(message.token_ids)
-        self.error = part.error
+        self.error = error
         self._token_ids.extend(message.token_ids)
         self._times_us.extend(message.token_times_us)
         if self._wants_text:

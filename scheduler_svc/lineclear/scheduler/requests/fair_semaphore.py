@@ -1,8 +1,7 @@
-"""Turns at work that is shared by all callers, divided fairly: start-time fair queueing (Goyal, Vin and Cheng 1996).
+"""A semaphore that divides work fairly between flows: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
-A flow is a tenant, or a connection where nothing is proven. A flow that asks for much waits behind its own requests,
-not in front of the others'; one flow never holds all the places where there are several; and where too much waits, the
-flow with most of it is refused.
+A flow is a tenant, or a connection without a tenant. A busy flow waits behind its own requests, not in front of others.
+One flow never holds all slots if there are several. If too many requests wait, the flow with most of them is rejected.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """Lets `places` in at a time; at most `max_waiting` wait. On one event loop."""
+    """Admits `places` holders at a time, and lets at most `max_waiting` wait. On one event loop."""
 
     def __init__(self, places: int, max_waiting: int, what: str) -> None:
-        """`what` says in an error what there is too much of, as in "texts are being tokenized"."""
+        """`what` describes the waiting work in errors, as in "texts are being tokenized"."""
         self._places = places
         self._max_waiting = max_waiting
         self._limit = places + max_waiting
         self._what = what
         self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, _Waiter]] = []  # by start tag; some may have given up
+        self._queue: list[tuple[float, int, _Waiter]] = []  # by start tag; cancelled waiters stay until popped
         self._waiting: dict[str, list[_Waiter]] = {}  # by flow, oldest first
         self._num_waiting = 0
         self._inside: Counter[str] = Counter()
-        self._clock = 0.0  # start tag of the last one that was let in
-        self._finish: dict[str, float] = {}  # of each flow, the finish tag of its last request
+        self._clock = 0.0  # start tag of the last admitted waiter
+        self._finish: dict[str, float] = {}  # finish tag of each flow's last request
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Number of waiting requests."""
         return self._num_waiting
 
     @property
     def num_inside(self) -> int:
-        """Places that are taken."""
+        """Number of held slots."""
         return self._inside.total()
 
     @contextlib.asynccontextmanager
     async def slot(self, flow: str, cost: float) -> AsyncIterator[None]:
-        """Wait for a place, and hold it. `cost` is how much work it is, in a unit of the gate's own.
+        """Wait for a slot, and hold it. `cost` is the amount of work, in any fixed unit.
 
-        Raises QueueFull where too much waits, now or later.
+        Raises QueueFull if too many requests wait, now or later.
         """
         await self.acquire(flow, cost)
         try:
@@ -65,7 +64,7 @@ class FairSemaphore:
             self.release(flow)
 
     async def acquire(self, flow: str, cost: float) -> None:
-        """The same without the context: `leave` must follow."""
+        """Wait for a slot. `release` must follow."""
         start = max(self._clock, self._finish.get(flow, 0.0))
         if self._may_acquire(flow) and not self._num_waiting:
             self._finish[flow] = start + cost
@@ -83,13 +82,13 @@ class FairSemaphore:
             await waiter.future
         except asyncio.CancelledError:
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
-                self.release(flow)  # it was let in and cancelled in the same moment
+                self.release(flow)  # admitted and cancelled in the same loop iteration
             else:
                 self._forget(waiter)
             raise
 
     def release(self, flow: str) -> None:
-        """Give a place back."""
+        """Return a slot."""
         self._inside[flow] -= 1
         if not self._inside[flow]:
             del self._inside[flow]
@@ -107,32 +106,32 @@ class FairSemaphore:
         self._clock = max(self._clock, start)
 
     def _grant(self) -> None:
-        """Let in those that may enter, by start tag."""
-        passed = []
+        """Admit waiters that fit, by start tag."""
+        skipped = []
         while self._queue and self._inside.total() < self._places:
             entry = heapq.heappop(self._queue)
             start, _, waiter = entry
             if waiter.future.done():
                 continue
             if not self._may_acquire(waiter.flow):
-                passed.append(entry)
+                skipped.append(entry)
                 continue
             self._forget(waiter)
             self._admit(waiter.flow, start)
             waiter.future.set_result(None)
-        for entry in passed:
+        for entry in skipped:
             heapq.heappush(self._queue, entry)
 
     def _forget(self, waiter: _Waiter) -> None:
-        mine = self._waiting.get(waiter.flow, [])
-        if waiter in mine:
-            mine.remove(waiter)
+        of_flow = self._waiting.get(waiter.flow, [])
+        if waiter in of_flow:
+            of_flow.remove(waiter)
             self._num_waiting -= 1
-            if not mine:
+            if not of_flow:
                 del self._waiting[waiter.flow]
 
     def _evict(self, flow: str) -> None:
-        """Refuse the newest request of the flow that has most of them waiting; `flow` itself where that is it."""
+        """Reject the newest request of the flow with most waiting requests, which may be `flow` itself."""
         largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=flow)
         if len(self._waiting.get(largest, ())) <= len(self._waiting.get(flow, ())) + 1:
             raise self._full()
@@ -142,7 +141,7 @@ class FairSemaphore:
 
     def _full(self) -> QueueFull:
         return QueueFull(
-            f"{self._limit} {self._what}, which is the limit; retry later",
+            f"{self._limit} {self._what}, the limit is {self._limit}; retry later",
             retry_after_seconds=1.0,
             metadata={"limit": str(self._limit)},
         )

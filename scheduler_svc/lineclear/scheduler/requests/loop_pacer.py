@@ -1,7 +1,6 @@
-"""Large requests one after the other, with pauses in between in which the event loop does other work.
+"""Pauses between large requests, so that the event loop serves streams in between.
 
-A large request takes milliseconds to check. Several that arrive together would hold up every stream for their sum, so
-after each the loop has as long for others as that one took.
+Validating a large request takes milliseconds. After each, the loop is free for other work for the same time.
 """
 
 from __future__ import annotations
@@ -11,28 +10,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SMALL_BYTES = 1024
-"""A request of at most so many bytes is checked in less time than refusing it takes, and does not count as large."""
+"""Largest request that is validated without a pause: that takes less time than rejecting it."""
 
 
 class LoopPacer:
-    """The pauses between large requests. On one event loop."""
+    """Spaces large requests. On one event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting = asyncio.Lock()
-        self._free_at = 0.0  # when the next large request may be worked on
+        self._lock = asyncio.Lock()
+        self._free_at = 0.0  # earliest start of the next large request
 
     async def wait(self) -> None:
-        """Return when a large request may be worked on. To be awaited right before `measured`."""
-        async with self._waiting:
+        """Wait until the next large request may be processed. To be awaited right before `measured`."""
+        async with self._lock:
             await asyncio.sleep(max(0.0, self._free_at - self._clock()))
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Take the time of a piece of work that does not wait."""
-        began = self._clock()
+        """Measure work that does not await."""
+        start = self._clock()
         try:
             yield
         finally:
             now = self._clock()
-            self._free_at = max(self._free_at, now + (now - began))
+            self._free_at = max(self._free_at, now + (now - start))

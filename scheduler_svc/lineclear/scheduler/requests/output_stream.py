@@ -153,7 +153,9 @@ class OutputStream:
     @property
     def has_output(self) -> bool:
         """Whether `read_nowait` may be called."""
-        return bool(self._tokens or self._unsent_start or self._end or self._error)
+        if self._tokens:
+            return True
+        return not (self._unsent_start is None and self._end is None and self._error is None)
 
     @property
     def has_ended(self) -> bool:
@@ -162,7 +164,7 @@ class OutputStream:
 
     async def wait(self) -> None:
         """Return when there is output."""
-        while not self.has_output:
+        if not self.has_output:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 

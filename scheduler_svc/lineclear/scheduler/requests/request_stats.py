@@ -1,7 +1,6 @@
-"""How the server has been doing: quantiles over the last requests, tokens per second.
+"""Statistics of ended requests: quantiles over the last ones, histograms, tokens per second.
 
-Counts on the event loop, from the accounts of requests that ended. What the core counts itself (totals, queue, blocks)
-comes from its snapshot and is not kept here.
+Counted on the event loop. Totals, queue and blocks come from the core's snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RATE_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a window of numbers; all zero when it is empty."""
+    """Quantiles of a window; all zero if it is empty."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -35,11 +34,11 @@ class Quantiles:
 
 
 def quantiles(values: Iterable[float]) -> Quantiles:
-    """The p-quantile is the smallest value that at least that share of the values does not exceed."""
-    return _of_ordered(sorted(values))
+    """Return the quantiles. The p-quantile is the smallest value that a share p of the values does not exceed."""
+    return _of_sorted(sorted(values))
 
 
-def _of_ordered(ordered: Sequence[float]) -> Quantiles:
+def _of_sorted(ordered: Sequence[float]) -> Quantiles:
     if not ordered:
         return Quantiles()
     return Quantiles(
@@ -57,7 +56,7 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
 
 
 class RequestTimings(NamedTuple):
-    """Where the time of one request went, in seconds from its arrival; None where it never came to that."""
+    """Timings of one request in seconds; None for phases that it did not reach."""
 
     queue_time: float | None
     time_to_first_token: float | None
@@ -76,7 +75,7 @@ HISTOGRAMS = {
 
 
 def request_timings(record: RequestStats, arrival: float, completion_tokens: int, now: float) -> RequestTimings:
-    """From a request's account. `arrival` is the call's own, before tokenizing."""
+    """Compute the timings. `arrival` is the time of the call, before tokenization."""
     first, last, started = record.first_token_at, record.last_token_at, record.started_at
     decode = None if first is None or last is None else last - first
     return RequestTimings(
@@ -91,37 +90,37 @@ def request_timings(record: RequestStats, arrival: float, completion_tokens: int
 
 
 class Histogram:
-    """How often a duration was at most each of BOUNDS_SECONDS (and more than the one before), or more than all."""
+    """Counts of durations by the buckets of BOUNDS_SECONDS, and above the last."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_SECONDS) + 1)
         self.sum_seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more."""
+        """Count a duration."""
         self.counts[bisect.bisect_left(BOUNDS_SECONDS, seconds)] += 1
         self.sum_seconds += seconds
 
 
 class ServerStats:
-    """The last requests that finished, all of them by how long they took, and the last seconds of output."""
+    """Timings of the last requests, histograms of all, and the output rate of the last seconds."""
 
     def __init__(self, now: float) -> None:
         self._since = now
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.ended: Counter[str] = Counter()
-        """How many of those that were let in ended how: by finish reason, or by the reason of their error."""
+        """Ended requests by outcome: finish reason or error reason."""
         self.rejected: Counter[str] = Counter()
-        """How many calls and orders of a Session were answered with an error instead of being let in, by reason."""
+        """Calls and Session commands that failed before admission, by reason."""
         self._window: deque[RequestTimings] = deque()
-        # The window's values in order, by field: GetStats asks more often than requests finish, and sorts nothing.
+        # Sorted values of the window, by field, because GetStats is called more often than requests finish.
         self._ordered: dict[str, list[float]] = {name: [] for name in RequestTimings._fields}
         self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
 
-    def add_finished(self, spent: RequestTimings) -> None:
-        """A request finished."""
-        self._window.append(spent)
-        for name, seconds in spent._asdict().items():
+    def add_finished(self, timings: RequestTimings) -> None:
+        """Count a complete answer."""
+        self._window.append(timings)
+        for name, seconds in timings._asdict().items():
             if seconds is not None:
                 bisect.insort(self._ordered[name], seconds)
         if len(self._window) > WINDOW_REQUESTS:
@@ -129,19 +128,19 @@ class ServerStats:
                 if seconds is not None:
                     del self._ordered[name][bisect.bisect_left(self._ordered[name], seconds)]
         for name, histogram in self.histograms.items():
-            if (seconds := getattr(spent, HISTOGRAMS[name])) is not None:
+            if (seconds := getattr(timings, HISTOGRAMS[name])) is not None:
                 histogram.add(seconds)
 
     def add_ended(self, outcome: str) -> None:
-        """A request that was let in is over, one way or another."""
+        """Count the end of an admitted request."""
         self.ended[outcome] += 1
 
     def add_rejected(self, reason: str) -> None:
-        """A call or an order was answered with an error, and no request of it was let in."""
+        """Count a call or command that failed before admission."""
         self.rejected[reason] += 1
 
     def add_tokens(self, count: int, now: float) -> None:
-        """So many output tokens came from the worker."""
+        """Count output tokens of the worker."""
         second = int(now)
         if self._output and self._output[-1][0] == second:
             self._output[-1] = (second, self._output[-1][1] + count)
@@ -150,18 +149,18 @@ class ServerStats:
         self._expire_window(now)
 
     def tokens_per_second(self, now: float) -> float:
-        """Over the last ten seconds, or since the start where that is shorter (but at least one second)."""
+        """Return the rate over the last ten seconds, or since the start (at least one second)."""
         self._expire_window(now)
-        covered = min(max(now - self._since, 1.0), float(RATE_SECONDS))
-        return sum(count for _, count in self._output) / covered
+        window_seconds = min(max(now - self._since, 1.0), float(RATE_SECONDS))
+        return sum(count for _, count in self._output) / window_seconds
 
     def uptime_seconds(self, now: float) -> float:
-        """Since the start."""
+        """Return the time since the start."""
         return now - self._since
 
     def window(self, name: str) -> Quantiles:
         """Return quantiles of one field of RequestTimings over the last requests that finished."""
-        return _of_ordered(self._ordered[name])
+        return _of_sorted(self._ordered[name])
 
     def _expire_window(self, now: float) -> None:
         while self._output and self._output[0][0] <= now - RATE_SECONDS - 1:

@@ -1,11 +1,12 @@
-"""What a sampling parameter may be, and what it is where a request leaves it open.
+"""The scalar sampling parameters: ranges, defaults, and which of them a model's generation_config.json sets.
 
-What is left open comes from the model's generation_config.json (unless that is switched off), then from the defaults
-written in sampling.proto. Requests are checked in validation.py.
+To add a parameter: sampling.proto, the wire's `Sampling` (step.proto and messages.py), an entry here, and the worker's
+`SCALARS` and sampler. Validation, codec and their tests iterate over these tables.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """[lowest, highest], and zero besides where zero is allowed. NaN is in no range.
+    """[lowest, highest], with `or_zero` also 0, with `above_lowest` (lowest, highest]. NaN is in no range.
 
-    The bounds are rounded as a protobuf float rounds what a caller wrote, so that a caller may write the bound.
+    The bounds are rounded to float32 like a request's values, so that the bound itself is valid.
     """
 
     lowest: float
@@ -36,35 +37,37 @@ class Range:
         return f"0 or in {interval}" if self.or_zero else f"in {interval}"
 
 
-RANGES: Mapping[str, Range] = {
-    "temperature": Range(0.01, 10, or_zero=True),
-    "top_p": Range(0, 1, above_lowest=True),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0.01, 10),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
+@dataclass(frozen=True, slots=True)
+class SamplingParameter:
+    """A scalar field of SamplingParams and of the wire's Sampling, by the same name."""
+
+    default: float
+    range: Range
+    in_generation_config: bool = False
+    """Whether the model's generation_config.json may set the default."""
+
+
+PARAMETERS: Mapping[str, SamplingParameter] = {
+    "temperature": SamplingParameter(1.0, Range(0.01, 10, or_zero=True), in_generation_config=True),
+    "top_k": SamplingParameter(0, Range(0, math.inf), in_generation_config=True),  # at most the vocabulary
+    "top_p": SamplingParameter(1.0, Range(0, 1, above_lowest=True), in_generation_config=True),
+    "min_p": SamplingParameter(0.0, Range(0, 1), in_generation_config=True),
+    "repetition_penalty": SamplingParameter(1.0, Range(0.01, 10), in_generation_config=True),
+    "presence_penalty": SamplingParameter(0.0, Range(-2, 2)),
+    "frequency_penalty": SamplingParameter(0.0, Range(-2, 2)),
 }
+DEFAULTS: Mapping[str, float] = {name: parameter.default for name, parameter in PARAMETERS.items()}
 BIAS_RANGE = Range(-100, 100)
-DEFAULTS: Mapping[str, float] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-_SET_BY_MODELS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling parameters that a generation_config.json sets within our bounds; others are as if not there."""
+    """Return the valid sampling parameters of a generation_config.json. Invalid ones are ignored."""
     found: dict[str, float] = {}
-    for name in _SET_BY_MODELS:
-        value = generation_config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if (name == "top_k" and isinstance(value, int) and value >= 0) or (name in RANGES and value in RANGES[name]):
+    for name, parameter in PARAMETERS.items():
+        value: Any = generation_config.get(name)
+        numbers = int if isinstance(parameter.default, int) else int | float
+        is_number = isinstance(value, numbers) and not isinstance(value, bool)
+        if parameter.in_generation_config and is_number and value in parameter.range:
             found[name] = value
     return found
 

@@ -75,7 +75,7 @@ class Session:
     def __len__(self) -> int:
         return len(self._live)
 
-    # --- commands -----------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """Process commands until the client closes its side. An error of the stream itself ends the session."""
@@ -165,7 +165,7 @@ class Session:
             self._has_space.clear()
         self._wakeup.set()
 
-    # --- output -------------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     async def next_response(self) -> pb.SessionResponse | None:
         """Wait for output of any request and return it; None at the end of the session.
@@ -235,11 +235,11 @@ class Session:
     def _read_events(self, handle: int, request: RequestContext, max_bytes: int, events: list[pb.SessionEvent]) -> int:
         """Append output that does not fit the columns, mostly a start or an end. Return its bytes."""
         num_bytes = 0
-        for part in read_answer(request, max_bytes):
-            if part.error is not None:
-                event = pb.SessionEvent(handle=handle, error=to_status(part.error))
+        for response, _, error in read_answer(request, max_bytes):
+            if error is not None:
+                event = pb.SessionEvent(handle=handle, error=to_status(error))
             else:
-                event = pb.SessionEvent(handle=handle, response=part.response)
+                event = pb.SessionEvent(handle=handle, response=response)
             events.append(event)
             num_bytes += event.ByteSize()
         if request.is_closed:

@@ -1,4 +1,4 @@
-"""Messages about the server itself: what GetModel and GetStats answer."""
+"""Build the responses of GetModel and GetStats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DEMO_NAME = "lineclear-demo"
 
 
 def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
-    """The name that requests may call the model by."""
+    """Return the model name that requests may use."""
     return settings.served_model_name or (DEMO_NAME if settings.demo else hello.model_id)
 
 
 def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool, version: str) -> pb.GetModelResponse:
-    """What a worker that said `hello` serves."""
-    most_seconds = settings.max_deadline_seconds
+    """Build the description of the model of a worker."""
+    max_seconds = settings.max_deadline_seconds
     limits = pb.Limits(
         max_batch_size=min(settings.max_batch_size, hello.num_slots),
         target_batch_tokens=min(settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
@@ -34,8 +34,8 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
         default_max_tokens=settings.default_max_tokens,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
-    limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, most_seconds) * 1e6))
-    limits.max_deadline.FromMicroseconds(round(most_seconds * 1e6))
+    limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, max_seconds) * 1e6))
+    limits.max_deadline.FromMicroseconds(round(max_seconds * 1e6))
     return pb.GetModelResponse(
         model_id=served_model_name(settings, hello),
         family=hello.family,
@@ -143,5 +143,5 @@ def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
     return status
 
 
-def _quantiles(of_window: Quantiles) -> pb.Quantiles:
-    return pb.Quantiles(**dataclasses.asdict(of_window))
+def _quantiles(quantiles: Quantiles) -> pb.Quantiles:
+    return pb.Quantiles(**dataclasses.asdict(quantiles))

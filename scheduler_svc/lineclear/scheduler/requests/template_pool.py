@@ -1,7 +1,4 @@
-"""The processes that render chat templates: started when they are needed, ended when they take too long.
-
-Decides nothing about who is next; that is the fair gate's.
-"""
+"""Processes that render chat templates: started on demand, killed when a template takes too long."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from lineclear.scheduler.text.template_renderer import ChatMessage, not_taken
 log = structlog.get_logger()
 
 _COMMAND = (sys.executable, "-P", "-m", "lineclear.scheduler.text.template_process")
-_PATIENCE = 10  # a conversation may take so many times its CPU time where the machine is busy
+_MAX_SLOWDOWN = 10  # ratio of wall time to CPU time on a busy machine
 _START_SECONDS = 30.0
-_EXIT_LOOKS, _LOOK_SECONDS = 100, 0.01  # at a process whose connection closed: its exit code comes right after that
-_NICENESS = 10  # a flood of conversations takes little of a busy machine from the worker and the event loop
+_EXIT_POLLS, _POLL_SECONDS = 100, 0.01  # for the exit code of a process that closed its connection
+_NICENESS = 10  # a flood of conversations leaves the CPU to the worker and the event loop
 
 
 class TemplatePool:
-    """Renders conversations in other processes, as many as there are at a time. On one event loop."""
+    """Renders conversations in child processes, one at a time in each. On one event loop."""
 
     def __init__(self, template: ChatTemplate, *, cpu_seconds: float, max_bytes: int) -> None:
         self._definition = template.definition(cpu_seconds=cpu_seconds, max_bytes=max_bytes)
@@ -43,41 +40,41 @@ class TemplatePool:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes."""
+        """Process ids of all renderers."""
         return [renderer.popen.pid for renderer in self._all]
 
     @property
     def num_idle(self) -> int:
-        """Processes that render nothing now."""
+        """Number of idle processes."""
         return len(self._idle)
 
     def close(self) -> None:
-        """End all of them."""
+        """Kill all processes."""
         self._is_closed = True
         for renderer in list(self._all):
             self._end(renderer)
         self._idle.clear()
 
     async def prepare(self, count: int) -> None:
-        """Start processes, so that the first conversations do not wait for them."""
+        """Start `count` processes before the first conversation."""
         with contextlib.suppress(LineclearError):
             for _ in range(count):
                 self._idle.append(await self._start())
 
     async def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
-        """Return the conversation as one text whose special tokens are sealed, as at that time (0: now).
+        """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
 
-        Raises InvalidRequest if the template does not take this conversation, or takes too long for it; QueueFull
-        where no process could be started just now, or it was ended by something else.
+        Raises InvalidRequest if the template rejects the conversation or takes too long. Raises QueueFull if no
+        process can be started, or if the process was killed from outside.
         """
         conversation = pack_conversation(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
         renderer = self._take_idle() or await self._start()
         try:
-            async with asyncio.timeout(_START_SECONDS + _PATIENCE * self._cpu_seconds):
+            async with asyncio.timeout(_START_SECONDS + _MAX_SLOWDOWN * self._cpu_seconds):
                 answer = await renderer.ask(conversation, self._max_frame)
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             raise await self._explanation(renderer) from None
-        except BaseException:  # its answer would be taken for that to the next conversation
+        except BaseException:  # its late answer would be taken for the next one
             self._end(renderer)
             raise
         self._idle.append(renderer)
@@ -91,11 +88,11 @@ class TemplatePool:
             renderer = self._idle.pop()
             if renderer.popen.poll() is None:
                 return renderer
-            self._end(renderer)  # ended by something else
+            self._end(renderer)  # killed from outside
         return None
 
     async def _start(self) -> _Renderer:
-        assert not self._is_closed, "a conversation after the end"
+        assert not self._is_closed, "a conversation after close"
         try:
             renderer = _Renderer(await _connection_and_process())
         except OSError as error:
@@ -108,7 +105,7 @@ class TemplatePool:
         return renderer
 
     async def _explanation(self, renderer: _Renderer) -> LineclearError:
-        """Return what the caller is told of a conversation whose process ended or is silent. Ends it."""
+        """Kill a process that ended or does not answer. Return the error for its conversation."""
         exit_code = await renderer.exit_code()
         self._end(renderer)
         log.warning("template_process_ended", pid=renderer.popen.pid, exit_code=exit_code)
@@ -128,7 +125,7 @@ _Connection = tuple["subprocess.Popen[bytes]", asyncio.StreamReader, asyncio.Str
 
 
 class _Renderer:
-    """One process, and the connection to it."""
+    """One process and its connection."""
 
     def __init__(self, connection: _Connection) -> None:
         self.popen, self._reader, self._writer = connection
@@ -137,7 +134,7 @@ class _Renderer:
         self._writer.write(LENGTH.pack(len(content)) + content)
 
     async def ask(self, content: bytes, max_bytes: int) -> bytes:
-        """Return the answer to a frame. Raises OSError or IncompleteReadError where there is none."""
+        """Send a frame and return the answer. Raises OSError or IncompleteReadError."""
         self.send(content)
         await self._writer.drain()
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -146,15 +143,15 @@ class _Renderer:
         return await self._reader.readexactly(length)
 
     async def exit_code(self) -> int | None:
-        """Return what the process ended with; None where it goes on."""
-        for _ in range(_EXIT_LOOKS):
+        """Return the exit code; None if the process still runs."""
+        for _ in range(_EXIT_POLLS):
             if self.popen.poll() is not None:
                 break
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return self.popen.returncode
 
     def end(self) -> None:
-        """Kill it. What is left of it is collected by the next Popen of this process."""
+        """Kill the process. The next Popen of this process reaps it."""
         self._writer.close()
         if self.popen.poll() is None:
             self.popen.kill()
@@ -162,22 +159,26 @@ class _Renderer:
 
 
 async def _connection_and_process() -> _Connection:
-    """Start a process that talks over its standard input and output.
+    """Start a process that is connected through its standard input and output.
 
-    Popen and not asyncio's, which forks: gRPC's threads do not survive what its handlers do around a fork. Popen uses
-    vfork, which runs no handlers.
+    Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
+    threads.
     """
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     try:
-        popen = subprocess.Popen(  # noqa: ASYNC220  # a millisecond
-            _COMMAND, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
+        popen = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond
+            _COMMAND,
+            stdin=child_end.fileno(),
+            stdout=child_end.fileno(),
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except BaseException:
-        ours.close()
+        parent_end.close()
         raise
     finally:
-        theirs.close()
-    with contextlib.suppress(OSError):  # it has ended already
+        child_end.close()
+    with contextlib.suppress(OSError):  # the process may have ended
         os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
-    reader, writer = await asyncio.open_connection(sock=ours)
+    reader, writer = await asyncio.open_connection(sock=parent_end)
     return popen, reader, writer

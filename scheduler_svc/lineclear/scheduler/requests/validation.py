@@ -11,12 +11,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, ModelChanged, ModelNotFound, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, RANGES
+from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
@@ -318,16 +319,16 @@ def _check_text_size(path: str, texts: Iterable[str], max_bytes: int, faults: _V
 def _sampling(
     params: sampling_pb2.SamplingParams, bounds: ModelBounds, faults: _Violations
 ) -> tuple[Sampling, int | None]:
-    values = {**DEFAULTS, **bounds.defaults}
-    for name, allowed in RANGES.items():
+    vocab = bounds.vocab_size
+    values: dict[str, Any] = {**DEFAULTS, **bounds.defaults}
+    for name, parameter in PARAMETERS.items():
         if params.HasField(name):  # type: ignore[arg-type]  # one of the fields' names
             values[name] = getattr(params, name)
-            if values[name] not in allowed:
-                faults.add(f"sampling.{name}", f"must be {allowed}")
-    if params.HasField("top_k"):
-        values["top_k"] = params.top_k
-        if params.top_k > bounds.vocab_size:
-            faults.add("sampling.top_k", f"must be in [0, vocabulary], which is {bounds.vocab_size}")
+            if values[name] not in parameter.range:
+                faults.add(f"sampling.{name}", f"must be {parameter.range}")
+    if params.top_k > vocab:
+        faults.add("sampling.top_k", f"must be in [0, vocabulary], which is {vocab}")
+    values["top_k"] = min(values["top_k"], vocab)
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     if max_tokens == 0:
         faults.add("sampling.max_tokens", "must be at least 1")
@@ -337,15 +338,8 @@ def _sampling(
     limit = bounds.context_length if max_tokens is None else max_tokens
     if params.min_tokens > limit:
         faults.add("sampling.min_tokens", "must be in [0, max_tokens]")
-    vocab = bounds.vocab_size
     sampling = Sampling(
-        temperature=values["temperature"],
-        top_k=min(int(values["top_k"]), vocab),
-        top_p=values["top_p"],
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        presence_penalty=values["presence_penalty"],
-        frequency_penalty=values["frequency_penalty"],
+        **values,
         logit_bias=_logit_bias(params.logit_bias, vocab, faults),
         allowed_ids=_ids("sampling.allowed_token_ids", params.allowed_token_ids, MAX_ID_LIST, vocab, faults),
         banned_ids=_ids("sampling.banned_token_ids", params.banned_token_ids, MAX_ID_LIST, vocab, faults),

@@ -1,7 +1,4 @@
-"""Who is calling: the tenant that a call is accounted to, and what of the prefix cache that tenant may see.
-
-Decides nothing about whether a call is let in; that is `authentication`'s. A handler asks `caller(context)`.
-"""
+"""The tenant of a call: for quotas, fair sharing, and the separation of prefix caches."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from lineclear.scheduler.security.memory_file import memory_file
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller as far as it is proven. Callers of one tenant are not told apart."""
+    """The proven tenant of a call. Clients of one tenant are not distinguished."""
 
     tenant: str = ""
-    """The name of a token or of a client certificate; empty where the listener asks for neither."""
+    """Name of the token or client certificate; empty if the listener requires neither."""
     proof: str = "none"
     """"token", "certificate" or "none"."""
 
@@ -34,37 +31,37 @@ ANONYMOUS = Identity()
 TENANT_KEY = "x-tenant-id"
 _MAX_TENANT = 64
 
-# Set by the interceptor in the task of the call, so it is seen by that call's handler and by no other.
+# Set by the interceptor in the task of the call, so only that call's handler reads it.
 _by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
 _flow: ContextVar[str] = ContextVar("flow", default="")
 _is_valid: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
 
 
 def remember(tenant: str, is_valid: Callable[[], bool]) -> None:
-    """The call of this task showed the token of `tenant`. `is_valid` says whether that token is still accepted."""
+    """Set the tenant of this task's call. `is_valid` returns whether its token is still accepted."""
     _by_token.set(Identity(tenant, "token"))
     _is_valid.set(is_valid)
 
 
 def validity() -> Callable[[], bool]:
-    """Return what says, at any later time, whether the token of this task's call is still accepted.
+    """Return a function that checks at a later time whether the token of this task's call is still accepted.
 
-    For calls that go on taking orders. Always true where no token is asked for.
+    For Sessions. Always true on listeners without tokens.
     """
     return _is_valid.get()
 
 
 def certificate_validity(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], bool]:
-    """Return what says, at any later time, whether the caller's certificate is still in its time.
+    """Return a function that checks at a later time whether the client certificate has not expired.
 
-    TLS has checked it once, when the connection was made. Always true where no certificate is asked for.
+    TLS checks it only when the connection is made. Always true on listeners without client certificates.
     """
     ends_at = min((_expiry(pem) for pem in context.auth_context().get("x509_pem_cert", ())), default=math.inf)
     return lambda: _wall_clock() < ends_at
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
-    """Who makes this call. To be asked in the handler, in the call's own task."""
+    """Return the identity of a call. To be called in the call's own task."""
     shown = _by_token.get()
     if shown is not None:
         return shown
@@ -73,9 +70,9 @@ def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
 
 
 def tenant(proven: Identity, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Whose share of the queue a call takes: the proven tenant, or where nothing is proven, whom the call names.
+    """Return the tenant that quotas count a call for: the proven one, else the one in its metadata.
 
-    The second is a claim among callers who trust each other, a gateway's for its customers; it opens nothing.
+    The metadata is an unproven claim, for example of a gateway about its customers; it grants no access.
     """
     if proven.tenant:
         return proven.tenant
@@ -86,18 +83,17 @@ def tenant(proven: Identity, context: grpc.aio.ServicerContext[Any, Any]) -> str
 
 
 def set_flow(tenant: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Have the work of this call, and of tasks it begins from now on, counted for `tenant`; for its connection where
-    that has no name."""
+    """Count the work of this call and of its later tasks for `tenant`, or for its connection without a tenant."""
     _flow.set(f"tenant:{tenant}" if tenant else context.peer())
 
 
 def flow() -> str:
-    """What the work of this task's call is counted for, where work is divided fairly."""
+    """Return the key that FairSemaphore divides work by."""
     return _flow.get()
 
 
 def share(tenant: str) -> str:
-    """What stands for a tenant where only equality counts: recordings hold it, and no name."""
+    """Return the hashed tenant id for the core and the flight recorder, which must not know names."""
     return blake2b(tenant.encode("utf-8", "replace"), digest_size=8).hexdigest() if tenant else ""
 
 
@@ -107,14 +103,14 @@ def _wall_clock() -> float:
 
 @lru_cache(maxsize=1024)
 def _expiry(pem: bytes) -> float:
-    """When a certificate expires, in seconds of the wall clock."""
+    """Return the expiry of a certificate in seconds of the wall clock."""
     with memory_file(pem) as path:
-        found = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]  # OpenSSL reads it; ssl has no other way
+        found = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]  # ssl has no public parser
     return ssl.cert_time_to_seconds(found["notAfter"])
 
 
 def _certificate_name(auth: Any) -> str:
-    """The first alternative name of the caller's certificate, else its common name. The TLS layer checked it."""
+    """Return the first alternative name of the verified client certificate, else its common name."""
     for field in ("x509_subject_alternative_name", "x509_common_name"):
         for value in auth.get(field, ()):
             if value:
@@ -123,16 +119,15 @@ def _certificate_name(auth: Any) -> str:
 
 
 def cache_salt(identity: Identity, narrower: str = "") -> bytes:
-    """What tells apart the cached prefixes of one caller from those of all others.
+    """Return the salt that separates one tenant's cached prefixes from those of all others.
 
-    Made here from what was proven. `narrower` is the caller's own word: it can split the tenant's share further and
-    never leads out of it. Keyed with a secret of the process by the core (see blocks.root_key), so that nobody can
-    compute a key in advance.
+    Computed from the proven identity. `narrower` comes from the client: it divides the tenant's cache further, and
+    never reaches another tenant's. The core adds a secret of the process, so that keys cannot be computed in advance.
     """
     if identity == ANONYMOUS and not narrower:
         return b""
     digest = sha256()
     for part in (identity.proof, identity.tenant, narrower):
         encoded = part.encode("utf-8", "replace")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)  # the lengths keep the parts apart
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)  # length prefixes make the parts unambiguous
     return digest.digest()

@@ -1,4 +1,4 @@
-"""Files in memory, for OpenSSL, which takes keys and single certificates from files alone."""
+"""Files in memory, for OpenSSL functions that read keys and certificates from files only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; Python 3.11 has no name for it
 def _memory_file() -> int:
     """Return the descriptor of a new file in memory that cannot be executed.
 
-    Where vm.memfd_noexec is 2, Linux gives no other ones. Before 6.3 it does not know the flag.
+    With vm.memfd_noexec=2, Linux rejects executable ones. Before 6.3 it does not know the flag.
     """
     try:
         return os.memfd_create("lineclear", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
@@ -25,7 +25,7 @@ def _memory_file() -> int:
 
 @contextlib.contextmanager
 def memory_file(data: bytes) -> Iterator[str]:
-    """Yield the path of a file in memory that holds `data`."""
+    """Yield the path of a file in memory with the content `data`."""
     descriptor = _memory_file()
     try:
         os.write(descriptor, data)

@@ -1,7 +1,6 @@
-"""A value read from files that may change while we run: tokens, certificates.
+"""A value that is read from files and read again when they change: tokens, certificates.
 
-Decides when the files are looked at again and what happens when the new ones are wrong: the old value stays, and the
-log says so. What is in the files is the reader's business.
+If the new files are invalid, the old value stays in force and the problem is logged.
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ from lineclear.process.settings_base import ConfigurationError
 log = structlog.get_logger()
 
 CHECK_SECONDS = 1.0
-"""How old a value may be: a change of the files is in force after this long."""
+"""Time between checks, and until a change of the files is in force."""
 
 T = TypeVar("T")
 _Fingerprint = tuple[tuple[int, int, int], ...]
 
 
 class ReloadingFile(Generic[T]):
-    """What `read` makes of `paths`, made again when one of them changes. Any thread.
+    """The result of `read`, read again when one of `paths` changes. Thread-safe.
 
-    Raises ConfigurationError from the constructor when there is nothing to begin with.
+    The constructor raises ConfigurationError if the first read fails.
     """
 
     def __init__(
         self, paths: Sequence[Path], read: Callable[[], T], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.version = 0
-        """Counts the changes."""
+        """Number of reloads."""
         self._paths = tuple(paths)
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
-        self._problem = ""  # what was wrong with the files at the last look
-        # Before reading: what changes meanwhile is seen the next time.
+        self._problem = ""  # error of the last read
+        # Before the read, so that a change during the read is found at the next check.
         self._seen = self._fingerprint()
         self._value = read()
-        self._looked_at = clock()
+        self._checked_at = clock()
 
     def current(self) -> T:
-        """The value, at most about LOOK_SECONDS old. Looks at the files at most that often, and never raises."""
+        """Return the value, at most about CHECK_SECONDS old. Does not raise."""
         now = self._clock()
-        if now >= self._looked_at + CHECK_SECONDS and self._lock.acquire(blocking=False):
+        if now >= self._checked_at + CHECK_SECONDS and self._lock.acquire(blocking=False):
             try:
-                self._looked_at = now
+                self._checked_at = now
                 self._check()
             finally:
                 self._lock.release()
@@ -66,9 +65,9 @@ class ReloadingFile(Generic[T]):
         try:
             self._value = self._read()
         except ConfigurationError as error:
-            # Tried again with every look: the reason may be one that passes, as too many open files. Logged once.
+            # Retried at every check, because errors such as too many open files are temporary. Logged once.
             if (found, str(error)) != (self._seen, self._problem):
-                hint = "what was read before stays in force"
+                hint = "the previous content stays in force"
                 log.error("files_not_reloaded", files=names, problem=str(error), hint=hint)
             self._seen, self._problem = found, str(error)
             return
@@ -81,7 +80,7 @@ class ReloadingFile(Generic[T]):
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """Different for another file or other contents. Follows links: mounted secrets are swapped by them."""
+    """Return the inode, time and size. Follows links, because Kubernetes updates mounted secrets through links."""
     try:
         found = os.stat(path)
     except OSError:

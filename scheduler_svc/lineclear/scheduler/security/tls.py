@@ -1,7 +1,6 @@
-"""TLS for the listeners: certificates from files, checked before they are used, read again when they change.
+"""TLS certificates of the listeners: read from files, verified before use, and read again when they change.
 
-Decides whether a certificate can serve at all. The proof is a handshake with ourselves in memory: the key belongs to
-the certificate, and the certificate is valid today. Whether its names fit is for the callers to judge.
+A TLS handshake in memory verifies that the key belongs to the certificate and that the certificate is valid today.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SOON = timedelta(days=14)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the listeners present, and whom they trust to sign callers' certificates."""
+    """The certificate chain of the listeners, and the authority that signs client certificates."""
 
     chain: bytes
     key: bytes
@@ -34,52 +33,52 @@ class Certificates:
     expires_at: datetime
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """As gRPC wants it."""
+        """Return the certificates as gRPC expects them."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_authority)
 
 
 class ServerCertificates:
-    """The certificates of the TCP listeners, read again when their files change. Raises ConfigurationError at first."""
+    """Certificates of the TCP listeners, reloaded on change. The constructor raises ConfigurationError."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
-        self._watched = ReloadingFile([Path(name) for name in names if name], lambda: _read_as_given(settings))
-        self._given = self._watched.version
-        self._announced: tuple[datetime, int] | None = None
+        self._file = ReloadingFile([Path(name) for name in names if name], lambda: _read_as_named(settings))
+        self._sent_version = self._file.version
+        self._logged: tuple[datetime, int] | None = None
         self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._watched.current().configuration(),
+            self._file.current().configuration(),
             self._fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
             require_client_authentication=bool(settings.tls_client_ca_file),
         )
-        """New files are in force for connections made after about a second."""
+        """New files apply to connections made after about a second."""
 
     @property
     def expires_at(self) -> datetime:
-        """When the certificate that is in force expires."""
-        return self._watched.current().expires_at
+        """Expiry of the certificate in force."""
+        return self._file.current().expires_at
 
-    def announce_expiry(self, now: datetime) -> None:
-        """Log once a day that the certificate expires within 14 days, or has expired. To be called now and then."""
+    def log_expiry(self, now: datetime) -> None:
+        """Log once a day that the certificate expires within 14 days, or has expired."""
         expires_at = self.expires_at
         days_left = (expires_at - now).days
-        if expires_at - now > _SOON or self._announced == (expires_at, days_left):
+        if expires_at - now > _SOON or self._logged == (expires_at, days_left):
             return
-        self._announced = expires_at, days_left
+        self._logged = expires_at, days_left
         if expires_at <= now:
             log.error("certificate_expired", expired_at=expires_at.isoformat(), hint="new callers cannot connect")
         else:
             log.warning("certificate_expires_soon", days_left=days_left, expires_at=expires_at.isoformat())
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """What a new connection is to see, None if that is what it was. Called by gRPC on a thread of its own."""
-        certificates = self._watched.current()
-        if self._watched.version == self._given:
+        """Return the configuration for new connections if it has changed, else None. Called on a gRPC thread."""
+        certificates = self._file.current()
+        if self._file.version == self._sent_version:
             return None
-        self._given = self._watched.version
+        self._sent_version = self._file.version
         return certificates.configuration()
 
 
-def _read_as_given(settings: SchedulerSettings) -> Certificates:
+def _read_as_named(settings: SchedulerSettings) -> Certificates:
     try:
         return read_certificates(settings)
     except ConfigurationError as error:
@@ -87,9 +86,9 @@ def _read_as_given(settings: SchedulerSettings) -> Certificates:
 
 
 def read_certificates(settings: SchedulerSettings) -> Certificates:
-    """What is in the files now. Raises ConfigurationError with the file and what is wrong with it.
+    """Read and verify the files. Raises ConfigurationError with the file and the problem.
 
-    Each file is read once, and what was read is proven: files that are exchanged meanwhile make no pair that was not.
+    Each file is read once, so that the verified pair is the one in use, even if files change in between.
     """
     chain_file = settings.tls_cert_file
     chain, key = _read("--tls-cert-file", chain_file), _read("--tls-key-file", settings.tls_key_file)
@@ -97,10 +96,10 @@ def read_certificates(settings: SchedulerSettings) -> Certificates:
     if settings.tls_client_ca_file:
         authority = _read("--tls-client-ca-file", settings.tls_client_ca_file)
         _check_authority(settings.tls_client_ca_file, authority)
-    expires_at = _prove(chain_file, chain, settings.tls_key_file, key)
+    expires_at = _verify(chain_file, chain, settings.tls_key_file, key)
     left = expires_at - datetime.now(UTC)
-    say = log.warning if left < _SOON else log.info
-    say("certificate_read", file=chain_file, days_left=left.days, asks_for_client=authority is not None)
+    write = log.warning if left < _SOON else log.info
+    write("certificate_read", file=chain_file, days_left=left.days, asks_for_client=authority is not None)
     return Certificates(chain, key, authority, expires_at)
 
 
@@ -116,15 +115,15 @@ def _check_authority(path: str, authority: bytes) -> None:
     try:
         context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError):
-        raise ConfigurationError(f"--tls-client-ca-file {path} holds no certificate in PEM form") from None
+        raise ConfigurationError(f"--tls-client-ca-file {path} contains no PEM certificate") from None
 
 
-def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
-    """Shake hands with ourselves; when the certificate expires. Raises ConfigurationError."""
+def _verify(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
+    """Run a handshake in memory. Return the expiry of the certificate. Raises ConfigurationError."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself: who signed it is not the point
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself, not its issuer
     try:
         with memory_file(chain) as chain_copy, memory_file(key) as key_copy:
             server.load_cert_chain(chain_copy, key_copy, password=_no_password)
@@ -133,14 +132,12 @@ def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime
         what = error.reason or "not a certificate and its key in PEM form"
         problem = what.replace("_", " ").lower()
         raise ConfigurationError(f"--tls-cert-file {chain_file} and --tls-key-file {key_file}: {problem}") from None
-    except OSError as error:  # no descriptor or no memory is left; an SSLError is one, too, and comes first
-        raise ConfigurationError(f"--tls-cert-file {chain_file} cannot be proven: {error.strerror}") from None
+    except OSError as error:  # no descriptor or memory is left; SSLError is an OSError too and comes first
+        raise ConfigurationError(f"--tls-cert-file {chain_file} cannot be verified: {error.strerror}") from None
     except ValueError:
-        raise ConfigurationError(
-            f"--tls-key-file {key_file} is locked by a password; give the key without one"
-        ) from None
+        raise ConfigurationError(f"--tls-key-file {key_file} is encrypted; remove the password from the key") from None
     try:
-        found = _shake_hands(server, client)
+        found = _handshake(server, client)
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(f"--tls-cert-file {chain_file}: {error.verify_message}") from None
     except ssl.SSLError as error:
@@ -149,11 +146,11 @@ def _prove(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime
 
 
 def _no_password() -> str:
-    raise ValueError  # or the library would ask whoever sits at the terminal
+    raise ValueError  # otherwise the library prompts on the terminal
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
-    """The server's certificate as the client verified it. In memory."""
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
+    """Return the server certificate as the client verified it."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_side=False),

@@ -1,7 +1,7 @@
-"""Bearer tokens from a file: which are valid and whose they are. Decides nothing about what a tenant may do.
+"""Bearer tokens from a file: names and tokens, or names and hashes of tokens.
 
-A line is a name and a token, or a name and `sha256:` with the hash of one. A name may stand on several lines: so a new
-token is handed out while the old one still works. Lines that begin with # are for people.
+A line is a name and a token, or a name and `sha256:` with a hash. A name may have several lines, so that a new token
+works beside the old one. Lines that start with # are comments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenTable:
-    """Names and hashes of tokens. Its repr shows neither."""
+    """Names and hashes of tokens. The repr shows neither."""
 
     entries: tuple[tuple[str, bytes], ...]
 
     def name_of(self, token: str) -> str | None:
-        """Whose token this is; None if it is nobody's. Takes the same time whichever entry fits, or none."""
+        """Return the name of a token, or None. Takes the same time for every entry, and without a match."""
         if len(token) > _MAX_TOKEN_CHARACTERS:
             return None
         given = sha256(token.encode("utf-8", "replace")).digest()
@@ -41,7 +41,7 @@ class TokenTable:
 
 
 def read_tokens(path: Path) -> TokenTable:
-    """The tokens in a file. Raises ConfigurationError, which names the line and never what is in it."""
+    """Read a token file. Raises ConfigurationError with the line number, never with its content."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(path.stat().st_mode)
@@ -49,20 +49,20 @@ def read_tokens(path: Path) -> TokenTable:
     except OSError as error:
         raise ConfigurationError(f"token file {path}: {error.strerror}") from None
     if mode & 0o007:
-        raise ConfigurationError(f"token file {path} has mode {mode:04o}: others may open it; run: chmod 0400 {path}")
+        raise ConfigurationError(f"token file {path} has mode {mode:04o}: others can read it; run: chmod 0400 {path}")
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"token file {path} is larger than {_MAX_FILE_BYTES} bytes")
     try:
         lines = data.decode("ascii").splitlines()
     except UnicodeDecodeError:
-        raise ConfigurationError(f"token file {path} holds something other than ASCII") from None
-    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if _says_something(line)]
+        raise ConfigurationError(f"token file {path} contains non-ASCII bytes") from None
+    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if _is_entry(line)]
     if not entries:
-        raise ConfigurationError(f"token file {path} holds no token; a line is a name and a token")
+        raise ConfigurationError(f"token file {path} contains no token; write a name and a token on each line")
     return TokenTable(tuple(entries))
 
 
-def _says_something(line: str) -> bool:
+def _is_entry(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
@@ -70,14 +70,14 @@ def _entry(path: Path, number: int, line: str) -> tuple[str, bytes]:
     where = f"token file {path}, line {number}"
     words = line.split()
     if len(words) != 2:
-        raise ConfigurationError(f"{where}: a line is a name and a token, with a space between")
+        raise ConfigurationError(f"{where}: expected a name and a token, separated by a space")
     name, token = words
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{where}: a name is at most 128 of A-Z a-z 0-9 . _ : @ / -")
     if token.startswith("sha256:"):
         found = _HASH.fullmatch(token)
         if found is None:
-            raise ConfigurationError(f"{where}: after sha256: come 64 lower-case hexadecimal digits")
+            raise ConfigurationError(f"{where}: expected 64 lower-case hexadecimal digits after sha256:")
         return name, bytes.fromhex(found[1])
     if not _MIN_TOKEN_CHARACTERS <= len(token) <= _MAX_TOKEN_CHARACTERS:
         raise ConfigurationError(
