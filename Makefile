@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos mutants privacy soak hostile images lint format stubs clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -107,6 +107,9 @@ format: $(STAMP) ## Format the sources with ruff
 
 stubs: $(STAMP) ## Generate the Python stubs from the .proto files
 	@$(BIN)/python protos/generate.py && git status --short protos
+
+baseline: $(STAMP) ## Make today's public API the baseline of `buf breaking`
+	@npx --yes @bufbuild/buf build protos --exclude-source-info -o protos/baseline.binpb
 
 clean: ## Remove .venv and all caches and builds
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -35,6 +35,16 @@ from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = ("lineclear/v1/inference.proto", "lineclear/v1/sampling.proto", "lineclear/v1/admin.proto")
+COMPATIBILITY = (
+    "## Compatibility of v1",
+    "",
+    "Before release 1.0 of lineclear, a minor release (0.2, 0.3) may break `lineclear.v1`; the changelog lists each",
+    "change. A patch release adds fields, enum values, RPCs and reasons of errors, and breaks no client. From 1.0 on,",
+    "a breaking change needs a package `lineclear.v2`. The tests compare the schema with the last release's image,",
+    "`protos/baseline.binpb`, with `buf breaking`. Clients ignore unknown fields, treat unknown enum values as",
+    "unspecified, and treat errors with unknown reasons by their gRPC code. `lineclear.wire.v1` is private to a",
+    "release: it connects the scheduler and the worker.",
+)
 SCALARS = {
     pb.FieldDescriptorProto.TYPE_BOOL: "bool",
     pb.FieldDescriptorProto.TYPE_DOUBLE: "double",
@@ -124,7 +134,7 @@ def protocol() -> str:
         ]
         subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *flags, *PUBLIC], check=True)
         files = {file.name: file for file in pb.FileDescriptorSet.FromString(out.read_bytes()).file}
-    lines = ["# Protocol", "", "Made from `protos/` by `docs/generate.py`; do not edit.", ""]
+    lines = ["# Protocol", "", "Made from `protos/` by `docs/generate.py`; do not edit.", "", *COMPATIBILITY, ""]
     for name in PUBLIC:
         lines += _file(files[name])
     lines += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import socket
@@ -56,6 +57,26 @@ def test_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](page.md) [b](gone.md#part) [c](https://example.com)")
     assert broken_links(page) == ["page.md: gone.md"]
+
+
+def logged_events(root: Path) -> Iterator[str]:
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"log\.(debug|info|warning|error)|write", ast.unparse(node.func)
+            ):
+                match node.args:
+                    case [ast.Constant(value=str(event))]:
+                        yield event
+
+
+def test_log_events_are_listed() -> None:
+    """docs/log-events.md has a row for each event, with the processes that log it."""
+    page = (REPOSITORY / "docs/log-events.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| [\w, ]+ \| ([\w, ]+) \|", page, re.M))
+    for root, process in (("scheduler_svc", "scheduler"), ("gpu_worker", "worker")):
+        logged = set(logged_events(REPOSITORY / root))
+        assert sorted(logged) == sorted(event for event, processes in listed.items() if process in processes)
 
 
 def test_named_files_exist() -> None:

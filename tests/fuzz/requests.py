@@ -95,7 +95,9 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
 
 def incidents(log: Path) -> list[str]:
     """Return the log lines about bugs of the server. Odd requests and lost clients are none."""
-    return [line for line in log.read_text().splitlines() if '"event": "incident"' in line or "loop_error" in line]
+    return [
+        line for line in log.read_text().splitlines() if '"event": "internal_error"' in line or "loop_error" in line
+    ]
 
 
 def _grown(before: Sample, after: Sample) -> Sample:

@@ -161,7 +161,7 @@ def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..
     assert order("log-level", "info").stdout == "info, previously warning\n"
     list(server.stub.Generate(endless()))
     server.wait_for("request_ended", count=2)
-    assert [line["log_level"] for line in server.lines if line.get("order") == "set_log_level"] == ["warning", "info"]
+    assert [line["log_level"] for line in server.lines if line.get("rpc") == "set_log_level"] == ["warning", "info"]
     assert order("drain").exit_code == 0
     assert server.exit_code() == 0
     assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2

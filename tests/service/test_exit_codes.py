@@ -65,7 +65,7 @@ def test_exit_70_when_a_component_crashes(start: Callable[..., Running], part: s
     error = error_of(server.stub.Generate(endless()))
     assert (error.code, error.reason) == ("INTERNAL", "INTERNAL_ERROR")
     assert server.exit_code() == 70
-    incident = server.wait_for("incident")
+    incident = server.wait_for("internal_error")
     assert incident["incident_id"] == error.metadata["incident_id"]
     assert "secret-of-a-user" not in str(server.lines) + str(server.other) + str(error)
 
@@ -234,4 +234,4 @@ def test_hang_up_is_no_incident(start: Callable[..., Running], how: str) -> None
     assert [t for r in server.stub.Generate(endless(2)) for t in r.token_ids]
     server.popen.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0
-    assert [line for line in server.lines if line["event"] in ("incident", "abort_timed_out", "loop_error")] == []
+    assert [line for line in server.lines if line["event"] in ("internal_error", "abort_timed_out", "loop_error")] == []

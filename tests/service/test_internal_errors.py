@@ -39,7 +39,7 @@ async def test_bug_returns_an_incident_number_only(tmp_path: Path, rpc: str) -> 
         assert (error.code, error.reason) == ("INTERNAL", "INTERNAL_ERROR")
         assert MARKER not in str(error)
         assert "RuntimeError" not in str(error)
-        incident = next(entry for entry in logs if entry["event"] == "incident")
+        incident = next(entry for entry in logs if entry["event"] == "internal_error")
         assert incident["incident_id"] == error.metadata["incident_id"]
         assert incident["error"] == "RuntimeError"
         assert any(Path(__file__).name in frame for frame in incident["location"])
@@ -77,7 +77,7 @@ async def test_bug_in_one_answer_ends_that_request_only(tmp_path: Path, monkeypa
             error = await error_of(calls[1][0])
         assert error.reason == "INTERNAL_ERROR"
         assert MARKER not in str(logs) + str(error)
-        incident = next(entry for entry in logs if entry["event"] == "incident")
+        incident = next(entry for entry in logs if entry["event"] == "internal_error")
         assert incident["incident_id"] == error.metadata["incident_id"]
         for call, key in (calls[0], calls[2]):
             s.engine.step({key: [8]})
@@ -145,7 +145,7 @@ async def test_cancelled_call_is_no_incident(tmp_path: Path) -> None:
                     await call.read()
                 call.cancel()
             await s.idle()
-        assert [entry for entry in logs if entry["event"] == "incident"] == []
+        assert [entry for entry in logs if entry["event"] == "internal_error"] == []
 
 
 async def test_prompts_and_answers_are_not_logged(tmp_path: Path) -> None:

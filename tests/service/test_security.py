@@ -285,7 +285,7 @@ async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None
             await asyncio.to_thread(key.write_text, "half a key")
             with capture_logs() as lines:
                 async with asyncio.timeout(BOUND_SECONDS):
-                    while not any(line["event"] == "files_not_reloaded" for line in lines):
+                    while not any(line["event"] == "reload_failed" for line in lines):
                         async with secure(s, credentials()) as channel:
                             assert await ask(channel, HEALTH[0]) != "UNAVAILABLE"
             pem_files(tmp_path, other.issue_cert("localhost"))

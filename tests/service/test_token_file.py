@@ -219,7 +219,7 @@ def test_read_is_retried_after_a_temporary_error(tmp_path: Path) -> None:
         for expected in (None, None, "bob", "bob"):
             clock.now += CHECK_SECONDS
             assert watched.current().name_of(BOB) == expected
-    assert [line["event"] for line in lines] == ["files_not_reloaded", "files_reloaded"]
+    assert [line["event"] for line in lines] == ["reload_failed", "files_reloaded"]
 
 
 # --- certificates ----------------------------------------------------------------------------------------------------
@@ -339,9 +339,7 @@ def test_rotation_waits_for_a_free_descriptor(tmp_path: Path, monkeypatch: pytes
     clock.now += CHECK_SECONDS
     with capture_logs() as lines:
         assert watched.current() is before
-    assert [(line["event"], "Too many open files" in line["problem"]) for line in lines] == [
-        ("files_not_reloaded", True)
-    ]
+    assert [(line["event"], "Too many open files" in line["problem"]) for line in lines] == [("reload_failed", True)]
     monkeypatch.undo()
     clock.now += CHECK_SECONDS
     assert watched.current().chain == Path(settings.tls_cert_file).read_bytes() != before.chain

@@ -95,5 +95,5 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.SetLogLevelResponse(previous=_NUMBERS[self._operations.set_log_level(level)])
 
 
-def _log_call(name: str, context: Context, **fields: str) -> None:
-    log.warning("operator", order=name, name=identity.caller(context).tenant, **fields)
+def _log_call(rpc: str, context: Context, **fields: str) -> None:
+    log.warning("admin_call", rpc=rpc, name=identity.caller(context).tenant, **fields)

@@ -176,7 +176,7 @@ def _check_size(response: Message | bytes) -> None:
 def incident(where: str, error: BaseException) -> InternalError:
     """Log a bug and return the error for the client, with the same incident number."""
     incident_id = secrets.token_hex(8)
-    log.error("incident", incident_id=incident_id, where=where, **exception_fields(error))
+    log.error("internal_error", incident_id=incident_id, where=where, **exception_fields(error))
     message = f"internal error; the server's log has it as incident {incident_id}"
     return InternalError(message, metadata={"incident_id": incident_id})
 

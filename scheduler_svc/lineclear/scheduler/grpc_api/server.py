@@ -74,7 +74,7 @@ class Server:
         self._errors: list[ErrorInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
-            log.warning("listening_insecurely", address=settings.listen, there_is=lack)
+            log.warning("insecure_listener", address=settings.listen, there_is=lack)
         # With an admin address, statistics are offered there and not on the data address.
         withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
         offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE

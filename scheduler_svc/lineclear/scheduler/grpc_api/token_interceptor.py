@@ -79,7 +79,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         self.num_rejected += 1
         count = self.num_rejected
         if should_log(count):
-            log.warning("calls_unauthenticated", num_rejected=count, problem="missing" if is_missing else "unknown")
+            log.warning("auth_failures", num_rejected=count, problem="missing" if is_missing else "unknown")
 
 
 def _token(details: grpc.HandlerCallDetails) -> str | None:

@@ -68,7 +68,7 @@ class ReloadingFile(Generic[T]):
             # Retried at every check, because errors such as too many open files are temporary. Logged once.
             if (found, str(error)) != (self._seen, self._problem):
                 hint = "the previous content stays in force"
-                log.error("files_not_reloaded", files=names, problem=str(error), hint=hint)
+                log.error("reload_failed", files=names, problem=str(error), hint=hint)
             self._seen, self._problem = found, str(error)
             return
         self._seen, self._problem = found, ""
