@@ -1,7 +1,41 @@
-"""Everything that can go wrong for a caller, as one tree.
+"""The exceptions of calls. Each class has a gRPC code and a reason, which is its name in UPPER_SNAKE_CASE.
 
-Each class names its gRPC code and its reason; `lineclear.grpc_status` carries it over the wire and back. A bug is an
-assertion, not an entry here.
+    LineclearError
+      InvalidRequest         INVALID_ARGUMENT
+        PromptTooLong
+        TokenOutOfVocabulary
+        MalformedMessage
+      RequestTooLarge        RESOURCE_EXHAUSTED
+      ResponseTooLarge       RESOURCE_EXHAUSTED
+      QueueFull              RESOURCE_EXHAUSTED
+      SlowConsumer           RESOURCE_EXHAUSTED
+      DeviceOutOfMemory      RESOURCE_EXHAUSTED
+      Unauthenticated        UNAUTHENTICATED
+      DuplicateRequest       ALREADY_EXISTS
+      UnknownRequest         NOT_FOUND
+      ModelNotFound          NOT_FOUND
+      ModelChanged           ABORTED
+      KvCapacityExceeded     FAILED_PRECONDITION
+      NoChatTemplate         FAILED_PRECONDITION
+      RecordingFailed        FAILED_PRECONDITION
+      ServerStarting         UNAVAILABLE
+      ServerDraining         UNAVAILABLE
+      ShutdownInterrupted    UNAVAILABLE
+      WorkerUnavailable      UNAVAILABLE
+      ModelReplaced          UNAVAILABLE
+      Unreachable            UNAVAILABLE, raised by the client library
+        ConnectionLost
+      DeadlineExceeded       DEADLINE_EXCEEDED
+        DeadlineUnreachable
+      Cancelled              CANCELLED
+      NonFiniteLogits        INTERNAL
+      PoisonRequest          INTERNAL
+      InternalError          INTERNAL
+      DataLoss               DATA_LOSS, raised by the client library
+      Unsupported            UNIMPLEMENTED
+      UnknownStatus          code and reason of another server or proxy
+
+`lineclear.grpc_status` converts them to google.rpc.Status and back. Bugs are assertions, not classes of this tree.
 """
 
 from __future__ import annotations
@@ -13,17 +47,17 @@ DOMAIN = "lineclear"
 
 
 class Violation(NamedTuple):
-    """A field of the request that is wrong. `field` is its path, as in `sampling.top_p`; never the value."""
+    """An invalid field of a request. `field` is its path, such as `sampling.top_p`. Never contains the value."""
 
     field: str
     description: str
 
 
 class LineclearError(Exception):
-    """Any failure of a call. `str()` is the sentence the server wrote.
+    """Base class of all errors of calls. `str()` is the sentence of the server.
 
-    `retry_after_seconds` is None where trying the same again cannot help. `metadata` holds the figures behind the
-    sentence, as strings. Never holds prompt, completion or token ids.
+    `retry_after_seconds` is None if a retry cannot help. `metadata` has the figures of the sentence as strings. Never
+    contains prompts, answers or token ids.
     """
 
     code: str = "UNKNOWN"
@@ -44,42 +78,42 @@ class LineclearError(Exception):
 
 
 def _sendable(text: str) -> str:
-    """`text` as UTF-8 can carry it. A lone surrogate, as in the name of an odd file, becomes a question mark."""
+    """Return `text` as valid UTF-8. A lone surrogate, as in some file names, becomes a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 class InvalidRequest(LineclearError):
-    """The request is wrong and will stay wrong; `violations` says where."""
+    """The request is invalid, and a retry fails too. `violations` has the fields."""
 
     code = "INVALID_ARGUMENT"
     reason = "INVALID_REQUEST"
 
     @classmethod
     def at(cls, field: str, description: str) -> Self:
-        """One field is wrong; the sentence names it."""
+        """Return an error about one field."""
         return cls(f"{field}: {description}", violations=[Violation(field, description)])
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt, or prompt and max_tokens together, exceed the context or the byte limit. Never truncated."""
+    """The prompt, or the prompt and max_tokens together, exceed the context or the byte limit. Never truncated."""
 
     reason = "PROMPT_TOO_LONG"
 
 
 class TokenOutOfVocabulary(InvalidRequest):
-    """A token id is not in [0, vocabulary)."""
+    """A token id is outside [0, vocabulary)."""
 
     reason = "TOKEN_OUT_OF_VOCABULARY"
 
 
 class MalformedMessage(InvalidRequest):
-    """The message is not what the schema says (for instance a string that is not UTF-8)."""
+    """The message does not match the schema, for instance because a string is not UTF-8."""
 
     reason = "MALFORMED_MESSAGE"
 
 
 class RequestTooLarge(LineclearError):
-    """The request has more bytes than the server takes; send less, or have it raise --max-message-bytes."""
+    """The request has more bytes than the server takes. Send less, or raise the server's --max-message-bytes."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "REQUEST_TOO_LARGE"
@@ -93,38 +127,38 @@ class ResponseTooLarge(LineclearError):
 
 
 class Unauthenticated(LineclearError):
-    """The call shows no token that is valid here."""
+    """The call has no valid token."""
 
     code = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
 
 
 class DuplicateRequest(LineclearError):
-    """A live request or a kept answer of this caller has this request_id."""
+    """The request_id is in use by a live request or a kept answer of this client."""
 
     code = "ALREADY_EXISTS"
     reason = "DUPLICATE_REQUEST"
 
 
 class UnknownRequest(LineclearError):
-    """No submitted request of this caller has this request_id, or its answer is kept no longer."""
+    """No submitted request of this client has this request_id, or its answer was deleted."""
 
     code = "NOT_FOUND"
     reason = "UNKNOWN_REQUEST"
 
 
 class ModelNotFound(LineclearError):
-    """The request names a model that is not served here."""
+    """The request names a model that the server does not serve."""
 
     code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
 
 
 class ModelChanged(LineclearError):
-    """Another model is served than the one that the answer began with, or that the request asks for.
+    """The server has another model than the one that started the answer, or that the request requires.
 
-    The tokens received so far are right for the first model, and no other model continues them. To get a whole answer,
-    send the request again without `resume`. `text` and `token_ids` are what the client library had received.
+    The received tokens are correct for the first model, but no other model can continue them. For a complete answer,
+    send the request again without `resume`. The client library sets `text` and `token_ids` to what it has received.
     """
 
     code = "ABORTED"
@@ -141,28 +175,28 @@ class KvCapacityExceeded(LineclearError):
 
 
 class NoChatTemplate(LineclearError):
-    """A conversation was sent to a model without a chat template."""
+    """The request has a conversation, and the model has no chat template."""
 
     code = "FAILED_PRECONDITION"
     reason = "NO_CHAT_TEMPLATE"
 
 
 class RecordingFailed(LineclearError):
-    """The flight recording could not be written; the message says why."""
+    """The flight recording could not be written. The message has the cause."""
 
     code = "FAILED_PRECONDITION"
     reason = "RECORDING_FAILED"
 
 
 class QueueFull(LineclearError):
-    """The queue is at its limit in requests or in tokens."""
+    """The queue has reached its limit of requests or of tokens."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
 
 
 class SlowConsumer(LineclearError):
-    """The caller did not read its stream for too long."""
+    """The client did not read its stream for too long."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "SLOW_CONSUMER"
@@ -183,43 +217,43 @@ class ServerStarting(LineclearError):
 
 
 class ServerDraining(LineclearError):
-    """The server is leaving and takes no new requests."""
+    """The server is shutting down and rejects new requests."""
 
     code = "UNAVAILABLE"
     reason = "SERVER_DRAINING"
 
 
 class ShutdownInterrupted(LineclearError):
-    """The server left before the answer was complete."""
+    """The server shut down before the answer was complete."""
 
     code = "UNAVAILABLE"
     reason = "SHUTDOWN_INTERRUPTED"
 
 
 class WorkerUnavailable(LineclearError):
-    """Workers died too often; the server gave up."""
+    """Workers crashed too often, and the server does not restart them."""
 
     code = "UNAVAILABLE"
     reason = "WORKER_UNAVAILABLE"
 
 
 class ModelReplaced(LineclearError):
-    """Another model took over before the request began, with another vocabulary than the request was checked with."""
+    """A worker with another model joined before the request started, and its vocabulary is different."""
 
     code = "UNAVAILABLE"
     reason = "MODEL_REPLACED"
 
 
 class Unreachable(LineclearError):
-    """No answer from a server. Made by the client library, never sent."""
+    """The server did not answer. Raised by the client library, never sent."""
 
     code = "UNAVAILABLE"
     reason = "UNREACHABLE"
 
 
 class ConnectionLost(Unreachable):
-    """A server that was there is not any more: it died, left, is starting again or was cut off. Found by the client
-    library, which waits for it."""
+    """The connection broke to a server that had answered before. Raised by the client library, which waits for the
+    server to return."""
 
     reason = "CONNECTION_LOST"
 
@@ -232,13 +266,13 @@ class DeadlineExceeded(LineclearError):
 
 
 class DeadlineUnreachable(DeadlineExceeded):
-    """The deadline would pass in the queue; refused at the door, before any work. Only where a setting asks for it."""
+    """The request would wait in the queue until its deadline, and was rejected at once. Requires a setting."""
 
     reason = "DEADLINE_UNREACHABLE"
 
 
 class Cancelled(LineclearError):
-    """The caller hung up."""
+    """The client cancelled the request."""
 
     code = "CANCELLED"
     reason = "CANCELLED"
@@ -252,39 +286,39 @@ class NonFiniteLogits(LineclearError):
 
 
 class PoisonRequest(LineclearError):
-    """Workers died whenever they computed this request, at last while they computed nothing else."""
+    """Workers crashed each time they computed this request, the last time while they computed nothing else."""
 
     code = "INTERNAL"
     reason = "POISON_REQUEST"
 
 
 class InternalError(LineclearError):
-    """A bug of ours. `metadata["incident_id"]` is in the server's log."""
+    """A bug of the server. Its log has `metadata["incident_id"]`."""
 
     code = "INTERNAL"
     reason = "INTERNAL_ERROR"
 
 
 class DataLoss(LineclearError):
-    """The stream skipped or repeated a token index. Found by the client library."""
+    """The stream skipped or repeated a token index. Raised by the client library."""
 
     code = "DATA_LOSS"
     reason = "DATA_LOSS"
 
 
 class Unsupported(LineclearError):
-    """The server does not have, or has switched off, what was asked for."""
+    """The server does not have this method or feature, or it is disabled."""
 
     code = "UNIMPLEMENTED"
     reason = "UNSUPPORTED"
 
 
 class UnknownStatus(LineclearError):
-    """A status with no reason of ours and no class that fits it: `code` and `reason` are the instance's own."""
+    """A status with an unknown reason and a code without a class. `code` and `reason` are those of the instance."""
 
 
 def tree(root: type[LineclearError] = LineclearError) -> Iterator[type[LineclearError]]:
-    """Every class of the tree, parents before children."""
+    """Yield every class of the tree, parents before children."""
     yield root
     for child in root.__subclasses__():
         yield from tree(child)

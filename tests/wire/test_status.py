@@ -12,6 +12,7 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lineclear import errors
 from lineclear.errors import (
     DOMAIN,
     InvalidRequest,
@@ -57,6 +58,12 @@ def test_every_class_survives_the_round_trip(kind: type[LineclearError]) -> None
 def test_the_reason_is_the_name_of_the_class(kind: type[LineclearError]) -> None:
     assert kind.reason == re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
     assert len(kind.reason) <= 63  # the limit of google.rpc.ErrorInfo
+
+
+def test_the_tree_is_drawn_in_the_docstring() -> None:
+    drawn = re.findall(r"^ {4}( *)(\w+)", errors.__doc__ or "", re.MULTILINE)
+    depths = {kind.__name__: len(kind.__mro__) - len(LineclearError.__mro__) for kind in tree()}
+    assert {name: len(indent) // 2 for indent, name in drawn} == depths
 
 
 @pytest.mark.parametrize("kind", [*CLASSES, LineclearError], ids=lambda kind: kind.__name__)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Operating one server.
+    """Operation of one server.
     """
 
     def __init__(self, channel):
@@ -58,39 +58,40 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Operating one server.
+    """Operation of one server.
     """
 
     def Drain(self, request, context):
-        """Leave as after SIGTERM: no new requests, those in progress to their ends
-        or to that of drain_timeout_seconds, and then the process ends. Returns at
-        once; another call hurries nothing and says what remains by then. A signal
-        that follows hurries nothing either; a second signal does.
+        """Drains the server as SIGTERM does: it rejects new requests, and the
+        process exits when those in progress have ended, or after
+        drain_timeout_seconds. Returns at once. Another call, or one signal after
+        it, changes nothing; a second signal ends the process at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpRecording(self, request, context):
-        """Write what the flight recorder has to a file on the server's machine.
-        Returns once it is written; nothing of it is content.
+        """Writes the flight recording to a file on the server's host. Returns after
+        the write. The file has no prompts, answers or token ids. Fails with
+        RECORDING_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Forget every cached prefix. Requests in progress keep what they hold; one
-        that is sent after the answer shares nothing that was computed before.
+        """Clears the prefix cache. Requests in progress keep their KV blocks;
+        requests sent after the response share nothing computed before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Log from this level upwards until told otherwise or started again, in both
-        processes. A worker hears it when it joins: what it logs while it loads
-        its model keeps the level that it was started with.
+        """Sets the log level of both processes until the next call or restart. A
+        worker that joins later receives it when it joins; before that it logs at
+        the level it was started with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Operating one server.
+    """Operation of one server.
     """
 
     @staticmethod

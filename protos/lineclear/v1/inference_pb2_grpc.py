@@ -27,6 +27,10 @@ if _version_not_supported:
 
 class InferenceServiceStub(object):
     """Text generation by one model.
+
+    Errors of all methods: INVALID_ARGUMENT (a field is wrong),
+    RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
+    drains or has no worker), UNAUTHENTICATED, INTERNAL.
     """
 
     def __init__(self, channel):
@@ -89,82 +93,97 @@ class InferenceServiceStub(object):
 
 class InferenceServiceServicer(object):
     """Text generation by one model.
+
+    Errors of all methods: INVALID_ARGUMENT (a field is wrong),
+    RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
+    drains or has no worker), UNAUTHENTICATED, INTERNAL.
     """
 
     def Generate(self, request, context):
-        """Generate an answer and stream it as it is made. The call's deadline is
-        the request's deadline; cancelling the call cancels the request.
+        """Generates one answer and streams it. The call's deadline is the request's
+        deadline; cancelling the call cancels the request.
+
+        Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (QUEUE_FULL, SLOW_CONSUMER),
+        DEADLINE_EXCEEDED, ALREADY_EXISTS (DUPLICATE_REQUEST), NOT_FOUND
+        (MODEL_NOT_FOUND), ABORTED (MODEL_CHANGED), FAILED_PRECONDITION
+        (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE), UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Many requests of one caller over one stream: all that is new for any of
-        them travels together, one message for a step, which costs the server a
-        fraction of as many calls of Generate. A request that fails fails alone.
-        Cancelling the call cancels its requests; ending only the sending side
-        lets them come to their ends, and then the call is over.
+        """Generates many answers over one stream. One response has the new tokens
+        of all requests, which costs the server a fraction of as many Generate
+        calls.
+
+        An error of a request ends that request only. Cancelling the call cancels
+        its requests. Closing the sending side lets them finish, and then the
+        call ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Begin a request and leave it: the answer is made whether or not anybody
-        listens, and kept for a while (detached_ttl_seconds) after its end, as
-        long as this server lives. Returns when the request is in the queue.
+        """Submits a request that does not depend on the call. Returns when the
+        request is in the queue. The server completes the answer without a reader
+        and keeps it for detached_ttl_seconds after its end, or until the server
+        exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Listen to a submitted request, from any index of its answer on and as
-        often as one likes. Ending the call does not end the request.
+        """Streams the answer of a submitted request from any index, any number of
+        times. Ending the call does not end the request. Fails with
+        UNKNOWN_REQUEST if there is no such request or its answer is deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetResult(self, request, context):
-        """What there is of a submitted request's answer, without waiting.
+        """Returns the state of a submitted request and its answer so far, without
+        waiting. Fails with UNKNOWN_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """End a request without an answer, however it was begun; for its own caller.
-        A submitted request that is over already is forgotten.
+        """Cancels a request of the same client, from Generate, Session or Submit.
+        A submitted request that has ended is deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of a text or of a conversation, as Generate would make them.
+        """Returns the token ids of a text or conversation, as Generate computes
+        them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What is served here and within which limits.
+        """Returns the served model and the limits of requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """What the server is doing and how it has been doing.
+        """Returns counters, gauges and latencies of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,6 +252,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
     """Text generation by one model.
+
+    Errors of all methods: INVALID_ARGUMENT (a field is wrong),
+    RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
+    drains or has no worker), UNAUTHENTICATED, INTERNAL.
     """
 
     @staticmethod
