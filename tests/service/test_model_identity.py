@@ -121,7 +121,7 @@ async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
         request.resume.chat_time_us = 0
         error = await error_of(s.generate(request))
         assert error.reason == "MODEL_CHANGED"
-        assert "other tokens of the prompt" in str(error)
+        assert "the prompt has other tokens on this server" in str(error)
         await s.idle()
 
 

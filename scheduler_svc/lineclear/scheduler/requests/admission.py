@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
-from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota
@@ -71,7 +71,7 @@ class Admission:
             if validated is None:
                 with self._pacer.measured():
                     validated = validation.check(message, bounds)
-            validation.check_model(message, validated, bounds)
+            model_identity.check_model(message, validated, bounds)
             request = self._open(message, validated, place, bounds, caller, tenant, now, now + seconds)
         except BaseException:
             place.release(started=False)

@@ -14,7 +14,7 @@ from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, Linecl
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
 from lineclear.scheduler.requests.queue_quota import QueuePlace
@@ -119,7 +119,7 @@ class RequestContext:
         if self.output.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
-        validation.check_prompt(self.validated, self.prompt_digest)
+        model_identity.check_prompt(self.validated, self.prompt_digest)
         request = validation.resolve(self.validated, self.output.engine_id, prompt, self.deadline, self.bounds)
         request = replace(request, cache_salt=self.cache_salt, tenant=identity.share(self.tenant))
         self._queue_place.add_tokens(len(request.prompt))

@@ -1,0 +1,55 @@
+"""Collect the violations of one request, so that they are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lineclear.errors import InvalidRequest, TokenOutOfVocabulary, Violation
+
+_MAX_VIOLATIONS = 16  # the status is sent in a header, whose size is limited
+
+
+class Violations:
+    """The violations of one request. `kinds` are the error classes of single violations."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.kinds: set[type[InvalidRequest]] = set()
+        self.metadata: dict[str, str] = {}
+
+    def add(self, path: str, description: str, kind: type[InvalidRequest] = InvalidRequest, **figures: int) -> None:
+        self.violations.append(Violation(path, description))
+        self.kinds.add(kind)
+        self.metadata.update({name: str(figure) for name, figure in figures.items()})
+
+    def raise_if_any(self) -> None:
+        """Raise the most specific class that fits all violations."""
+        if not self.violations:
+            return
+        kind = next(iter(self.kinds)) if len(self.kinds) == 1 else InvalidRequest
+        count = len(self.violations)
+        first = self.violations[0]
+        message = f"{first.field}: {first.description}" + (f" (and {count - 1} more)" if count > 1 else "")
+        raise kind(message, violations=self.violations[:_MAX_VIOLATIONS], metadata=self.metadata)
+
+
+def checked_ids(path: str, ids: Sequence[int], limit: int, vocab_size: int, violations: Violations) -> tuple[int, ...]:
+    """Return the ids, or () if there are more than `limit`. Ids outside the vocabulary are added to `violations`."""
+    if len(ids) > limit:
+        violations.add(path, f"has more than {limit} entries")
+        return ()
+    check_vocabulary(path, ids, vocab_size, violations)
+    return tuple(ids)
+
+
+def check_vocabulary(path: str, ids: Sequence[int], vocab_size: int, violations: Violations, start: int = 0) -> None:
+    """Add the first id that is outside the vocabulary. `start` is the index of `ids[0]` in the request's field."""
+    if not ids or max(ids) < vocab_size:
+        return
+    index = next(index for index, token_id in enumerate(ids, start) if token_id >= vocab_size)
+    add_out_of_vocabulary(f"{path}[{index}]", vocab_size, violations)
+
+
+def add_out_of_vocabulary(path: str, vocab_size: int, violations: Violations) -> None:
+    description = f"must be in [0, vocabulary), which is {vocab_size}"
+    violations.add(path, description, TokenOutOfVocabulary, vocab_size=vocab_size)
