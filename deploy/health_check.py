@@ -1,7 +1,6 @@
-"""Exit with 0 if grpc.health.v1 at HOST PORT says that the process lives: `health_check.py HOST PORT`.
+"""Exit with 0 if the health name `liveness` at HOST PORT is SERVING: `health_check.py HOST PORT`.
 
-One call of HTTP/2 by hand. A gRPC library takes 250 ms of CPU to import, and a container's health is asked for every
-ten seconds.
+Encodes one HTTP/2 call itself: the check runs every ten seconds, and importing grpcio takes 250 ms of CPU.
 """
 
 import socket
@@ -22,7 +21,7 @@ def _text(value: bytes) -> bytes:
 
 
 def _request(service: bytes) -> bytes:
-    # RFC 7541: indexed fields (":method: POST", ":scheme: http"), then literals whose names are indexed or spelled out.
+    # RFC 7541: indexed fields (":method: POST", ":scheme: http"), then literals with indexed or literal names.
     headers = b"\x83\x86" + b"\x04" + _text(b"/grpc.health.v1.Health/Check") + b"\x01" + _text(b"localhost")
     headers += b"\x0f\x10" + _text(b"application/grpc") + b"\x00" + _text(b"te") + _text(b"trailers")
     message = b"\x0a" + _text(service)
@@ -32,14 +31,14 @@ def _request(service: bytes) -> bytes:
 
 
 def is_serving(host: str, port: int, service: bytes = b"liveness", timeout_seconds: float = 4.0) -> bool:
-    """Return whether the service is SERVING. Raises OSError where nothing answers."""
+    """Return whether the service is SERVING. Raises OSError if the server does not answer."""
     with socket.create_connection((host, port), timeout_seconds) as connection, connection.makefile("rb") as answer:
         connection.sendall(_request(service))
         while len(head := answer.read(9)) == 9:
             payload = answer.read(int.from_bytes(head[:3], "big"))
             if head[3] == _DATA:
                 return payload[5:] == _SERVING
-            if head[3] == _HEADERS and head[4] & _END_STREAM:  # a status alone
+            if head[3] == _HEADERS and head[4] & _END_STREAM:  # trailers-only: a status without a message
                 return False
     return False
 

@@ -1,7 +1,7 @@
-"""What the images install before the product, so that a change of the product leaves that layer alone.
+"""List the dependencies of a process, which the images install in a layer below the product.
 
 python3 requirements.py EXTRA          print the requirements of lineclear[EXTRA] in ./pyproject.toml
-python requirements.py --link PREFIX   have this environment find packages installed with pip's --prefix PREFIX
+python requirements.py --link PREFIX   add packages installed with pip's --prefix PREFIX to this environment
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 
 def requirements(extra: str) -> Iterator[str]:
-    """Yield what the project and the extra need, without the project itself."""
+    """Yield the dependencies of the project and of the extra."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield from project["dependencies"]
-    todo = [extra]
-    while todo:
-        for requirement in project["optional-dependencies"][todo.pop()]:
+    extras = [extra]
+    while extras:
+        for requirement in project["optional-dependencies"][extras.pop()]:
             if requirement.startswith(f"{project['name']}["):
-                todo += requirement.partition("[")[2].rstrip("]").split(",")
+                extras += requirement.partition("[")[2].rstrip("]").split(",")
             else:
                 yield requirement
 

@@ -1,9 +1,9 @@
-"""Build both images and try them: 16 streams complete although both containers are stopped at once.
+"""Build both images, and check that 16 streams complete when both containers are stopped at once.
 
     python deploy/try_images.py [--builder podman|docker] [-- FLAGS OF THE BUILD]
 
-Prints one line and exits with 0 where there is neither podman nor docker. Exits with 1 and one line where a build
-fails, a change of the product replaces more than 20 MB of an image, or a stream or a process does not end well.
+Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 20 MB, a
+stream is incomplete, or a process exits with an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HARDENED = [
 
 
 def find_builder(names: Sequence[str] = ("podman", "docker")) -> str | None:
-    """Return the first of these that works here."""
+    """Return the first builder that works on this machine."""
     for name in names:
         if shutil.which(name) and not subprocess.run([name, "info"], capture_output=True).returncode:
             return name
@@ -43,7 +43,7 @@ def find_builder(names: Sequence[str] = ("podman", "docker")) -> str | None:
 
 
 def run(*command: str) -> str:
-    """Run a command and return what it prints. Raises CalledProcessError."""
+    """Run a command and return its output. Raises CalledProcessError."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
@@ -64,12 +64,12 @@ def build(builder: str, flags: list[str]) -> dict[str, str]:
         product = next(size for size in map(bytes_of, layers) if size)
         print(f"  a change of the product replaces {product / 1e6:.1f} MB")
         if product > MAX_PRODUCT_BYTES:
-            sys.exit(f"images: the layer of the product has more than {MAX_PRODUCT_BYTES / 1e6:.0f} MB")
+            sys.exit(f"images: the layer of the product exceeds {MAX_PRODUCT_BYTES / 1e6:.0f} MB")
     return images
 
 
 def bytes_of(size: str) -> float:
-    """Return the bytes of a size as a person reads it: "11.9 MB" of podman, "11.9MB" of docker."""
+    """Convert a printed size to bytes: "11.9 MB" from podman, "11.9MB" from docker."""
     match = re.fullmatch(r"([0-9.]+) ?([kMG]?)B", size)
     assert match is not None, size
     return float(match[1]) * 1000 ** " kMG".index(match[2] or " ")
@@ -85,7 +85,7 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
     common = ["--model=/models/model", "--log-format=json"]
     containers = {name: f"lineclear-try-{name}" for name in images}
     listen = ["--listen=unix:/api/api.sock", "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=60"]
-    remove(builder, containers.values())  # of a run that was interrupted
+    remove(builder, containers.values())  # left by an interrupted run
     begin = time.monotonic()
     scheduler = ["-v", f"{api}:/api", images["scheduler"], *common, *listen]
     worker = [images["worker"], *common, "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
@@ -100,7 +100,7 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
         codes = [run(builder, "inspect", "--format", "{{.State.ExitCode}}", name) for name in containers.values()]
         print(f"{complete} of {NUM_STREAMS} streams complete, exit codes {codes}")
         if complete < NUM_STREAMS or set(codes) != {"0"}:
-            sys.exit("images: the streams or the containers did not end as they must")
+            sys.exit("images: a stream is incomplete or a container failed")
     except BaseException:
         for name in containers.values():
             print(f"--- log of {name}", flush=True)
@@ -111,40 +111,40 @@ def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
 
 
 def remove(builder: str, containers: Iterable[str]) -> None:
-    """End and remove containers, those that are there."""
+    """Stop and remove the containers that exist."""
     for name in containers:
         subprocess.run([builder, "rm", "--force", name], capture_output=True)
 
 
 def wait_until_ready(client: Client) -> None:
-    """Return when requests are welcome."""
-    give_up = time.monotonic() + READY_SECONDS
+    """Wait until the server is ready. Exits after READY_SECONDS."""
+    deadline = time.monotonic() + READY_SECONDS
     while True:
         try:
             if client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
                 return
         except LineclearError:
             pass
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             sys.exit(f"not ready after {READY_SECONDS:g} s")
         time.sleep(0.2)
 
 
 def stream_while_stopping(client: Client, stop: list[str]) -> list[Generation]:
-    """Stop both containers when every stream has begun, and return what the streams gave."""
-    begun = threading.Barrier(NUM_STREAMS + 1, timeout=READY_SECONDS)
+    """Stop both containers after every stream has started, and return the results of the streams."""
+    started = threading.Barrier(NUM_STREAMS + 1, timeout=READY_SECONDS)
 
     def read(seed: int) -> Generation:
         with client.stream("Once upon a time", seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) as stream:
             next(stream)
-            begun.wait()
+            started.wait()
             for _ in stream:
                 pass
         return stream.result
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = [pool.submit(read, seed) for seed in range(NUM_STREAMS)]
-        begun.wait()
+        started.wait()
         stopping = [subprocess.Popen([*stop[:4], name], stdout=subprocess.DEVNULL) for name in stop[4:]]
         results = [answer.result() for answer in answers]
     for process in stopping:
@@ -153,23 +153,23 @@ def stream_while_stopping(client: Client, stop: list[str]) -> list[Generation]:
 
 
 def main() -> None:
-    """Build, try, and say how it went."""
+    """Build and test the images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--builder", help="podman or docker; default: the first that works")
-    parser.add_argument("flags", nargs="*", help="further flags of the build")
+    parser.add_argument("--builder", help="podman or docker; default: the first of them that works")
+    parser.add_argument("flags", nargs="*", help="additional flags of the build")
     arguments = parser.parse_args()
     builder = find_builder([arguments.builder] if arguments.builder else ("podman", "docker"))
     if builder is None and arguments.builder:
-        sys.exit(f"images: {arguments.builder} does not work here: see `{arguments.builder} info`")
+        sys.exit(f"images: {arguments.builder} does not work on this machine; run `{arguments.builder} info`")
     if builder is None:
-        print("images: skipped, there is neither podman nor docker that works here")
+        print("images: skipped, neither podman nor docker works on this machine")
         return
     try:
         images = build(builder, arguments.flags)
         with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
             try_out(builder, images, Path(folder))
     except subprocess.CalledProcessError as error:
-        sys.exit(f"images: `{builder} {error.cmd[1]}` failed with {error.returncode}; what it said is above")
+        sys.exit(f"images: `{builder} {error.cmd[1]}` failed with {error.returncode}; its output is above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Dockerfiles: clean under hadolint, as small and as powerless as they promise."""
+"""Check the Dockerfiles with hadolint, and their users, layers, labels and health checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dockerfile(request: pytest.FixtureRequest) -> Path:
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(instruction, rest) for each logical line."""
+    """Return (instruction, arguments) of each logical line."""
     logical = re.sub(r"\\\n", " ", "\n".join(x for x in path.read_text().splitlines() if not x.startswith("#")))
     return [
         (word, " ".join(rest.split()))
@@ -65,7 +65,7 @@ def test_hadolint_reports_findings(tmp_path: Path) -> None:
 
 
 def test_stop_signal_reaches_the_process(dockerfile: Path) -> None:
-    """The exec form: with a shell in between, SIGTERM would not arrive."""
+    """In the exec form; a shell would not forward SIGTERM."""
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     (entry,) = (rest for word, rest in final_stage(dockerfile) if word == "ENTRYPOINT")
     (command,) = json.loads(entry)
@@ -74,7 +74,7 @@ def test_stop_signal_reaches_the_process(dockerfile: Path) -> None:
 
 
 def test_image_user_is_that_of_the_manifests(dockerfile: Path) -> None:
-    """A number, so that Kubernetes can prove runAsNonRoot, and the owner of the private socket folder."""
+    """The user is numeric, as runAsNonRoot requires, and owns the socket folder."""
     (user,) = (rest for word, rest in final_stage(dockerfile) if word == "USER")
     uid, gid = map(int, user.split(":"))
     assert 0 not in (uid, gid)
@@ -85,7 +85,7 @@ def test_image_user_is_that_of_the_manifests(dockerfile: Path) -> None:
 
 
 def test_each_pip_install_is_constrained(dockerfile: Path) -> None:
-    """By a variable of its stage or of the stage that this one is built on."""
+    """By a variable of its stage or of its base stage."""
     stages: dict[str, set[str]] = {}
     variables: set[str] = set()
     installs = 0
@@ -113,20 +113,20 @@ def test_only_the_worker_has_torch() -> None:
 
 
 def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
-    """.dockerignore lets nothing through that is not named in it."""
-    let_through = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    """.dockerignore admits only the files that the images copy."""
+    admitted = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {
         source
         for word, rest in instructions(dockerfile)
         if word == "COPY" and "--from" not in rest
         for source in rest.split()[:-1]
     }
-    assert copied | {"deploy/health_check.py"} == let_through, "which is the scheduler's alone"
+    assert copied | {"deploy/health_check.py"} == admitted, "only the scheduler copies health_check.py"
     assert [name for name in copied if not (REPOSITORY / name).exists()] == []
 
 
 def health_check(port: int) -> subprocess.CompletedProcess[str]:
-    """What the image runs, asking a port of this machine."""
+    """Run the image's health check against a local port."""
     (check,) = (rest for word, rest in final_stage(DOCKERFILES[0]) if word == "HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
     assert command[:4] == ["python3", "-I", "-S", "/opt/health_check.py"]
@@ -142,7 +142,7 @@ def packages(lines: str) -> set[str]:
 
 @pytest.mark.parametrize("extra", ["scheduler", "worker"])
 def test_dependency_layer_is_complete(extra: str) -> None:
-    """The product is installed on top of it without any."""
+    """The product is installed above this layer with --no-deps."""
     script = REPOSITORY / "deploy/requirements.py"
     done = subprocess.run([sys.executable, script, extra], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     wanted = {line for line in importlib.metadata.requires("lineclear") or () if f'extra == "{extra}"' in line}
@@ -159,7 +159,9 @@ def test_product_layer_is_above_the_dependencies(dockerfile: Path) -> None:
     found = instructions(dockerfile)
     stages = [i for i, (word, _) in enumerate(found) if word == "FROM"]
     before = [rest for word, rest in found[: stages[1]] if word == "COPY"]
-    assert before == ["constraints.txt pyproject.toml deploy/requirements.py ./"], "else they change with the source"
+    assert before == ["constraints.txt pyproject.toml deploy/requirements.py ./"], (
+        "source files would rebuild the layer"
+    )
 
 
 def test_image_has_no_pip_and_compiled_modules(dockerfile: Path) -> None:
@@ -178,7 +180,7 @@ def test_labels_name_image_and_version(dockerfile: Path) -> None:
 
 
 def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
-    """Images are not built here; this is the step of theirs that asks most of the files they have."""
+    """Build the wheel from exactly the files that the image copies."""
     copies = [rest.split() for word, rest in instructions(dockerfile) if word == "COPY" and "--from" not in rest]
     context = tmp_path / "src"
     context.mkdir()
@@ -192,7 +194,7 @@ def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> Non
             else:
                 shutil.copy(REPOSITORY / source, name)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    # Whether there is a compiler is the image's; compiling here would only take long.
+    # Skip the CPU kernels, which take long to compile.
     environment = os.environ | {"LINECLEAR_NATIVE": "0"}
     done = subprocess.run(build, cwd=context, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -225,7 +227,7 @@ def test_health_check_follows_liveness(status: int | None, expected: int) -> Non
 
 
 def test_health_check_imports_little() -> None:
-    """It runs every ten seconds."""
+    """The check runs every ten seconds."""
     code = "import sys; sys.argv = ['', '127.0.0.1', '1']; before = set(sys.modules); import health_check; "
     code += "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY / "deploy", capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Kubernetes and compose: valid, powerless, and of one mind about sockets, users, ports and seconds."""
+"""Check Kubernetes and compose files: schema, restrictions, and consistent sockets, users, ports and timeouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVICES = COMPOSE["services"]
 
 
 class Manifest:
-    """What `kubectl apply -k` makes of a folder, and the pod in it."""
+    """The documents that `kubectl apply -k` builds from a folder, and their pod."""
 
     def __init__(self, name: str) -> None:
         self.documents = build(KUBERNETES / name)
@@ -58,7 +58,7 @@ def manifest(request: pytest.FixtureRequest) -> Manifest:
 
 
 def unfolded(words: list[str]) -> list[str]:
-    """Flags with the defaults of compose's variables."""
+    """Replace the variables of compose by their defaults."""
     return [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in words]
 
 
@@ -113,7 +113,7 @@ def test_cpu_variant_requests_no_gpu(manifest: Manifest) -> None:
     assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
 
 
-# The oldest with the sleep hook and native sidecars switched on, and the newest that is known.
+# 1.30 is the oldest version with the sleep hook and native sidecars enabled by default.
 @pytest.mark.parametrize("version", ["1.30", "1.32", kubernetes_validate.latest_version()])
 def test_manifest_is_valid_kubernetes(manifest: Manifest, version: str) -> None:
     for document in manifest.documents:
@@ -164,7 +164,7 @@ def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None
     }
     assert {name for name, mount in mounts.items() if mount} - {"lineclear-standby-worker"} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
-    # A folder in the volume, not the volume: the kubelet makes that one for everybody to write.
+    # A folder inside the volume, because the kubelet makes an emptyDir writable for all users.
     directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["socket-directory"]}
     assert directories == {"/run/lineclear/sockets"}
     volume = next(v for v in manifest.pod["volumes"] if v["name"] == "lineclear-sockets")
@@ -194,7 +194,7 @@ def test_only_the_worker_has_the_gpu(manifest: Manifest) -> None:
 def test_probes_ask_the_health_port(manifest: Manifest) -> None:
     scheduler, worker = manifest.scheduler, manifest.worker
     address = parse_address(flags(scheduler)["health-listen"])
-    # The kubelet connects to the pod's address, so loopback would not do.
+    # The kubelet connects to the pod's address, not to loopback.
     assert address == ("0.0.0.0", 50052)
     probes = {kind: scheduler[kind]["grpc"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert {probe["port"] for probe in probes.values()} == {50052}
@@ -204,23 +204,23 @@ def test_probes_ask_the_health_port(manifest: Manifest) -> None:
     assert "readiness" in READY
     assert "liveness" in LIVE
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
-    # The scheduler starts after it, so there is nobody to ask at first; and nothing may wait for it to pass.
+    # The scheduler starts after the worker, so the first probes get no answer, and a startup probe would block it.
     assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
     assert "startupProbe" not in worker
 
 
-def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], noticed_seconds: float) -> float:
-    """From the moment a process hangs to its SIGKILL, at most."""
+def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], detection_seconds: float) -> float:
+    """Return the most seconds from the hang of a process to its SIGKILL."""
     grace = probe.get("terminationGracePeriodSeconds", pod["terminationGracePeriodSeconds"])
     probing = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
-    return float(noticed_seconds + probing + grace)
+    return float(detection_seconds + probing + grace)
 
 
 def test_hung_worker_is_restarted_within_25_seconds(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.worker["livenessProbe"]
-    noticed_seconds = settings.heartbeat_timeout_seconds + TICK_SECONDS
-    assert seconds_until_replaced(probe, manifest.pod, noticed_seconds) <= 25
+    detection_seconds = settings.heartbeat_timeout_seconds + TICK_SECONDS
+    assert seconds_until_replaced(probe, manifest.pod, detection_seconds) <= 25
 
 
 def test_hung_scheduler_is_restarted_within_50_seconds(manifest: Manifest) -> None:
@@ -244,20 +244,20 @@ def test_service_for_other_pods_has_tls_and_tokens() -> None:
     assert parse_address(settings.listen) == ("0.0.0.0", port)
     service = SERVICE.documents[1]["spec"]
     assert service["clusterIP"] == "None"
-    # A headless Service translates no ports: callers connect to the pod's.
+    # A headless Service does not translate ports; clients connect to the pod's port.
     assert [(p["port"], p["targetPort"]) for p in service["ports"]] == [(port, "grpc")]
     secrets = {v["name"]: v["secret"] for v in SERVICE.pod["volumes"] if "secret" in v}
     files = (settings.tls_cert_file, settings.tls_key_file, settings.token_file)
     paths = {SERVICE.mounts("lineclear-scheduler")[name]["mountPath"] for name in secrets}
     assert {str(Path(file).parent) for file in files} == paths
-    # Tokens that everybody may read are refused; the group is the process's own.
+    # The scheduler rejects a token file that all users can read; the process is in the file's group.
     assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
     assert SERVICE.pod["securityContext"]["fsGroup"] == SERVICE.scheduler["securityContext"]["runAsGroup"]
     assert not set(secrets) & set(SERVICE.mounts("lineclear-worker"))
 
 
 def test_process_can_read_its_secrets(tmp_path: Path) -> None:
-    """Files of a secret belong to root and to the pod's fsGroup: the group's bits decide, and nobody else may read."""
+    """Secret files are owned by root and the pod's fsGroup, and readable for the group only."""
     secrets = [volume["secret"] for volume in SERVICE.pod["volumes"] if "secret" in volume]
     advised = re.findall(r"`defaultMode: (\d+)`", (REPOSITORY / "docs/security.md").read_text())
     assert {secret["defaultMode"] for secret in secrets} == {int(mode, 8) for mode in advised}
@@ -273,7 +273,7 @@ def test_process_can_read_its_secrets(tmp_path: Path) -> None:
 def test_new_replica_waits_for_the_gpu() -> None:
     strategy = SERVICE.documents[0]["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
-    assert SERVICE.documents[0]["spec"]["replicas"] > 1, "one of them leaves during a rollout"
+    assert SERVICE.documents[0]["spec"]["replicas"] > 1, "a rollout stops one replica at a time"
 
 
 def test_startup_probe_allows_model_loading(manifest: Manifest) -> None:
@@ -307,12 +307,12 @@ def test_labels_agree(manifest: Manifest) -> None:
 
 
 def test_network_policies_admit_clients() -> None:
-    everybody, monitoring = SIDECAR.documents[3]["spec"]["ingress"]
-    assert "from" not in everybody
-    assert everybody["ports"] == [{"port": "http"}]
-    callers, scrapers = SERVICE.documents[3]["spec"]["ingress"]
-    assert callers["from"] == [{"podSelector": {"matchLabels": {"lineclear-client": "true"}}}]
-    assert callers["ports"] == [{"port": "grpc"}]
+    all_pods, monitoring = SIDECAR.documents[3]["spec"]["ingress"]
+    assert "from" not in all_pods
+    assert all_pods["ports"] == [{"port": "http"}]
+    clients, scrapers = SERVICE.documents[3]["spec"]["ingress"]
+    assert clients["from"] == [{"podSelector": {"matchLabels": {"lineclear-client": "true"}}}]
+    assert clients["ports"] == [{"port": "grpc"}]
     assert monitoring == scrapers
     assert monitoring["ports"] == [{"port": "metrics"}]
     assert monitoring["from"]
@@ -370,7 +370,7 @@ def test_compose_waits_for_the_scheduler_drain() -> None:
 
 
 def test_compose_limits_memory_and_restarts() -> None:
-    """A limit on restarts counts over a container's whole life: a worker would stay down after some rare deaths."""
+    """A limit on restarts counts over a container's whole life, so a worker could stay down after rare crashes."""
     for service in SERVICES.values():
         assert service["mem_limit"]
         assert service["restart"] == "unless-stopped"
@@ -390,7 +390,7 @@ def test_compose_gives_both_processes_one_batch_size() -> None:
 def test_gpu_overlay_extends_the_worker() -> None:
     overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert set(overlay) == {"worker"}
-    # A list replaces the one below it, so it must say everything again.
+    # A list in an overlay replaces the whole list.
     assert overlay["worker"]["command"][:-1] == SERVICES["worker"]["command"]
 
 

@@ -1,4 +1,4 @@
-"""Setting up leaves everything compiled that a server imports, whatever the environment says."""
+"""Check that `make` compiles all modules that a server imports, also if the environment disables it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 
 def recipe(*variables: str) -> list[str]:
-    """The commands with which `make` sets an environment up."""
+    """Return the commands that `make` runs to set up an environment."""
     command = ["make", "--dry-run", "--always-make", *variables, f"{sys.prefix}/ready"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     return done.stdout.splitlines()
@@ -21,8 +21,8 @@ def recipe(*variables: str) -> list[str]:
 def test_modules_are_compiled_despite_the_environment(tmp_path: Path) -> None:
     (tmp_path / "fresh.py").write_text("")
     (line,) = (line for line in recipe(f"VENV={sys.prefix}", "SERVED=import fresh") if "import fresh" in line)
-    forbidding = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "elsewhere")}
-    environment = os.environ | forbidding | {"PYTHONPATH": str(tmp_path)}
+    disabling = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "elsewhere")}
+    environment = os.environ | disabling | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(line, shell=True, env=environment, check=True, timeout=PATIENCE_SECONDS)
     assert list((tmp_path / "__pycache__").glob("fresh.*.pyc"))
 

@@ -1,4 +1,4 @@
-"""Flags and variables in deploy/ are settings of the two processes, with valid values."""
+"""Check that flags and variables in deploy/ are settings of the two processes, with valid values."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_every_container_is_found() -> None:
 def test_every_variable_is_a_setting(path: Path) -> None:
     known = {f"LINECLEAR_{name}".upper() for name in scheduler.SchedulerSettings.model_fields}
     known |= {f"LINECLEAR_WORKER_{name}".upper() for name in worker.WorkerSettings.model_fields}
-    # A variable that Kubernetes sets; the files mention it.
+    # Set by Kubernetes, and mentioned in the files.
     known |= {"LINECLEAR_PORT"}
     assert set(re.findall(r"\bLINECLEAR_[A-Z_]+", path.read_text())) <= known
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_every_mentioned_flag_exists(path: Path) -> None:
-    """Prose included. Flags of other tools are listed below."""
-    ours = {
+    """Also in prose. Flags of other tools are listed below."""
+    settings = {
         "--" + name.replace("_", "-")
         for model in (scheduler.SchedulerSettings, worker.WorkerSettings)
         for name in model.model_fields
@@ -86,4 +86,4 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
     }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))
-    assert mentioned <= ours | others
+    assert mentioned <= settings | others

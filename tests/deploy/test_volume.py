@@ -1,4 +1,4 @@
-"""The private folder of the sockets can be made in the volumes that Kubernetes and Docker hand out."""
+"""Check that the private socket folder can be created in volumes of Kubernetes and Docker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_private_directory_is_created_in_a_volume(tmp_path: Path, mode: int) -> 
     volume.chmod(mode)
     made = private_socket_dir(volume / "sockets").directory
     assert made.stat().st_mode & 0o777 == 0o700
-    # The second container finds it as the first one made it.
+    # The second container uses the folder of the first one.
     assert private_socket_dir(volume / "sockets").directory == made
 
 
 def test_volume_root_is_rejected(tmp_path: Path) -> None:
-    """Everybody may write to an emptyDir."""
+    """An emptyDir is writable for all users."""
     volume = tmp_path / "v"
     volume.mkdir()
     os.chmod(volume, 0o777)
