@@ -40,7 +40,7 @@ VLLM_NAMES = {
     "lineclear_request_mean_inter_token_latency_seconds": "vllm:request_time_per_output_token_seconds",
     "lineclear_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
 }
-"""The metric of vLLM that has the same meaning. Counters have the suffix `_total` besides."""
+"""vLLM's metric with the same meaning. Counters also have the suffix `_total`."""
 _VLLM_FINISH_REASONS = {
     "stop_eos": "stop",
     "stop_token": "stop",

@@ -89,7 +89,7 @@ class MetricsServer(ThreadingWSGIServer, Collector):
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take a thread for the connection. If there is none, close the oldest connection and wait for its thread."""
+        """Reserve a thread for the connection. If all are busy, close the oldest connection and take its thread."""
         if self._free.acquire(blocking=False):
             return True
         with contextlib.suppress(StopIteration, OSError):

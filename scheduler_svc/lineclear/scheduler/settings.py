@@ -95,8 +95,8 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """Let tenants use each other's cached prefixes. The time to the first token then shows a tenant whether another has
     sent the same prompt."""
     share_stats_across_tenants: bool = SECURITY.field(False)
-    """Let tenants see totals and times of all requests. They show a tenant how much others send. Without effect if
-    there is an admin_listen."""
+    """Let tenants see totals and times of all requests, which reveal the load of other tenants. Ignored with
+    admin_listen."""
 
     # --- connections ---
     max_message_bytes: int = CONNECTIONS.field(0, ge=0, le=_MAX_MESSAGE_BYTES)
@@ -244,7 +244,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
     stop_timeout_seconds: float = WORKER.field(10.0, gt=0, le=3600)
     """A stopping worker is killed after this long."""
     max_isolated_crashes: int = WORKER.field(1, ge=1, le=100)
-    """A request fails after so many crashes while it runs alone."""
+    """A request fails after this many crashes while it runs alone."""
     max_worker_crashes: int = WORKER.field(5, ge=0, le=1000)
     """Most worker exits within crash_window_seconds. Failed starts count; one more stops the server. A generated token
     or ten idle seconds of a joined worker reset the count, so a worker killed from outside is always replaced."""

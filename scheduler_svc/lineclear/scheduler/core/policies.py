@@ -119,10 +119,9 @@ class Continuous:
 
 
 class FixedSize:
-    """Static batching: as many requests as there are slots start together, and no other joins until all have ended.
+    """Static batching: fill all slots at once, and start the next batch when every request has ended.
 
-    A smaller batch starts when the queue rejects requests, because it cannot fill further, or after a timeout if one is
-    set.
+    A smaller batch starts after the batch timeout, if one is set, or when the queue rejects requests and cannot grow.
     """
 
     reads_kv_tokens = False

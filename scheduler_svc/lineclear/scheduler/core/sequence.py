@@ -1,9 +1,8 @@
-"""A request and the scheduler's state of it.
+"""A request and its scheduler state.
 
-A sequence's *known* tokens are its confirmed tokens plus the samples in flight, whose values only the worker has. One
-rule drives all planning: `num_planned` catches up with `num_known`. As in vLLM there is no prefill or decode phase:
-prefill, chunked prefill, decode, a prefix-cache hit, and resuming after a preemption or a worker loss are all the
-distance between the two numbers.
+The *known* tokens of a sequence are its confirmed tokens plus the samples in flight, whose values only the worker has.
+Planning makes `num_planned` catch up with `num_known`. As in vLLM there is no prefill or decode phase. Prefill, chunked
+prefill, decode, a prefix-cache hit, and resuming after a preemption or a worker loss differ only in that distance.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class Sequence:
         self.num_planned = 0  # * positions in plans, sent or applied
         self.num_computed = 0  # * positions in applied plans
         self.planned_step = 0  # * the last step it has a row in
-        self.admission_count = 0  # tells rows of an earlier admission from rows of this one
+        self.admission_count = 0  # distinguishes rows of an earlier admission
         # Always:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
         self.block_keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed

@@ -1,1 +1,1 @@
-"""The gRPC services: what a call must satisfy, what it waits for, and what it is answered."""
+"""The gRPC services and their server: interceptors, readers and writers of messages, health checks."""

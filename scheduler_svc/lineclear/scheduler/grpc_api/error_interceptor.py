@@ -1,8 +1,8 @@
 """Map errors of handlers to gRPC statuses.
 
-A LineclearError is sent as it is. Any other exception is a bug: it is logged with its location, without its text, which
-may contain a prompt, and the client gets an incident number. A request that cannot be parsed is MalformedMessage;
-gRPC itself would answer UNKNOWN and print a traceback.
+A LineclearError is sent unchanged. Any other exception is a bug: the log gets its location, and the client an incident
+number. Its text may contain a prompt and is dropped. A request that cannot be parsed is MalformedMessage; gRPC itself
+would answer UNKNOWN and print a traceback.
 """
 
 from __future__ import annotations

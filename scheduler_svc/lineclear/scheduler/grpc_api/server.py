@@ -48,18 +48,18 @@ LIVE = ("", "liveness")
 The empty name is the default of a kubelet's gRPC probe, so it must not depend on the worker.
 """
 WORKER = "worker"
-"""Health name that is serving unless a worker hangs: its epoch has ended, and its process still runs.
+"""Health name that is NOT_SERVING while a worker hangs: its epoch has ended, and its process still runs.
 
-For the liveness probe of a worker in a container of its own.
+For the liveness probe of a worker in its own container.
 """
 
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 NAMES = (service_module.NAME, admin_module.NAME)
 """The lineclear services."""
 ADMIN_ONLY = frozenset({f"/{service_module.NAME}/GetStats"})
-"""Methods that move to the admin address if there is one. AdminService is offered only there."""
+"""Methods served on the admin address instead, if it is set. AdminService is served only there."""
 EVERYWHERE = frozenset({f"/{service_module.NAME}/GetModel"})
-"""Methods offered on both addresses."""
+"""Methods served on both addresses."""
 
 _EXPIRY_CHECK_SECONDS = 3600.0
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 0.5
@@ -157,9 +157,9 @@ class Server:
         self.health.close(READY)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Accept no more calls, and cancel the remaining ones after `grace_seconds`.
+        """Reject new calls, and cancel the running ones after `grace_seconds`.
 
-        The service must have ended its streams; they only send their status here. Health watchers end too.
+        The service must have ended its streams; here they send their status. Health watchers end too.
         """
         if self._expiry_task is not None:
             self._expiry_task.cancel()

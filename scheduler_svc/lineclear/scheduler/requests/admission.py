@@ -52,7 +52,7 @@ class Admission:
         self._services = RequestServices(tokenizers, streams, engine, stats, incident, clock, {})
 
     def __iter__(self) -> Iterator[RequestContext]:
-        """Iterate over the live requests; they may be closed meanwhile."""
+        """Iterate over a copy of the live requests, so that the caller may close them."""
         return iter(list(self._services.live.values()))
 
     def admit(
@@ -85,7 +85,7 @@ class Admission:
             await self._pacer.wait()
 
     def cancel(self, caller: Identity, request_id: str) -> bool:
-        """Cancel a live request of `caller`. Return whether there is one."""
+        """Cancel a live request of `caller`. Return False if the id is unknown."""
         request = self._services.live.get((caller, request_id))
         if request is None:
             return False

@@ -1,7 +1,7 @@
 """A semaphore that divides work fairly between flows: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
-A flow is a tenant, or a connection without a tenant. A busy flow waits behind its own requests, not in front of others.
-One flow never holds all slots if there are several. If too many requests wait, the flow with most of them is rejected.
+A flow is a tenant, or a connection without a tenant. Requests of a busy flow delay that flow and no other. With two
+slots or more, a flow cannot hold all of them. If too many requests wait, the flow with most of them is rejected.
 """
 
 from __future__ import annotations

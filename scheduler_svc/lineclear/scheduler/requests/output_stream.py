@@ -145,7 +145,7 @@ class OutputStream:
     # --- the reader --------------------------------------------------------------------------------------------------
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Call `subscriber` when there is output, and again only after all of it was read."""
+        """Call `subscriber` on new output, then not again until all output is read."""
         self._subscriber = subscriber
         if self.has_output:
             self._wake()
@@ -163,7 +163,7 @@ class OutputStream:
         return self._end is not None or self._error is not None
 
     async def wait(self) -> None:
-        """Return when there is output."""
+        """Wait for output."""
         if not self.has_output:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -196,9 +196,9 @@ class OutputStream:
         return chunk
 
     def read_tokens_only(self, max_bytes: int = MAX_PIECE_BYTES) -> tuple[int, list[int], list[str]] | None:
-        """Take tokens of about `max_bytes` if there is no other output: the usual case, without a chunk.
+        """Take tokens of about `max_bytes` without building an OutputChunk.
 
-        Return the first index, the tokens and their texts; None if `read_nowait` is needed.
+        Return the first index, the tokens and their texts, or None if other output needs `read_nowait`.
         """
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
@@ -212,7 +212,7 @@ class OutputStream:
         return first_index, tokens[:count], texts[:count]
 
     def _num_fitting(self, max_bytes: int) -> int:
-        """Return the number of unread tokens that fit into `max_bytes`, at least one if there is one."""
+        """Return the number of unread tokens that fit into `max_bytes`, at least 1 unless all are read."""
         count = len(self._tokens)
         if count <= 1:
             return count

@@ -40,7 +40,7 @@ class Submitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """What the requests of one server share. `live` has them by caller and request_id."""
+    """The services that all requests of a server use. `live` maps (caller, request_id) to the request."""
 
     tokenizers: TokenizerPool
     streams: OutputRouter

@@ -63,7 +63,7 @@ def stats(
     asyncio_tasks: int,
     version: str,
 ) -> pb.GetStatsResponse:
-    """The engine's figures and ours. `num_rejected` requests never reached the core."""
+    """Build GetStatsResponse. `num_rejected` counts requests rejected before the core."""
     counters = snapshot.core.counters
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
@@ -82,10 +82,10 @@ def stats(
 
 
 def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
-    """Return what one tenant may see: how busy the server is and what it runs on.
+    """Return the part of the statistics that a tenant may see: the load and the worker.
 
-    Counters, quantiles, rates and gauges in tokens or blocks are left out: before and after another tenant's request
-    they tell how long its prompt and its answer were.
+    Counters, quantiles, rates and gauges in tokens or blocks are left out. Their change during another tenant's request
+    would reveal the lengths of its prompt and its answer.
     """
     shown = pb.GetStatsResponse(
         uptime=stats.uptime,

@@ -34,7 +34,7 @@ class Violations:
 
 
 def checked_ids(path: str, ids: Sequence[int], limit: int, vocab_size: int, violations: Violations) -> tuple[int, ...]:
-    """Return the ids, or () if there are more than `limit`. Ids outside the vocabulary are added to `violations`."""
+    """Return the ids, or () for more than `limit`. Add a violation for that and for an id outside the vocabulary."""
     if len(ids) > limit:
         violations.add(path, f"has more than {limit} entries")
         return ()

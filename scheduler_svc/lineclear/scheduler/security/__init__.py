@@ -1,1 +1,1 @@
-"""Who may connect and who is calling: addresses, certificates, tokens, tenants, and how a call ends that fails."""
+"""Authentication: TLS certificates, bearer tokens, tenants, and the statuses of failed calls."""

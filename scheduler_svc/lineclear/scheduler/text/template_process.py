@@ -1,8 +1,8 @@
-"""Render conversations in a process of their own, which exits when a template takes too long.
+"""Render conversations in a separate process, which exits when a template takes too long.
 
-jinja2's sandbox bounds `range` and attributes, not time, and Python cannot stop a thread: an endless loop in a template
-would keep a thread and the interpreter lock. This process limits its own CPU time for each conversation, so that a busy
-machine does not shorten the limit. It exits when its standard input closes.
+jinja2's sandbox limits `range` and attributes but not time. Python cannot stop a thread, so an endless loop in a
+template would keep a thread and the interpreter lock. The process limits its CPU time for each conversation; waiting on
+a busy machine does not count. It exits when its standard input closes.
 
 A frame is a length (four bytes, big-endian) and the content. Input: the definition of the template, then one frame for
 each conversation. Output: one frame for each conversation; its first byte is RENDERED or REFUSED.

@@ -1,7 +1,7 @@
 """Render a chat template so that message contents cannot write special tokens.
 
-Templates get the helpers and variables that transformers passes. The sandbox of jinja2 bounds neither time nor memory;
-`template_process` does. This module imports little, to keep the start of that process short.
+Templates get the same helpers and variables as in transformers. `template_process` limits their time and memory, which
+jinja2's sandbox does not. This module imports little, to keep the start of that process short.
 
 Before rendering, each character of a content that occurs in some special token is replaced by a placeholder character
 that occurs nowhere in the conversation. After rendering, the template's own special tokens are sealed
