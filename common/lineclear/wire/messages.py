@@ -40,10 +40,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """A slot's new owner: all the worker needs to know of it, sent once.
+    """The sequence that takes a slot, sent once.
 
-    `tokens` is everything known (prompt and confirmed output); the worker keeps it, appends what it samples, and reads
-    the input of every later row from it. `blocks` are cached prefix blocks; rows append further ones.
+    `tokens` are the prompt and the confirmed output. The worker keeps them, appends the tokens it samples, and reads
+    the input of later rows from them. `blocks` are cached prefix blocks; rows append further ones.
     """
 
     slot: int
@@ -101,7 +101,7 @@ class StepPlan:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """All of them, one by one: for whoever is not in a hurry."""
+        """All rows as objects. Slow: for tests and the flight recorder."""
         return (*self.decodes.rows(), *self.chunks)
 
     @property
@@ -129,7 +129,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan gave: entry i belongs to the i-th row of the plan that samples."""
+    """The result of a plan. Entry i belongs to the i-th sampling row of the plan."""
 
     epoch: int
     step: int
@@ -143,11 +143,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker joins. `epoch` is a random number of its own choosing, new each time it joins.
+    """A worker joins. `epoch` is a random number, new at each join; `instance` is random, one for each process.
 
-    `instance` is one that it keeps for as long as its process lives. `pid` does not tell processes apart: in containers
-    of their own they all have the same. `model_fingerprint` identifies what the worker computes with, and
-    `text_fingerprint` the files that the scheduler reads too (lineclear/fingerprint.py); empty: not compared.
+    `pid` does not identify a process: in separate containers it is often the same. `model_fingerprint` identifies the
+    weights, configuration and number formats. `text_fingerprint` is a digest of the files that the scheduler reads too
+    (lineclear.model_files.fingerprint); if empty, it is not compared.
     """
 
     epoch: int
@@ -201,14 +201,14 @@ class StepError:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Scheduler to worker: `epoch` is not known here (any more). Forget everything and say Hello with a new one."""
+    """Scheduler to worker: `epoch` is unknown. The worker resets its state and sends a Hello with a new epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The sender is leaving and expects no more messages."""
+    """The sender shuts down and expects no more messages."""
 
     epoch: int
     reason: str = ""
@@ -216,13 +216,13 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Worker to scheduler: this worker was told to stop. It runs plans until a Goodbye or the end of its drain time."""
+    """Worker to scheduler: this worker drains. It runs plans until a Goodbye or the end of its drain timeout."""
 
     epoch: int
 
 
 class LogLevel(Enum):
-    """How severe a line must be to be logged."""
+    """Severity of a log line."""
 
     DEBUG = 1
     INFO = 2
@@ -232,7 +232,7 @@ class LogLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SetLogLevel:
-    """Scheduler to worker: log from `level` upwards until told otherwise. Holds beyond the epoch."""
+    """Scheduler to worker: the least severe level to log, also after the epoch ends."""
 
     epoch: int
     level: LogLevel
