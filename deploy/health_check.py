@@ -21,7 +21,7 @@ def _text(value: bytes) -> bytes:
 
 
 def _request(service: bytes) -> bytes:
-    # RFC 7541: indexed fields (":method: POST", ":scheme: http"), then literals with indexed or literal names.
+    # RFC 7541: indexed fields (":method: POST", ":scheme: http"), then literals whose names are indexed or spelled out.
     headers = b"\x83\x86" + b"\x04" + _text(b"/grpc.health.v1.Health/Check") + b"\x01" + _text(b"localhost")
     headers += b"\x0f\x10" + _text(b"application/grpc") + b"\x00" + _text(b"te") + _text(b"trailers")
     message = b"\x0a" + _text(service)
