@@ -1,4 +1,4 @@
-"""Requests that must be refused: name, request, the error's reason, and the paths of the fields at fault."""
+"""Requests that must be rejected: name, request, the error's reason, and the paths of the invalid fields."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _cases() -> Iterator[Bad]:
         shown = role[:8].encode("unicode_escape").decode()
         fields = ("chat.messages[1].role",)
         yield Bad(f"role {shown}", request(chat=_chat(("user", "x"), (role, "y"))), INVALID, fields)
-    # several at once: the class is that of all of them, or the general one
+    # several invalid fields: the reason that all share, or the general one
     yield Bad(
         "two ids",
         request(sampling={"banned_token_ids": [VOCABULARY]}, stop={"token_ids": [VOCABULARY]}),

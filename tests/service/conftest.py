@@ -1,4 +1,4 @@
-"""A model for schedulers that run as processes: a tokenizer is all of it, the workers are toys."""
+"""Fixtures for schedulers that run as processes: a model directory with only a tokenizer, and toy workers."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., Running]]:
-    with starting(model) as begin:
-        yield begin
+    with starting(model) as start_scheduler:
+        yield start_scheduler

@@ -1,6 +1,6 @@
-"""The scheduler as a process, with a worker process beside it, and all it says; what tests ask of it.
+"""Run the scheduler as a process with a worker process, and read its output.
 
-It runs where torch and transformers cannot be imported: every scheduler here is started with both blocked.
+torch and transformers are blocked, so that importing them fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOKENIZER = Tokenizer(definition(byte_level()))
 
 
 class Process:
-    """A scheduler and all it says."""
+    """A scheduler process and its output."""
 
     def __init__(self, flags: list[str], code: str = RUN, stdin: int = subprocess.DEVNULL, **toy: Any) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
@@ -60,7 +60,7 @@ class Process:
         )
         self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
-        self._said = threading.Condition()
+        self._condition = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -71,21 +71,25 @@ class Process:
                 parsed = json.loads(line)
             except ValueError:
                 parsed = None
-            with self._said:
+            with self._condition:
                 if isinstance(parsed, dict):
                     self.lines.append(parsed)
                 else:
                     self.other.append(line.decode())
-                self._said.notify_all()
+                self._condition.notify_all()
 
     def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
-        """The count-th log line of that event."""
+        """Return the count-th log line of `event` with these fields."""
 
         def found() -> list[dict[str, Any]]:
             return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
 
-        with self._said:
-            assert self._said.wait_for(lambda: len(found()) >= count, BOUND_SECONDS), (event, self.lines, self.other)
+        with self._condition:
+            assert self._condition.wait_for(lambda: len(found()) >= count, BOUND_SECONDS), (
+                event,
+                self.lines,
+                self.other,
+            )
             return found()[count - 1]
 
     def exit_code(self, seconds: float = BOUND_SECONDS) -> int:
@@ -103,7 +107,7 @@ class Process:
 
 
 class Running(Process):
-    """A scheduler that listens and has a worker, and a client."""
+    """A scheduler that listens and has a worker, with a client."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class Running(Process):
         until(lambda: self.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1)
 
     def metrics_page(self) -> str:
-        """What Prometheus would read now. It was started with --metrics-listen."""
+        """Return the metrics page. The server must run with --metrics-listen."""
         address = self.wait_for("metrics_listening")["address"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
             return str(page.read().decode())
@@ -151,22 +155,22 @@ def until(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def starting(model: Path, *flags: str) -> Iterator[Callable[..., Running]]:
-    """What starts schedulers with these flags and further ones; all are gone after the block."""
+    """Yield a function that starts schedulers with these flags and more. Kills all at the end of the block."""
     started: list[Running] = []
 
-    def begin(*more: str, **options: Any) -> Running:
+    def start_scheduler(*more: str, **options: Any) -> Running:
         started.append(Running(model, *flags, *more, **options))
         return started[-1]
 
     try:
-        yield begin
+        yield start_scheduler
     finally:
         for running in started:
             running.end()
 
 
 def endless(seed: int = 1) -> pb.GenerateRequest:
-    """Goes on until the context is full; no token ends it."""
+    """Return a request that runs until the context is full; no token ends it."""
     return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[5]), sampling={"seed": seed, "max_tokens": 500, "ignore_eos": True}
     )

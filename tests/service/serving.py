@@ -1,4 +1,4 @@
-"""A server in this process for tests: the real service and listeners over an engine whose every word the test says."""
+"""Run the real service and listeners in this process, over a fake engine that the test controls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.messages import Hello, Logprobs
 
 BOUND_SECONDS = 60.0
-"""How long a test waits for what must happen."""
+"""How long a test waits for an event that must happen."""
 
 EOS = 1
 HELLO = Hello(
@@ -69,22 +69,22 @@ HELLO = Hello(
 TOKENIZER = Tokenizer(definition(byte_level()))
 HELLO_IDS = TOKENIZER.encode_sealed("Hello, how are you?")
 SMILE = "Hello, how are you? 😀"
-"""Its last character is of several tokens."""
+"""Tokens of a text whose last character has several tokens."""
 SMILE_IDS = TOKENIZER.encode_sealed(SMILE)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that must happen."""
+    """Wait until `condition()` holds."""
     async with asyncio.timeout(BOUND_SECONDS):
         while not condition():  # noqa: ASYNC110  # conditions of many kinds, some in other threads
             await asyncio.sleep(0.001)
 
 
 class FakeEngine:
-    """Says what the test makes it say, or answers at once where `answer` is set.
+    """An engine that emits what the test asks for, or computes the whole answer at once with `answer`.
 
-    Keeps what it was told: `requests` by key, `cancelled`, `stopped` (key, num_tokens), `is_draining`.
+    Records the calls of the service: `requests` by key, `cancelled`, `stopped` (key, num_tokens), `is_draining`.
     """
 
     def __init__(self, publish: Callable[[Sequence[Event]], None]) -> None:
@@ -100,7 +100,7 @@ class FakeEngine:
         self._records: dict[str, RequestStats] = {}
         self._core = Scheduler(CoreLimits())
 
-    # --- what the service calls ---
+    # --- called by the service ---
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
@@ -136,10 +136,10 @@ class FakeEngine:
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self._core.snapshot(), self.worker_status)
 
-    # --- what the test says ---
+    # --- called by the test ---
 
     async def next_request(self, number: int = 1) -> str:
-        """The key of the number-th request, once it is there."""
+        """Wait for the number-th request and return its key."""
         await until(lambda: len(self.submitted) >= number)
         return self.submitted[number - 1].request_id
 
@@ -161,7 +161,7 @@ class FakeEngine:
         self._publish([self._ready(key, tokens, logprobs)])
 
     def step(self, tokens: dict[str, list[int]]) -> None:
-        """Tokens of several requests in one go."""
+        """Emit tokens of several requests in one step."""
         self._publish([self._ready(key, ids, ()) for key, ids in tokens.items()])
 
     def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> StepTokens:
@@ -188,38 +188,38 @@ class FakeEngine:
 
 
 def _end(request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | None]:
-    """Why an answer that has these for its last tokens is over."""
+    """Return why an answer with these last tokens is finished."""
     if tokens and tokens[-1] in request.sampling.stop_ids:
         return (FinishReason.STOP_EOS if tokens[-1] in request.eos_ids else FinishReason.STOP_TOKEN), tokens[-1]
     return FinishReason.LENGTH, None
 
 
 class FakeOperations:
-    """Keeps what it was told to do."""
+    """Operations that record their calls."""
 
     def __init__(self) -> None:
-        self.orders: list[str] = []
+        self.calls: list[str] = []
         self.failure: LineclearError | None = None
 
     def shut_down(self) -> None:
-        self.orders.append("leave")
+        self.calls.append("shut_down")
 
     async def dump_recording(self) -> Path:
-        self.orders.append("dump")
+        self.calls.append("dump")
         if self.failure is not None:
             raise self.failure
         return Path("recordings/flight-0.jsonl")
 
     def flush_prefix_cache(self) -> None:
-        self.orders.append("flush")
+        self.calls.append("flush")
 
     def set_log_level(self, level: str) -> str:
-        self.orders.append(level)
+        self.calls.append(level)
         return "info"
 
 
 class Serving:
-    """A server that listens, its engine, and a client."""
+    """A server that listens, its engine and a client."""
 
     def __init__(
         self, service: InferenceService, server: Server, engine: FakeEngine, operations: FakeOperations, channel: Any
@@ -229,27 +229,27 @@ class Serving:
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
     def stub_of(self, channel: Any) -> Any:
-        """The service through another channel."""
+        """Return a stub of the service on another channel."""
         return inference_pb2_grpc.InferenceServiceStub(channel)
 
     def generate(self, request: pb.GenerateRequest | None = None, **options: Any) -> Any:
-        """A call in progress."""
+        """Start a call."""
         return self.stub.Generate(request or text_request(), **options)
 
-    async def begin(self, request: pb.GenerateRequest | None = None, *, cached_tokens: int = 0) -> tuple[Any, str]:
-        """A first call in progress that the engine has begun to answer, and the engine's name for it."""
+    async def start_call(self, request: pb.GenerateRequest | None = None, *, cached_tokens: int = 0) -> tuple[Any, str]:
+        """Start a first call, wait for its first message, and return the call and the engine's key."""
         call = self.generate(request)
         key = await self.engine.next_request()
         self.engine.start(key, cached_tokens)
         return call, key
 
     async def idle(self) -> None:
-        """Nothing of any request is left."""
+        """Wait until the service holds no request."""
         await until(lambda: len(self.service.streams) == 0)
 
 
 def text_request(text: str = "quick", **fields: Any) -> pb.GenerateRequest:
-    """The smallest good request."""
+    """Return the smallest valid request."""
     return pb.GenerateRequest(text=text, **fields)
 
 
@@ -264,7 +264,7 @@ async def serving(
     plaintext: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """A server on a unix socket below `path`, with a worker joined; and a channel to it, if that is `plaintext`."""
+    """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer, {})
     service = InferenceService(chosen, tokenizer, chat, model_defaults)
@@ -289,7 +289,7 @@ async def serving(
 
 
 async def error_of(call: Any) -> LineclearError:
-    """The error that a call ends with, as a client library sees it."""
+    """Return the error that ends `call`, as a client library raises it."""
     try:
         if hasattr(call, "read"):
             while (await call.read()) is not grpc.aio.EOF:
@@ -303,7 +303,7 @@ async def error_of(call: Any) -> LineclearError:
 
 
 async def read_all(call: Any, first_index: int = 0) -> list[pb.GenerateResponse]:
-    """Every response of a Generate, or of an Attach from `first_index`, that ends well; checked for gaps."""
+    """Read every response of a Generate, or of an Attach from `first_index`; check for gaps and a normal end."""
     responses: list[pb.GenerateResponse] = []
     expected = first_index
     while (message := await call.read()) is not grpc.aio.EOF:

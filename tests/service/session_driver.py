@@ -1,4 +1,4 @@
-"""A client of a Session that sorts what it receives by handle."""
+"""A client of a Session that sorts received messages by handle."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Caller:
             await self.call.write(message)
 
     async def read(self) -> bool:
-        """One message; False at the end of the session."""
+        """Read one message; return False at the end of the session."""
         async with asyncio.timeout(BOUND_SECONDS):
             message = await self.call.read()
         if message is grpc.aio.EOF:

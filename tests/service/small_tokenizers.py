@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that models have, made on the spot: nothing is downloaded."""
+"""Small tokenizers of every kind that models use, built locally without downloads."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TEXT = [
 
 
 def _made_once(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
-    """Training twice does not give the same ids twice; copies of one do."""
+    """Return copies of one tokenizer: training twice does not give the same ids."""
     trained = cache(lambda: make().to_str())
     return wraps(make)(lambda: Tokenizer.from_str(trained()))
 
 
 @_made_once
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def _sentencepiece_bpe() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral have it: bytes as tokens, a leading space that is not the text's."""
+    """Return a tokenizer like those of Llama 2 and Mistral: bytes as tokens, and an added leading space."""
     tokenizer = _sentencepiece_bpe()
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -80,7 +80,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def gemma_like() -> Tokenizer:
-    """Bytes as tokens, no leading space."""
+    """Return a tokenizer with bytes as tokens and no added leading space."""
     tokenizer = _sentencepiece_bpe()
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -89,7 +89,7 @@ def gemma_like() -> Tokenizer:
 
 
 def metaspace_first() -> Tokenizer:
-    """As newer conversions of Llama 2 have it: the leading space at the very beginning only."""
+    """Return a tokenizer like newer conversions of Llama 2: a leading space at the start of the text only."""
     tokenizer = _sentencepiece_bpe()
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -99,7 +99,7 @@ def metaspace_first() -> Tokenizer:
 
 @_made_once
 def unigram() -> Tokenizer:
-    """As T5 has it: special tokens are pieces of the model itself."""
+    """Return a tokenizer like that of T5: special tokens are in the model's own vocabulary."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -110,7 +110,7 @@ def unigram() -> Tokenizer:
 
 @_made_once
 def word_level() -> Tokenizer:
-    """Words and no decoder: tokens are joined by spaces."""
+    """Return a tokenizer of words without a decoder: tokens are joined by spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(TEXT, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
@@ -119,7 +119,7 @@ def word_level() -> Tokenizer:
 
 @_made_once
 def word_piece() -> Tokenizer:
-    """As BERT has it."""
+    """Return a tokenizer like that of BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
@@ -140,13 +140,13 @@ KINDS = {
 
 
 def definition(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Its tokenizer.json, parsed."""
+    """Return the parsed tokenizer.json."""
     parsed: dict[str, Any] = json.loads(tokenizer.to_str())
     return parsed
 
 
 def save(directory: Path, tokenizer: Tokenizer, template: str | None = None, **config: Any) -> Path:
-    """Write what a model directory has besides weights."""
+    """Write the files of a model directory except the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer.to_str())
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", **config}

@@ -1,4 +1,4 @@
-"""What operators ask of a server, what comes of it, and what they are told: on a fake process, then on a real one."""
+"""The admin RPCs: their effects and responses, on a fake process and on a real one."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from lineclear.wire.messages import Sampling
 
 
-async def orders_of(s: Serving) -> Any:
+async def admin_stub(s: Serving) -> Any:
     return admin_pb2_grpc.AdminServiceStub(grpc.aio.insecure_channel(s.server.admin_address))
 
 
-# --- the answers -----------------------------------------------------------------------------------------------------
+# --- responses -------------------------------------------------------------------------------------------------------
 
 
 async def test_admin_calls_run_their_operation(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
-        stub = await orders_of(s)
+        stub = await admin_stub(s)
         assert (await stub.DumpRecording(pb.DumpRecordingRequest())).path == "recordings/flight-0.jsonl"
         await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
         answer = await stub.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR))
         assert answer.previous == pb.LOG_LEVEL_INFO
         await stub.Drain(pb.DrainRequest())
-        assert s.operations.orders == ["dump", "flush", "error", "leave"]
+        assert s.operations.calls == ["dump", "flush", "error", "shut_down"]
 
 
 async def test_failed_operation_returns_the_reason(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
-        stub = await orders_of(s)
+        stub = await admin_stub(s)
         for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
             error = await error_of(stub.SetLogLevel(pb.SetLogLevelRequest(level=level)))
             assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["level"])
         s.operations.failure = RecordingFailed("the disk is full")
         error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
         assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
-        assert s.operations.orders == ["dump"]
+        assert s.operations.calls == ["dump"]
 
 
 async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", drain_timeout_seconds=77) as s:
-        stub = await orders_of(s)
+        stub = await admin_stub(s)
         calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(3)]
         await s.engine.next_request(3)
         answer = await stub.Drain(pb.DrainRequest())
@@ -80,20 +80,20 @@ async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    with starting(model, "--admin-listen", f"unix:{tmp_path}/a") as begin:
-        yield begin
+    with starting(model, "--admin-listen", f"unix:{tmp_path}/a") as start_scheduler:
+        yield start_scheduler
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> Callable[..., Result]:
-    def give(*words: str) -> Result:
-        return CliRunner().invoke(app, ["admin", *words, "--target", f"unix:{tmp_path}/a"], env={"COLUMNS": "120"})
+def admin(tmp_path: Path) -> Callable[..., Result]:
+    def invoke(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["admin", *arguments, "--target", f"unix:{tmp_path}/a"], env={"COLUMNS": "120"})
 
-    return give
+    return invoke
 
 
-def test_drain_equals_sigterm(start: Callable[..., Running], order: Callable[..., Result]) -> None:
-    """Answers end exact, and then the server does; asking twice hurries nothing."""
+def test_drain_equals_sigterm(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
+    """Running answers complete exactly, then the server exits; a second drain does not shorten the first."""
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.05, max_step_seconds=0.05)
     request = endless(3)
     request.sampling.max_tokens = 20
@@ -101,11 +101,11 @@ def test_drain_equals_sigterm(start: Callable[..., Running], order: Callable[...
     tokens = list(next(short).token_ids)
     next(long)
     for _ in range(2):
-        result = order("drain", "--json")
+        result = admin("drain", "--json")
         assert result.exit_code == 0, result.stderr
-        left = json.loads(result.stdout)
-        assert left["requests_in_progress"] in (1, 2)  # the short one may have ended by itself
-        assert 0 < left["seconds"] <= 600
+        remaining = json.loads(result.stdout)
+        assert remaining["requests_in_progress"] in (1, 2)  # the short one may have ended by itself
+        assert 0 < remaining["seconds"] <= 600
     assert failure_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
     tokens += [token for response in short for token in response.token_ids]
     assert tokens == expected([5], Sampling(seed=3), 20, 512)
@@ -114,22 +114,22 @@ def test_drain_equals_sigterm(start: Callable[..., Running], order: Callable[...
     assert server.wait_for("shutdown_started")["reason"] == "an operator asked"
 
 
-def test_drain_timeout_ends_requests(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_drain_timeout_ends_requests(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
     server = start("--drain-timeout-seconds", "0.3", min_step_seconds=0.05, max_step_seconds=0.05)
     call = server.stub.Generate(endless())
     tokens = list(next(call).token_ids)
-    assert order("drain").exit_code == 0
+    assert admin("drain").exit_code == 0
     error = failure_of(tokens.extend(response.token_ids) for response in call)
     assert (error.reason, int(error.metadata["next_index"])) == ("SHUTDOWN_INTERRUPTED", len(tokens))
     assert server.exit_code() == 0
 
 
-def test_recording_replays(start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path) -> None:
+def test_recording_replays(start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path) -> None:
     server = start("--recording-directory", str(tmp_path / "recordings"))
     assert len(list(server.stub.Generate(endless()))) > 1
     paths = []
-    for _ in range(2):  # the second is not refused for coming soon
-        result = order("dump")
+    for _ in range(2):  # the second dump soon after the first is accepted
+        result = admin("dump")
         assert result.exit_code == 0, result.stderr
         paths.append(Path(result.stdout.strip()))
     assert [path.name for path in paths] == ["flight-0.jsonl", "flight-1.jsonl"]
@@ -141,53 +141,53 @@ def test_recording_replays(start: Callable[..., Running], order: Callable[..., R
 
 
 def test_unwritable_recording_returns_the_reason(
-    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
+    start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path
 ) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
     server = start("--recording-directory", str(tmp_path / "open"))
-    result = order("dump")
+    result = admin("dump")
     assert result.exit_code != 0
     assert "0700" in result.stderr
     assert len(list(server.stub.Generate(endless()))) > 1
 
 
-def test_the_log_level_changes(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_the_log_level_changes(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
     server = start()
     list(server.stub.Generate(endless()))
     server.wait_for("request_ended")
-    assert order("log-level", "warning").stdout == "warning, previously info\n"
+    assert admin("log-level", "warning").stdout == "warning, previously info\n"
     list(server.stub.Generate(endless()))
-    assert order("log-level", "info").stdout == "info, previously warning\n"
+    assert admin("log-level", "info").stdout == "info, previously warning\n"
     list(server.stub.Generate(endless()))
     server.wait_for("request_ended", count=2)
     assert [line["log_level"] for line in server.lines if line.get("rpc") == "set_log_level"] == ["warning", "info"]
-    assert order("drain").exit_code == 0
+    assert admin("drain").exit_code == 0
     assert server.exit_code() == 0
     assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2
 
 
 def test_log_level_reaches_restarted_workers(
-    start: Callable[..., Running], order: Callable[..., Result], tmp_path: Path
+    start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """At level info a worker says how its epoch ended: not the two that end while it is higher, but the third."""
+    """At level info a worker logs the end of its epoch: not for the two at a higher level, but for the third."""
     server = start()
-    assert order("log-level", "warning").exit_code == 0
+    assert admin("log-level", "warning").exit_code == 0
     with grpc.insecure_channel(f"unix:{tmp_path}/a") as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         for number in (1, 2):
-            assert list(server.stub.Generate(endless()))  # plans follow what was told, so the worker has read it
+            assert list(server.stub.Generate(endless()))  # plans follow the level, so the worker has it
             os.kill(stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
             server.wait_for("worker_crashed", number)
-    assert order("log-level", "info").exit_code == 0
+    assert admin("log-level", "info").exit_code == 0
     assert list(server.stub.Generate(endless()))
-    assert order("drain").exit_code == 0
+    assert admin("drain").exit_code == 0
     assert server.exit_code() == 0
-    said = [line["event"] for line in server.lines if line["process"] == "worker"]
-    assert said == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
+    events = [line["event"] for line in server.lines if line["process"] == "worker"]
+    assert events == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
 
 
-def test_flush_empties_the_prefix_cache(start: Callable[..., Running], order: Callable[..., Result]) -> None:
+def test_flush_empties_the_prefix_cache(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
     server = start()
     request = endless()
     request.token_ids.ids[:] = range(5, 105)
@@ -198,10 +198,10 @@ def test_flush_empties_the_prefix_cache(start: Callable[..., Running], order: Ca
 
     assert cached() == 0
     assert cached() > 0
-    assert order("flush").exit_code == 0
+    assert admin("flush").exit_code == 0
     assert cached() == 0
 
 
-@pytest.mark.parametrize("words", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
-def test_invalid_log_level_is_rejected(order: Callable[..., Result], words: list[str]) -> None:
-    assert order(*words).exit_code == 2
+@pytest.mark.parametrize("arguments", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
+def test_invalid_log_level_is_rejected(admin: Callable[..., Result], arguments: list[str]) -> None:
+    assert admin(*arguments).exit_code == 2

@@ -43,7 +43,7 @@ def test_retry_hint_is_half_the_queue_at_the_recent_rate() -> None:
         for _ in range(4):
             places.pop().release(started=True)
         clock.now += 1
-    # 40 wait; 20 started within 5 full seconds and the present one: 40 / 20 * 6 / 2.
+    # 40 wait; 20 started within 5 full seconds and the current one: 40 / 20 * 6 / 2.
     assert quota.retry_after_seconds() == pytest.approx(6.0)
 
 

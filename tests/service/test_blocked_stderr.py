@@ -1,4 +1,4 @@
-"""Standard error is a pipe or a socket that nobody reads any more, and it is full: the server serves on.
+"""The server continues when standard error is a full pipe or socket without a reader.
 
 journald gives every service a socket.
 """
@@ -25,7 +25,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import Client
 
-# Once the log's pipe is full, the engine stands still for a while, which the event loop reports with all stacks.
+# With a full log pipe the engine stalls for a while, which the event loop reports with all stacks.
 STANDING_STILL = """
 import threading, time
 from lineclear.scheduler.engine.engine import Engine
@@ -50,7 +50,7 @@ def fill(descriptor: int) -> None:
             pass
 
 
-# Libraries, warnings and threads that end with an exception write a note.
+# Libraries, warnings and threads that end with an exception write to standard error.
 NOTES = """
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 drain = InferenceService.drain
@@ -66,7 +66,7 @@ InferenceService.drain = noted
 
 @pytest.fixture(params=["pipe", "socket"])
 def stuck(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The writing end of a full pipe, or socket, that is not read."""
+    """Yield the writing end of a full pipe, or socket, without a reader."""
     if request.param == "pipe":
         reading, writing = os.pipe()
     else:
@@ -105,7 +105,7 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
 @pytest.mark.parametrize("module", ["lineclear.scheduler.main", "lineclear.worker.main"])
 @pytest.mark.parametrize("reader", ["stopped", "gone"])
 def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) -> None:
-    """A parent that made its end not block, as Node.js does, made that of its children not block either."""
+    """A parent like Node.js makes its end non-blocking, which makes its children's end non-blocking too."""
     reading, writing = os.pipe()
     if reader == "stopped":
         fill(writing)
@@ -121,7 +121,7 @@ def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) 
 
 
 def test_output_to_a_socket_is_complete_and_ordered() -> None:
-    """Lines, stacks, the last traceback: also what comes just before the end."""
+    """Log lines, stacks and the last traceback arrive, including the lines just before the exit."""
     script = """
 import faulthandler, os, sys, structlog
 from lineclear.process.logging_setup import configure
@@ -141,17 +141,17 @@ finally:
         process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
         theirs.close()
         ours.settimeout(PATIENCE_SECONDS)
-        said = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
+        output = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
         assert process.wait(PATIENCE_SECONDS) == 1
-    numbers = [json.loads(line)["number"] for line in said.splitlines() if line.startswith("{")]
+    numbers = [json.loads(line)["number"] for line in output.splitlines() if line.startswith("{")]
     assert numbers == list(range(100))
-    assert "from a library\n" in said
-    assert "most recent call first" in said
-    assert said.rstrip().endswith("KeyError: 'in the end'")
+    assert "from a library\n" in output
+    assert "most recent call first" in output
+    assert output.rstrip().endswith("KeyError: 'in the end'")
 
 
 def test_crash_is_reported_to_a_socket() -> None:
-    """The last words of a process that is ended by a signal."""
+    """The crash report of a process killed by a signal arrives."""
     script = """
 import faulthandler, os, signal
 from lineclear.process.logging_setup import configure
@@ -164,6 +164,6 @@ os.kill(os.getpid(), signal.SIGSEGV)
         process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
         theirs.close()
         ours.settimeout(PATIENCE_SECONDS)
-        said = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
+        output = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
         assert process.wait(PATIENCE_SECONDS) == -signal.SIGSEGV
-    assert "Segmentation fault" in said
+    assert "Segmentation fault" in output

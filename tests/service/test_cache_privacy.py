@@ -1,6 +1,6 @@
-"""What one tenant has asked does not change the work that the request of another takes, step by step, hence no time.
+"""A tenant's requests do not change the steps, and so the time, of another tenant's request.
 
-The campaign `campaigns.privacy` times the same with a clock.
+The campaign `campaigns.privacy` measures the same with a clock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ALICE, BOB = Identity("alice", "token"), Identity("bob", "token")
 LENGTH = 41
 
 
-def work(harness: CoreHarness, request_id: str, prompt: list[int], who: Identity, narrower: str = "") -> list[Any]:
-    """All of the plans that a request takes but the tokens in them."""
+def work(harness: CoreHarness, request_id: str, prompt: list[int], caller: Identity, salt: str = "") -> list[Any]:
+    """Return all plans of a request without the tokens in them."""
     before = len(harness.plans)
-    harness.submit(request_id, prompt, max_tokens=3, cache_salt=cache_salt(who, narrower))
+    harness.submit(request_id, prompt, max_tokens=3, cache_salt=cache_salt(caller, salt))
     harness.run()
     plans = harness.plans[before:]
     return [
@@ -29,21 +29,21 @@ def work(harness: CoreHarness, request_id: str, prompt: list[int], who: Identity
     ]
 
 
-def told_apart(seed: int, first: tuple[Identity, str], second: tuple[Identity, str], **sizes: Any) -> bool:
-    """Whether the second caller's work shows if the first one has asked the same before.
+def is_distinguishable(seed: int, first: tuple[Identity, str], second: tuple[Identity, str], **sizes: Any) -> bool:
+    """Return whether the second caller's plans depend on an equal earlier request of the first.
 
-    Two equal lives, but that in one of them the second asks what the first has asked, and in the other something new.
+    Two equal runs: in one the second caller repeats the prompt of the first, in the other it sends a new prompt.
     """
-    seen = []
-    for again in (True, False):
-        harness, dice = CoreHarness(target_batch_tokens=16, **sizes), random.Random(seed)
-        for number in range(6):  # what others left behind
-            who = dice.choice((ALICE, BOB, ANONYMOUS))
-            work(harness, f"past{number}", dice.choices(range(VOCABULARY), k=dice.randrange(1, 60)), who)
-        secret, other = (dice.choices(range(VOCABULARY), k=LENGTH) for _ in range(2))
+    plans = []
+    for repeated in (True, False):
+        harness, rng = CoreHarness(target_batch_tokens=16, **sizes), random.Random(seed)
+        for number in range(6):  # blocks of earlier requests
+            caller = rng.choice((ALICE, BOB, ANONYMOUS))
+            work(harness, f"past{number}", rng.choices(range(VOCABULARY), k=rng.randrange(1, 60)), caller)
+        secret, other = (rng.choices(range(VOCABULARY), k=LENGTH) for _ in range(2))
         work(harness, "first", secret, *first)
-        seen.append(work(harness, "second", secret if again else other, *second))
-    return seen[0] != seen[1]
+        plans.append(work(harness, "second", secret if repeated else other, *second))
+    return plans[0] != plans[1]
 
 
 @pytest.mark.parametrize("num_blocks", [24, 64, 512], ids=["tight", "small", "ample"])
@@ -53,16 +53,16 @@ def told_apart(seed: int, first: tuple[Identity, str], second: tuple[Identity, s
         ((ALICE, ""), (BOB, "")),
         ((ALICE, ""), (ANONYMOUS, "")),
         ((ANONYMOUS, ""), (BOB, "")),
-        ((ALICE, "a"), (BOB, "a")),  # the caller's own salt leads nobody into another's share
+        ((ALICE, "a"), (BOB, "a")),  # the caller's own salt gives no access to another's share
         ((ALICE, "a"), (ALICE, "")),
         ((ALICE, ""), (Identity("alice", "certificate"), "")),
     ],
 )
 def test_prompt_of_another_tenant_is_computed_in_full(first: Any, second: Any, num_blocks: int) -> None:
-    assert not any(told_apart(seed, first, second, worker_num_blocks=num_blocks) for seed in range(20))
+    assert not any(is_distinguishable(seed, first, second, worker_num_blocks=num_blocks) for seed in range(20))
 
 
 @pytest.mark.parametrize("salt", ["", "a"])
 def test_own_cached_prompt_takes_fewer_steps(salt: str) -> None:
-    """Or the test above would see nothing."""
-    assert all(told_apart(seed, (ALICE, salt), (ALICE, salt), worker_num_blocks=512) for seed in range(20))
+    """Check that the previous test can see a difference."""
+    assert all(is_distinguishable(seed, (ALICE, salt), (ALICE, salt), worker_num_blocks=512) for seed in range(20))

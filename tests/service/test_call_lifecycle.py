@@ -1,4 +1,4 @@
-"""Callers come, leave, vanish and come again by the same name: nothing of theirs stays, and none waits for another."""
+"""Clients connect, hang up, vanish and reuse request ids: no state remains, and no call waits for another."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from lineclear.v1 import inference_pb2 as pb
 
 
 async def test_request_id_can_be_reused_at_once(tmp_path: Path) -> None:
-    """The engine's last words about the first request must not reach the second."""
+    """The engine's last events about the first request must not reach the second."""
 
     async with serving(tmp_path) as s:
-        first, key = await s.begin(text_request(request_id="same"))
+        first, key = await s.start_call(text_request(request_id="same"))
         await first.read()
-        del s.engine.requests[key]  # the engine's Failed(Cancelled) is still under way
+        del s.engine.requests[key]  # the engine's Failed(Cancelled) is not published yet
         first.cancel()
         await s.idle()
         second = s.generate(text_request(request_id="same"))
@@ -88,7 +88,7 @@ async def test_vanished_client_cancels(tmp_path: Path) -> None:
 
 
 async def test_clients_without_network_are_cancelled(tmp_path: Path) -> None:
-    """No packet arrives and no connection closes: only an unanswered keepalive ping shows that a client is gone."""
+    """No packet arrives and no connection closes: only an unanswered keepalive ping shows that the client is lost."""
     keepalive = {"keepalive_time_seconds": 1.0, "keepalive_timeout_seconds": 1.0}
 
     async with serving(tmp_path, listen="127.0.0.1:0", **keepalive) as s:
@@ -105,40 +105,40 @@ async def test_clients_without_network_are_cancelled(tmp_path: Path) -> None:
                 assert s.engine.cancelled == []
                 await s.idle()
                 assert sorted(s.engine.cancelled) == sorted([key, other])
-                # A client nearby is served all the while.
+                # A local client is served the whole time.
                 s.engine.answer = lambda request: [40]
                 await read_all(s.generate())
 
 
 async def test_hang_up_before_the_headers_is_no_incident() -> None:
-    """gRPC says first that the headers cannot be sent, and then that the call is cancelled."""
+    """gRPC first reports that the headers cannot be sent, and then that the call is cancelled."""
 
-    class Gone:
+    class LostClient:
         async def send_initial_metadata(self, metadata: object) -> None:
             raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
 
-    greeting = asyncio.create_task(ResponseWriter(cast("Any", Gone()), BOUND_SECONDS).send_headers(()))
+    greeting = asyncio.create_task(ResponseWriter(cast("Any", LostClient()), BOUND_SECONDS).send_headers(()))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not greeting.done()
     greeting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await greeting
-    with pytest.raises(cygrpc.ExecuteBatchError):  # nobody cancels it: that would be a bug
-        await ResponseWriter(cast("Any", Gone()), 0.001).send_headers(())
+    with pytest.raises(cygrpc.ExecuteBatchError):  # an error without a cancellation is a bug
+        await ResponseWriter(cast("Any", LostClient()), 0.001).send_headers(())
 
 
 async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
-    """64 at once, each with its own text; those that stay get it whole, and nothing of any stays behind."""
+    """64 streams at once, each with its own text: the others receive all of it, and no request remains."""
 
-    async def read_all_of_one(s: Serving) -> None:
+    async def read_one_answer(s: Serving) -> None:
         s.engine.answer = lambda request: HELLO_IDS
         await read_all(s.generate())
         s.engine.answer = None
         s.engine.submitted.clear()
 
     async with serving(tmp_path, max_batch_size=64) as s:
-        await read_all_of_one(s)
+        await read_one_answer(s)
         before = len(asyncio.all_tasks())
         chance = random.Random(5)
         words = [f"{'Hello, how are you? ' * 2}{n}" for n in range(64)]
@@ -177,7 +177,7 @@ async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
 
         feeding = asyncio.create_task(engine())
         await asyncio.gather(*(client(n) for n in range(64)))
-        # Those that hung up before their request was read never came to the engine.
+        # Calls that hung up before their request was read never reached the engine.
         feeding.cancel()
         await s.idle()
         await until(lambda: len(asyncio.all_tasks()) <= before)
@@ -189,7 +189,7 @@ async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
 
 
 async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
-    """Large texts are tokenized elsewhere: while one is, another call gets its answer."""
+    """Large texts are tokenized in threads: another call gets its answer during that time."""
     import threading
 
     release, entered = threading.Event(), threading.Event()
@@ -216,7 +216,7 @@ async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
 
 async def test_requests_survive_a_worker_restart(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        old, key = await s.begin()
+        old, key = await s.start_call()
         s.engine.tokens(key, HELLO_IDS[:1])
         await old.read()
         s.engine.lose()

@@ -79,13 +79,13 @@ def test_chat_ids_equal_transformers(name: str, kind: str, tmp_path: Path) -> No
     tokenizer = load_tokenizer(model)
     template = load_chat_template(model, tokenizer)
     assert template is not None
-    theirs = reference(model)
-    for turns in CONVERSATIONS:
+    library = reference(model)
+    for conversation in CONVERSATIONS:
         for opens in (True, False):
-            ours = tokenizer.encode_sealed(template.render(turns, add_generation_prompt=opens))
-            messages = [turn._asdict() for turn in turns]
-            expected = theirs.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
-            assert ours == expected, (turns, opens)
+            ids = tokenizer.encode_sealed(template.render(conversation, add_generation_prompt=opens))
+            messages = [message._asdict() for message in conversation]
+            expected = library.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
+            assert ids == expected, (conversation, opens)
 
 
 def test_demo_model_chat_ids_equal_transformers() -> None:
@@ -93,10 +93,10 @@ def test_demo_model_chat_ids_equal_transformers() -> None:
     tokenizer = load_tokenizer(model)
     template = load_chat_template(model, tokenizer)
     assert template is not None
-    turns = [ChatMessage("user", "What is the capital of France?")]
-    ours = tokenizer.encode_sealed(template.render(turns, add_generation_prompt=True))
-    messages = [turn._asdict() for turn in turns]
-    assert ours == reference(model).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    conversation = [ChatMessage("user", "What is the capital of France?")]
+    ids = tokenizer.encode_sealed(template.render(conversation, add_generation_prompt=True))
+    messages = [message._asdict() for message in conversation]
+    assert ids == reference(model).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 # --- special tokens in contents --------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ def test_contents_write_no_special_tokens(source: str, contents: list[str]) -> N
     roles = ["user", "assistant", "user"]
 
     def special(texts: list[str]) -> list[int]:
-        turns = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]
-        ids = tokenizer.encode_sealed(template.render(turns, add_generation_prompt=True))
+        conversation = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]
+        ids = tokenizer.encode_sealed(template.render(conversation, add_generation_prompt=True))
         return [i for i in ids if tokenizer.is_special(i)]
 
     assert special(contents) == special(["z"] * len(contents))

@@ -1,4 +1,4 @@
-"""Both clients and answers nobody has to listen to: submit, come back, from another client too."""
+"""Detached requests with both clients: submit, and fetch later, also from another client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lineclear.scheduler.core.events import FinishReason
 
 
 def threaded(target: str, work: Callable[[Client], Any]) -> Any:
-    """The result of `work` with a Client, in a thread."""
+    """Return the result of `work` with a Client in a thread."""
 
     def call() -> Any:
         with Client(target, max_attempts=1) as client:
@@ -94,19 +94,19 @@ async def test_errors_equal_those_of_a_call(tmp_path: Path) -> None:
 
 
 async def test_retried_submit_finds_the_first(tmp_path: Path) -> None:
-    """The first one arrived although its answer did not: it must not run twice."""
+    """A retry after a lost response finds the first request, which must not run twice."""
 
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         real = client._transport.unary_async
         sent = []
 
-        async def twice(method: Any, request: Any, **more: Any) -> Any:
+        async def call_twice(method: Any, request: Any, **more: Any) -> Any:
             sent.append(request)
             if method.path.endswith("/Submit"):
                 await real(method, request, **more)
             return await real(method, request, **more)
 
-        client._transport.unary_async = twice  # type: ignore[method-assign]
+        client._transport.unary_async = call_twice  # type: ignore[method-assign]
         submitted = await client.submit("x")
         assert submitted.request_id == sent[0].request.request_id
         await until(lambda: len(s.service.streams) == 1)

@@ -1,4 +1,4 @@
-"""Both clients against the real service: many answers at once share a session, and nobody can tell."""
+"""Both clients against the real service: concurrent requests share a session and behave like direct calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNT = 12
 
 
 class Threaded:
-    """A Client with the face of an AsyncClient: every call in a thread."""
+    """A Client with the interface of an AsyncClient: every call runs in a thread."""
 
     def __init__(self, target: str, **settings: Any) -> None:
         self.client = Client(target, **settings)
@@ -68,7 +68,7 @@ def connect(request: pytest.FixtureRequest) -> Open:
 
 
 async def occupied(s: Serving, client: Any) -> asyncio.Task[Any]:
-    """A first call that stays open, so that those to come share a session."""
+    """Start a first call that stays open, so that later calls share a session."""
     first = asyncio.ensure_future(client.generate("first", request_id="first"))
     await s.engine.next_request(1)
     return first
@@ -85,7 +85,7 @@ async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open
     async with serving(tmp_path) as s, connect(s) as client:
         first = await occupied(s, client)
         assert len(s.service._sessions) == 0
-        asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
+        tasks = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
         await s.engine.next_request(1 + COUNT)
         assert len(s.service._sessions) == 1
         keys = [r.request_id for r in s.engine.submitted[1:]]
@@ -95,7 +95,7 @@ async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open
             s.engine.step({key: [token] for key in keys})
         for key in keys:
             s.engine.finish_by(key, FinishReason.LENGTH)
-        for result in await asyncio.gather(*asked):
+        for result in await asyncio.gather(*tasks):
             assert list(result.token_ids) == SMILE_IDS
             assert result.text == SMILE
             assert result.usage.completion_tokens == len(SMILE_IDS)
@@ -128,10 +128,10 @@ async def test_session_requests_behave_like_direct_calls(tmp_path: Path, connect
 async def test_closing_a_stream_cancels_one_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
-        async with client.stream("x") as left:
+        async with client.stream("x") as closed:
             key = await s.engine.next_request(2)
             s.engine.start(key)
-            await anext(left)
+            await anext(closed)
         await until(lambda: s.engine.cancelled == [key])
         other = asyncio.ensure_future(client.generate("y"))
         last = await s.engine.next_request(3)
@@ -144,10 +144,10 @@ async def test_closing_a_stream_cancels_one_request(tmp_path: Path) -> None:
 async def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> None:
     async with serving(tmp_path) as s:
         async with connect(s) as client:
-            asked = [await occupied(s, client)]
-            asked += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
+            tasks = [await occupied(s, client)]
+            tasks += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
             await s.engine.next_request(4)
-        for call in asked:
+        for call in tasks:
             with pytest.raises(Cancelled):
                 await call
         await s.idle()
@@ -155,14 +155,14 @@ async def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> Non
 
 
 async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) -> None:
-    """The server drains: what was cut off is resumed, by whatever way is open then."""
+    """The server drains: interrupted answers are resumed by any call that is still possible."""
 
     def whole(request: Request) -> list[int]:
         return SMILE_IDS
 
     async with serving(tmp_path) as s, connect(s, max_attempts=1000) as client:
         first = await occupied(s, client)
-        asked = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(4)]
+        tasks = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(4)]
         await s.engine.next_request(5)
         for request in s.engine.submitted:
             s.engine.start(request.request_id)
@@ -172,7 +172,7 @@ async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) 
         s.service.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for session in list(s.service._sessions):
             session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
-        for result in await asyncio.gather(first, *asked):
+        for result in await asyncio.gather(first, *tasks):
             assert list(result.token_ids) == SMILE_IDS
             assert result.resumes >= 1
 
@@ -188,10 +188,10 @@ async def test_many_requests_travel_in_few_messages(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Session, "_handle", counted)
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
-        asked = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
+        tasks = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]
         await s.engine.next_request(1 + COUNT)
         assert counts == [COUNT]
-        for call in (first, *asked):
+        for call in (first, *tasks):
             call.cancel()
 
 
@@ -200,7 +200,7 @@ async def test_multiplexing_can_be_disabled(tmp_path: Path, sessions: bool | Non
     async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
         metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
         first = await occupied(s, client)
-        if sessions is None:  # callers who say different things do not share one
+        if sessions is None:  # calls with different metadata share no session
             shared = asyncio.ensure_future(client.generate("x", metadata=metadata[:1]))
             await s.engine.next_request(2)
             alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
@@ -216,14 +216,14 @@ async def test_multiplexing_can_be_disabled(tmp_path: Path, sessions: bool | Non
 
 
 @pytest.mark.parametrize(
-    ("target", "one"),
+    ("target", "is_one"),
     [
         *(("unix:/run/x.sock", True), ("127.0.0.1:50051", True), ("[::1]:1", True), ("localhost:1", True)),
         *(("ipv4:10.0.0.1:50051", False), ("lineclear:50051", False), ("dns:///lineclear.svc:50051", False)),
     ],
 )
-def test_targets(target: str, one: bool) -> None:
-    assert names_one_server(target) is one
+def test_targets(target: str, is_one: bool) -> None:
+    assert names_one_server(target) is is_one
 
 
 async def test_closed_client_leaves_no_threads(tmp_path: Path) -> None:
@@ -241,13 +241,13 @@ async def test_closed_client_leaves_no_threads(tmp_path: Path) -> None:
 
 
 async def test_requests_survive_connection_and_session_age(tmp_path: Path, connect: Open) -> None:
-    """One answer lasts longer than its connection may take new calls. Nobody notices, and new Sessions are opened."""
+    """An answer outlasts its connection's maximum age without an error, and new Sessions are opened."""
 
     async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
         opened: set[Any] = set()
         first = await occupied(s, client)
 
-        async def ask_on(number: int) -> None:
+        async def generate_repeatedly(number: int) -> None:
             count = 0
             while len(opened) < 4:
                 answer = await client.generate("more", request_id=f"r{number}-{count}")
@@ -256,12 +256,12 @@ async def test_requests_survive_connection_and_session_age(tmp_path: Path, conne
                 count += 1
                 await asyncio.sleep(0.005)
 
-        # This one keeps the first Session busy to the end.
+        # This request keeps the first Session open to the end.
         long = asyncio.ensure_future(client.generate("long", request_id="long"))
         key = await s.engine.next_request(2)
         s.engine.start(key)
         s.engine.answer = lambda request: SMILE_IDS
-        await asyncio.gather(*(ask_on(number) for number in range(4)))
+        await asyncio.gather(*(generate_repeatedly(number) for number in range(4)))
         s.engine.tokens(key, SMILE_IDS)
         s.engine.finish_by(key, FinishReason.LENGTH)
         assert (await long).text == SMILE
@@ -269,7 +269,7 @@ async def test_requests_survive_connection_and_session_age(tmp_path: Path, conne
 
 
 async def test_too_large_request_fails_alone(tmp_path: Path, connect: Open) -> None:
-    """gRPC would end the session that it is a message of, and all requests in it."""
+    """gRPC would end the session with this message, and all requests in it."""
 
     async with serving(tmp_path) as s, connect(s) as client:
         first = await occupied(s, client)

@@ -1,4 +1,4 @@
-"""Answers nobody listens to: made all the same, kept within bounds, read from any index, seen by their caller alone."""
+"""Detached requests: computed without a reader, limited, read from any index, and visible to their caller only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def submit(s: Serving, request: pb.GenerateRequest | None = None, **option
 async def submit_to_the_end(
     s: Serving, request: pb.GenerateRequest | None = None, answer: Sequence[int] = SMILE_IDS
 ) -> str:
-    """Its answer is complete on return, with nobody there."""
+    """Submit a request and return when its answer is complete."""
     s.engine.answer = lambda request: answer
     name = await submit(s, request)
     await s.idle()
@@ -58,7 +58,7 @@ def attach(s: Serving, request_id: str, from_index: int = 0, **options: Any) -> 
 
 
 async def attached(s: Serving, request_id: str, from_index: int = 0) -> list[pb.GenerateResponse]:
-    """All there is from an index on, and all that comes."""
+    """Return all responses from an index to the end."""
     return await read_all(attach(s, request_id, from_index), from_index)
 
 
@@ -66,7 +66,7 @@ def cancel(s: Serving, request_id: str, **options: Any) -> Any:
     return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
 
 
-async def test_answer_is_computed_unattended_and_read_from_any_index(tmp_path: Path) -> None:
+async def test_answer_is_read_from_any_index(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s, text_request(request_id="mine"))
         assert name == "mine"
@@ -144,7 +144,7 @@ async def test_failure_is_kept(tmp_path: Path) -> None:
         assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
 
 
-async def test_hang_up_of_attach_keeps_the_request_and_cancel_ends_it(tmp_path: Path) -> None:
+async def test_only_cancel_ends_a_detached_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit(s)
         key = await s.engine.next_request()
@@ -162,7 +162,7 @@ async def test_hang_up_of_attach_keeps_the_request_and_cancel_ends_it(tmp_path: 
         await s.idle()
         assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
         assert from_status((await result(s, name)).error).reason == "CANCELLED"
-        assert (await cancel(s, name)).found  # forgotten
+        assert (await cancel(s, name)).found  # removed
         for call in (result(s, name), attach(s, name)):
             assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
 
@@ -182,27 +182,27 @@ async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
         assert (await error_of(result(s, names[0]))).code == "NOT_FOUND"
         for name in names[1:]:
             assert (await result(s, name)).state == pb.RESULT_STATE_FINISHED
-        # 30 tokens are kept; 45 more need the room of two of the three.
+        # 30 tokens are kept; 45 more need the space of two of the three.
         s.engine.answer = None
         await submit(s, text_request(sampling={"max_tokens": 45}))
         assert len(s.service._detached) == 2
         assert s.service._detached.num_tokens == 55
-        # What is in progress is never pushed out.
+        # Answers in progress are never evicted.
         error = await error_of(submit(s, text_request(sampling={"max_tokens": 20})))
         assert (error.reason, error.metadata["limit_tokens"]) == ("QUEUE_FULL", "60")
         assert error.retry_after_seconds is not None
-        await until(lambda: len(s.service.streams) == 1)  # the one refused is gone from the engine too
+        await until(lambda: len(s.service.streams) == 1)  # the rejected request is removed from the engine too
 
 
 async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
-    """Not before its time, and not while it is made, however long the machine stands still."""
+    """The lifetime starts at the end of the answer, so a slow machine cannot expire it early."""
     lifetime_seconds = 0.2
 
     async with serving(tmp_path, detached_ttl_seconds=lifetime_seconds) as s:
         loop = asyncio.get_running_loop()
         name = await submit(s)
         key = await s.engine.next_request()
-        kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
+        reference = weakref.ref(s.service._detached.find(ANONYMOUS, name))
         ended_at = loop.time()
         s.engine.start(key)
         s.engine.tokens(key, SMILE_IDS)
@@ -211,16 +211,16 @@ async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
         assert loop.time() - ended_at > 0.9 * lifetime_seconds  # uvloop counts whole milliseconds
         assert s.service._detached.num_tokens == 0
         gc.collect()
-        assert kept() is None
+        assert reference() is None
 
 
 async def test_removed_answer_is_not_kept_by_its_timer(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         name = await submit_to_the_end(s)
-        kept = weakref.ref(s.service._detached.find(ANONYMOUS, name))
+        reference = weakref.ref(s.service._detached.find(ANONYMOUS, name))
         await cancel(s, name)
         gc.collect()
-        assert kept() is None
+        assert reference() is None
 
 
 async def test_answers_are_invisible_to_other_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ async def test_request_id_of_a_kept_answer_is_a_duplicate(tmp_path: Path) -> Non
 
 
 async def test_duplicate_is_reported_before_other_errors(tmp_path: Path) -> None:
-    """A retry of a request that was taken hears that it was, whatever else is wrong now: no room, a wrong field."""
+    """A retry of an admitted request gets the duplicate error, also with a full queue or an invalid field."""
 
     async with serving(tmp_path, max_queue_size=1) as s:
         await submit_to_the_end(s, text_request(request_id="a"))

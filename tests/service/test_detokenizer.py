@@ -42,7 +42,7 @@ EVERY_BYTE = Bytes([bytes([b]) for b in range(256)])
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return start and string of the match that is complete first; the longest of those that end together."""
+    """Return start and text of the match that completes first; the longest of those that end together."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return None

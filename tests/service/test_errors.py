@@ -1,4 +1,4 @@
-"""Every way a call can fail, as a client sees it: code, reason, figures, and whether to try again."""
+"""Every way a call can fail, as a client receives it: code, reason, figures and whether to retry."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_duplicate_request_id(tmp_path: Path) -> None:
         key = await s.engine.next_request()
         error = await error_of(s.generate(text_request(request_id="same")))
         assert (error.code, error.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
-        assert s.engine.cancelled == []  # the first one does not suffer
+        assert s.engine.cancelled == []  # the first request is not affected
         s.engine.start(key)
         assert (await first.read()).started.request_id == "same"
 
@@ -84,7 +84,7 @@ async def test_full_queue_rejects_before_tokenizing(tmp_path: Path) -> None:
         assert error.retry_after_seconds is not None
         s.engine.start(key)
         await first.read()
-        third = s.generate(ids)  # there is room again
+        third = s.generate(ids)  # the queue has space again
         await s.engine.next_request(3)
         assert not second.done()
         assert not third.done()
@@ -109,7 +109,7 @@ async def test_too_many_large_texts_at_once(tmp_path: Path) -> None:
         assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
         first.cancel()
         await s.idle()
-        # The caller left, the thread is still at it: its place is not free.
+        # The caller cancelled, but the thread still works, so its place is not free.
         assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
         release.set()
 
@@ -180,11 +180,11 @@ async def test_engine_errors_reach_the_client(tmp_path: Path, error: LineclearEr
             s.engine.tokens(key, [40, 41])
         s.engine.fail(key, error)
         if after_tokens:
-            assert list((await call.read()).token_ids) == [40, 41]  # what was made is not lost
-        heard = await error_of(call)
-        assert (heard.code, heard.reason, str(heard)) == (error.code, error.reason, str(error))
-        assert heard.metadata == error.metadata
-        assert heard.retry_after_seconds == error.retry_after_seconds
+            assert list((await call.read()).token_ids) == [40, 41]  # tokens before the error arrive
+        received = await error_of(call)
+        assert (received.code, received.reason, str(received)) == (error.code, error.reason, str(error))
+        assert received.metadata == error.metadata
+        assert received.retry_after_seconds == error.retry_after_seconds
         await s.idle()
         assert s.engine.cancelled == []
 
@@ -210,29 +210,29 @@ async def test_the_deadline_of_the_call(tmp_path: Path) -> None:
     "kind", [k for k in tree() if k not in (LineclearError, UnknownStatus)], ids=lambda k: k.__name__
 )
 async def test_every_error_class_round_trips(tmp_path: Path, kind: type[LineclearError]) -> None:
-    """From the engine to a client, whatever it is: the class on the other side is the same."""
+    """Every error class of the engine reaches the client as the same class."""
 
     async with serving(tmp_path) as s:
         call = s.generate()
         key = await s.engine.next_request()
         s.engine.fail(key, kind("a sentence", retry_after_seconds=0.25, metadata={"figure": "7"}))
-        heard = await error_of(call)
-        assert type(heard) is kind
-        assert (str(heard), heard.metadata, heard.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
+        received = await error_of(call)
+        assert type(received) is kind
+        assert (str(received), received.metadata, received.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["refused", "incident"])
 async def test_error_frees_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
-    """Or one caller of large requests takes all memory before the garbage collector looks."""
+    """Otherwise one caller of large requests fills the memory before the garbage collector runs."""
 
-    def there() -> int:
+    def num_messages() -> int:
         return sum(isinstance(o, pb.DetokenizeRequest | pb.GenerateRequest) for o in gc.get_objects())
 
     def bug(*_: Any) -> None:
         raise RuntimeError
 
     ids = [5] * 70_000
-    messages = {  # in bytes, so that all requests in this process are the server's
+    messages = {  # in bytes, so that all request messages in this process belong to the server
         "Detokenize": pb.DetokenizeRequest(token_ids=ids).SerializeToString(),
         "Generate": pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString(),
     }
@@ -251,9 +251,9 @@ async def test_error_frees_its_request(tmp_path: Path, monkeypatch: pytest.Monke
         gc.collect()
         gc.disable()
         try:
-            before = there()
+            before = num_messages()
             for _ in range(5):
                 await refused()
-            await until(lambda: there() <= before)
+            await until(lambda: num_messages() <= before)
         finally:
             gc.enable()

@@ -22,33 +22,33 @@ class Work:
 
     def __init__(self, gate: FairSemaphore) -> None:
         self.gate = gate
-        self.order: list[str] = []
+        self.admitted: list[str] = []
 
-    def ask(self, flow: str, cost: float = 1.0) -> asyncio.Task[None]:
-        return asyncio.ensure_future(self._ask(flow, cost))
+    def submit(self, flow: str, cost: float = 1.0) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self._acquire(flow, cost))
 
-    async def _ask(self, flow: str, cost: float) -> None:
+    async def _acquire(self, flow: str, cost: float) -> None:
         await self.gate.acquire(flow, cost)
-        self.order.append(flow)
+        self.admitted.append(flow)
 
     async def finish(self) -> None:
         """One of those inside leaves after the other, until nobody waits."""
-        left = 0
-        while left < len(self.order):
-            self.gate.release(self.order[left])
-            left += 1
+        released = 0
+        while released < len(self.admitted):
+            self.gate.release(self.admitted[released])
+            released += 1
             await settle()
 
 
 async def test_flood_waits_behind_the_first_of_another_flow() -> None:
     work = Work(FairSemaphore(1, 100, "things wait"))
-    flood = [work.ask("flood") for _ in range(20)]
+    flood = [work.submit("flood") for _ in range(20)]
     await settle()
-    others = [work.ask("other") for _ in range(3)]
+    others = [work.submit("other") for _ in range(3)]
     await settle()
     await work.finish()
-    assert work.order[:8].count("other") == 3
-    assert len(work.order) == 23
+    assert work.admitted[:8].count("other") == 3
+    assert len(work.admitted) == 23
     await asyncio.gather(*flood, *others)
     assert (work.gate.num_inside, work.gate.num_waiting) == (0, 0)
 
@@ -57,40 +57,40 @@ async def test_work_counts_by_its_cost() -> None:
     """One piece of ten is as much as ten pieces of one."""
 
     work = Work(FairSemaphore(1, 100, "things wait"))
-    tasks = [work.ask("large", 10.0) for _ in range(5)] + [work.ask("small", 1.0) for _ in range(40)]
+    tasks = [work.submit("large", 10.0) for _ in range(5)] + [work.submit("small", 1.0) for _ in range(40)]
     await settle()
     await work.finish()
-    at = [index for index, flow in enumerate(work.order) if flow == "large"]
-    assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.order
+    at = [index for index, flow in enumerate(work.admitted) if flow == "large"]
+    assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.admitted
     await asyncio.gather(*tasks)
 
 
 async def test_one_flow_leaves_a_slot_to_others() -> None:
     work = Work(FairSemaphore(3, 100, "things wait"))
-    tasks = [work.ask("flood") for _ in range(5)]
+    tasks = [work.submit("flood") for _ in range(5)]
     await settle()
-    assert work.order == ["flood", "flood"]
-    tasks.append(work.ask("other"))
+    assert work.admitted == ["flood", "flood"]
+    tasks.append(work.submit("other"))
     await settle()
-    assert work.order == ["flood", "flood", "other"]
+    assert work.admitted == ["flood", "flood", "other"]
     await work.finish()
     await asyncio.gather(*tasks)
 
 
 async def test_full_queue_rejects_the_largest_flow() -> None:
     work = Work(FairSemaphore(1, 4, "things wait"))
-    flood = [work.ask("flood") for _ in range(5)]
+    flood = [work.submit("flood") for _ in range(5)]
     await settle()
     with pytest.raises(QueueFull, match="5 things wait") as caught:
-        await work.ask("flood")
+        await work.submit("flood")
     assert caught.value.metadata == {"limit": "5"}
-    other = work.ask("other")
+    other = work.submit("other")
     await settle()
     assert flood[-1].done()  # its newest made room
     with pytest.raises(QueueFull):
         await flood[-1]
     await work.finish()
-    assert sorted(work.order) == ["flood"] * 4 + ["other"]
+    assert sorted(work.admitted) == ["flood"] * 4 + ["other"]
     await asyncio.gather(*flood[:-1], other)
 
 

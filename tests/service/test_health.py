@@ -18,12 +18,12 @@ class SlowContext:
 
     def __init__(self) -> None:
         self.written: list[int] = []
-        self.begun, self.through = asyncio.Event(), asyncio.Event()
+        self.started, self.released = asyncio.Event(), asyncio.Event()
 
     async def write(self, message: Any) -> None:
         self.written.append(message.status)
-        self.begun.set()
-        await self.through.wait()
+        self.started.set()
+        await self.released.wait()
 
 
 @pytest.mark.parametrize("closed", [("",), ("", "other")], ids=["its name", "all names"])
@@ -33,9 +33,9 @@ async def test_watcher_in_a_write_gets_the_close(closed: tuple[str, ...]) -> Non
     health, context = HealthService(("", "other")), SlowContext()
     health.set(("",), True)
     watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
-    await context.begun.wait()
+    await context.started.wait()
     health.close(closed)
-    context.through.set()
+    context.released.set()
     await watch
     assert context.written == [SERVING, NOT_SERVING]
 
@@ -43,10 +43,10 @@ async def test_watcher_in_a_write_gets_the_close(closed: tuple[str, ...]) -> Non
 async def test_change_reverted_during_a_write_is_not_sent() -> None:
     health, context = HealthService(("",)), SlowContext()
     watch = asyncio.ensure_future(health.Watch(HealthCheckRequest(), context))  # type: ignore[arg-type]
-    await context.begun.wait()
+    await context.started.wait()
     health.set(("",), True)
     health.set(("",), False)
-    context.through.set()
+    context.released.set()
     health.close()
     await watch
     assert context.written == [NOT_SERVING]

@@ -25,8 +25,8 @@ RARE = [307, 311, 313, 317, 331, 337]
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., Running]]:
-    with starting(model, "--log-level", "debug", "--metrics-listen", "127.0.0.1:0") as begin:
-        yield begin
+    with starting(model, "--log-level", "debug", "--metrics-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
 
 
 def everything_wrong() -> Iterator[pb.GenerateRequest]:

@@ -29,7 +29,7 @@ TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
 async def test_unread_answer_arrives_in_several_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
-        call, key = await s.begin(text_request(output={"logprobs": True, "top_logprobs": 20}))
+        call, key = await s.start_call(text_request(output={"logprobs": True, "top_logprobs": 20}))
         # At once, as after a pause of the reader.
         s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
         s.engine.finish_by(key, FinishReason.LENGTH)

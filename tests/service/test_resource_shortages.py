@@ -43,8 +43,8 @@ exec {python} -m service.toy_worker "$@"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    with starting(save(tmp_path, byte_level())) as begin:
-        yield begin
+    with starting(save(tmp_path, byte_level())) as start_scheduler:
+        yield start_scheduler
 
 
 def kill_worker(server: Running) -> None:

@@ -434,7 +434,7 @@ async def test_admin_methods_are_not_on_the_data_listener(tmp_path: Path) -> Non
     async with serving(tmp_path) as s:
         for method in ADMIN:
             assert await ask(s.channel, method) == "UNIMPLEMENTED"
-        assert s.operations.orders == []
+        assert s.operations.calls == []
 
 
 async def test_channelz_is_on_the_admin_listener_if_enabled(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ async def test_drain_without_requests_returns_at_once(tmp_path: Path) -> None:
 
 async def test_last_status_arrives_before_an_immediate_stop(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        call, key = await s.begin()
+        call, key = await s.start_call()
         s.engine.finish_by(key, FinishReason.LENGTH)
         await s.service.drain(timeout_seconds=5.0)
         await s.server.stop(2.0)

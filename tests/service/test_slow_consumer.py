@@ -19,7 +19,7 @@ from lineclear.wire.messages import Logprobs
 
 async def test_too_many_unread_tokens(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=16) as s:
-        call, key = await s.begin()
+        call, key = await s.start_call()
         s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
         error = await error_of(call)
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
@@ -76,7 +76,7 @@ async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
 
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
         before = len(asyncio.all_tasks())
-        call, key = await s.begin(text_request(output={"token_timings": True}))
+        call, key = await s.start_call(text_request(output={"token_timings": True}))
         await call.read()
         while s.engine.requests:  # until a write blocks
             s.engine.tokens(key, [40] * 5000)

@@ -28,7 +28,7 @@ from lineclear.wire.messages import Logprobs
 
 async def test_complete_answer(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        call, key = await s.begin(
+        call, key = await s.start_call(
             text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}), cached_tokens=2
         )
         started = await call.read()
@@ -75,7 +75,7 @@ async def test_complete_answer(tmp_path: Path) -> None:
 
 async def test_unread_tokens_travel_in_one_message(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        call, key = await s.begin()
+        call, key = await s.start_call()
         for token in HELLO_IDS:  # all before the loop runs once
             s.engine.tokens(key, [token])
         s.engine.finish_by(key, FinishReason.LENGTH)
@@ -129,7 +129,7 @@ async def test_unfinished_character_becomes_a_replacement(tmp_path: Path) -> Non
 
 async def test_stop_string_ends_answer_and_computation(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        call, key = await s.begin(text_request(stop={"strings": [" are"]}))
+        call, key = await s.start_call(text_request(stop={"strings": [" are"]}))
         for token in HELLO_IDS:  # the engine runs ahead of the text
             s.engine.tokens(key, [token])
         responses = await read_all(call)
@@ -148,7 +148,7 @@ async def test_stop_string_ends_answer_and_computation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP_EOS])
 async def test_stop_string_wins_over_a_later_engine_end(tmp_path: Path, reason: FinishReason) -> None:
     async with serving(tmp_path) as s:
-        call, key = await s.begin(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
+        call, key = await s.start_call(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
         s.engine.tokens(key, HELLO_IDS)
         s.engine.finish_by(key, reason, EOS)
         responses = await read_all(call)

@@ -1,6 +1,6 @@
 """The scheduler's core and a runner in one process, connected by the wire codec without sockets.
 
-A step is launched as soon as the core plans it; its result is applied when the core plans no more.
+A step is launched as soon as the core plans it; its result is applied when the core has no further plan.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def _choosing(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 each_library = pytest.fixture(_choosing, name="each_library", params=LIBRARIES)
-"""Each library, by name. The test is skipped if there is no library."""
+"""Each library, by name. Skips the test on a machine without a library."""
 each_way = pytest.fixture(_choosing, name="each_way", params=[*LIBRARIES, kernels.NONE])
 """Each library, by name, and NONE."""
 best_and_none = pytest.fixture(_choosing, name="best_and_none", params=[*LIBRARIES[:1], kernels.NONE])

@@ -154,7 +154,7 @@ class ToyRunner:
 
     def reset(self) -> None:
         """Forget every slot and every cell."""
-        # Numbers of one size each: lists would grow with what is written to them.
+        # Arrays of fixed-size integers: lists would grow as ids are written.
         self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
 

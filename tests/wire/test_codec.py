@@ -1,4 +1,4 @@
-"""Messages survive the wire; anything else is refused, quickly, and by DecodeError only."""
+"""Messages survive the wire; other bytes are rejected quickly, and by DecodeError only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.messages import PROTOCOL, Logprobs, Message, Row, Sampling, SlotInit, StepPlan, StepResult
 
 
-def test_there_is_an_example_and_a_strategy_for_every_type() -> None:
+def test_every_type_has_an_example_and_a_strategy() -> None:
     types = set(typing.get_args(Message))
     assert {type(example) for example in EXAMPLES} == types
     assert set(BY_TYPE) == types
@@ -30,7 +30,7 @@ def test_there_is_an_example_and_a_strategy_for_every_type() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_examples_change_every_default(example: Message) -> None:
-    """Else a field that the codec forgets would go unnoticed."""
+    """A field that the codec ignores must change the decoded example."""
     kept = {"protocol"}  # is in the header
     for value in (example, *getattr(example, "inits", ()), SAMPLING):
         for field in dataclasses.fields(value):
@@ -45,7 +45,7 @@ def test_an_example_survives(example: Message) -> None:
 
 
 def _to_single(message: Message) -> Message:
-    """The message with its parameters rounded to what the wire carries."""
+    """Return the message with its parameters rounded to single precision, as on the wire."""
     if not isinstance(message, StepPlan):
         return message
     rounded = {
@@ -65,7 +65,7 @@ def test_any_message_survives(kind: type, data: st.DataObject) -> None:
     assert decode(encode(message)) == message
 
 
-def test_a_token_that_means_nothing_may_have_a_logprob_that_is_no_number() -> None:
+def test_logprob_of_an_invalid_token_may_be_nan() -> None:
     result = StepResult(1, 1, (0,), (Logprobs(math.nan),), frozenset({0}))
     back = decode(encode(result))
     assert isinstance(back, StepResult)
@@ -94,7 +94,7 @@ def test_foreign_bytes_are_refused() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_a_flipped_bit_is_refused_wherever_it_is(example: Message) -> None:
-    """In the header too: a result of another step, or an error instead of a result, would be believed."""
+    """Also in the header: the receiver would accept a result of another step, or an error as a result."""
     frame = encode(example)
     for place in range(min(len(frame), 256) * 8):
         damaged = bytearray(frame)
@@ -181,7 +181,7 @@ def test_any_payload_is_refused_or_read(payload: bytes, example: Message) -> Non
 
 
 def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
-    """100,000 groups begin inside each other; protobuf stops at its depth limit."""
+    """Nest 100,000 groups; protobuf stops at its depth limit."""
     begin_group = b"\xfb\x01"
     with pytest.raises(DecodeError):
         decode(resealed(encode(PLAN), begin_group * 100_000))
