@@ -21,7 +21,7 @@ PAGE = REPOSITORY / "docs/request-lifecycle.md"
 
 BACKGROUND = frozenset(
     {
-        *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.watchdog"),
+        *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.stall_watchdog"),
         *("lineclear.scheduler.grpc_api.server", "lineclear.scheduler.grpc_api.health_service"),
         *("lineclear.worker.kv_prefault", "lineclear.worker.memory_budget"),
     }

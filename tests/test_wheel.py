@@ -132,7 +132,7 @@ def test_schema_imports_alone(wheel: Path) -> None:
 
 
 def test_client_imports_with_grpc_and_protobuf_only(wheel: Path) -> None:
-    modules = "lineclear.client lineclear.errors lineclear.grpc_status"
+    modules = "lineclear.client lineclear.errors lineclear.status_codec"
     import_alone(wheel, modules, present=BARE, absent="google.api lineclear.scheduler lineclear.worker")
 
 

@@ -35,7 +35,7 @@
       Unsupported            UNIMPLEMENTED
       UnknownStatus          code and reason of another server or proxy
 
-`lineclear.grpc_status` converts them to google.rpc.Status and back. Bugs are assertions, not classes of this tree.
+`lineclear.status_codec` converts them to google.rpc.Status and back. Bugs are assertions, not classes of this tree.
 """
 
 from __future__ import annotations

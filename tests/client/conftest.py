@@ -14,7 +14,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client
 from lineclear.errors import LineclearError, QueueFull, UnknownRequest
-from lineclear.grpc_status import TRAILER, to_status
+from lineclear.status_codec import TRAILER, to_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 

@@ -11,7 +11,7 @@ import pytest
 from lineclear.client.call_errors import ErrorTranslator
 from lineclear.client.rpc_methods import GET_STATS
 from lineclear.errors import Cancelled, ConnectionLost, DataLoss, DeadlineExceeded, ServerDraining, Unreachable
-from lineclear.grpc_status import TRAILER, to_status
+from lineclear.status_codec import TRAILER, to_status
 
 REFUSED = "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host"
 ABSENT = "unix:/x: connect failed: addr: unix:/x error: No such file or directory"

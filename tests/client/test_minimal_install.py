@@ -15,7 +15,7 @@ from lineclear.extras import install_command
 BLOCKER = """
 import sys
 class Blocker:
-    rooms = {"cli", "client", "errors", "exit_codes", "extras", "api_limits", "grpc_status", "v1"}
+    rooms = {"cli", "client", "errors", "exit_codes", "extras", "api_limits", "status_codec", "v1"}
     def find_spec(self, name, path=None, target=None):
         top, _, rest = name.partition(".")
         if top == "lineclear":

@@ -74,7 +74,7 @@ def test_unused_tokens_are_credited() -> None:
         harness.submit(f"exact{number}", 4, 2, tenant="b")
         harness.step()
         for name in ("careless", "exact"):
-            harness.core.finish(f"{name}{number}", 1, harness.now)
+            harness.core.finish_at_stop_string(f"{name}{number}", 1, harness.now)
     ask(harness, "b", 3)
     harness.submit("a", 4, 4, tenant="a")
     harness.run()

@@ -69,10 +69,10 @@ def test_stop_string_counts_tokens_up_to_the_cut() -> None:
     harness.submit("a", 5, max_tokens=9)
     for _ in range(4):
         harness.step()
-    (end,) = harness.core.finish("a", 2, harness.now)
+    (end,) = harness.core.finish_at_stop_string("a", 2, harness.now)
     assert isinstance(end, Finished)
     assert (end.reason, end.stats.completion_tokens) == (FinishReason.STOP_STRING, 2)
-    assert harness.core.finish("a", 2, harness.now) == []
+    assert harness.core.finish_at_stop_string("a", 2, harness.now) == []
 
 
 def test_cancel_in_flight_releases_slot_and_blocks() -> None:

@@ -160,6 +160,6 @@ def test_ended_suspect_is_removed(ends: str) -> None:
     if ends == "cancel":
         harness.cancel("a")
     else:
-        harness.record(harness.core.finish("a", 0, harness.now))
+        harness.record(harness.core.finish_at_stop_string("a", 0, harness.now))
     assert [s.request.request_id for s in harness.core._poison] == ["b"]
     harness.run()

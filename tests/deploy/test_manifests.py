@@ -21,7 +21,7 @@ from lineclear.scheduler.addresses import parse_address
 from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import load
-from lineclear.scheduler.watchdog import TICK_SECONDS
+from lineclear.scheduler.stall_watchdog import TICK_SECONDS
 from lineclear.worker import settings as worker_settings
 
 DEPLOY = REPOSITORY / "deploy"

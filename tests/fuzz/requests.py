@@ -32,7 +32,7 @@ from support.toy_service import ToyService, answer, toy_service
 
 from lineclear.client import AsyncClient
 from lineclear.errors import LineclearError
-from lineclear.grpc_status import from_status
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 SERVICE = "/lineclear.v1.InferenceService/"

@@ -28,8 +28,8 @@ from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReaso
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import EngineStuck
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
 from lineclear.wire.messages import PROTOCOL, Heartbeat

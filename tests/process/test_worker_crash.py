@@ -16,9 +16,9 @@ from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_session import CLOSED
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
 SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)
@@ -85,19 +85,19 @@ def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
         harness.wait_joined()
         streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
         harness.wait(lambda: num_tokens(streams) > 50)
-        assert not harness.engine.worker_status.is_hung
+        assert not harness.engine.worker_status.is_unhealthy
         worker.send_signal(signal.SIGSTOP)
         harness.wait(lambda: len(harness.losses) == 1)
-        eventually(lambda: harness.engine.worker_status.is_hung)
+        eventually(lambda: harness.engine.worker_status.is_unhealthy)
         worker.kill()
         worker.wait()
-        eventually(lambda: not harness.engine.worker_status.is_hung, what="the end of the hung worker")
+        eventually(lambda: not harness.engine.worker_status.is_unhealthy, what="the end of the hung worker")
         assert len(harness.joins) == 1  # said before its successor, which may load for long, has joined
         harness.start_worker()
         harness.wait_ended(streams)
         for stream in streams:
             stream.check(harness.options.vocab_size)
-        assert not harness.engine.worker_status.is_hung
+        assert not harness.engine.worker_status.is_unhealthy
 
 
 def test_hung_worker_that_wakes_joins_again() -> None:
@@ -113,7 +113,7 @@ def test_hung_worker_that_wakes_joins_again() -> None:
         for stream in streams:
             stream.check(harness.options.vocab_size)
         assert len(harness.joins) == 2
-        assert not harness.engine.worker_status.is_hung
+        assert not harness.engine.worker_status.is_unhealthy
 
 
 def test_worker_killed_again_during_recovery() -> None:

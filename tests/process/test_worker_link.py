@@ -22,11 +22,11 @@ from support.toy_worker import ToyOptions
 from support.worker_peer import Peer, hello
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, Lost
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import CLOSED
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.codec import ProtocolMismatch, decode, encode
 from lineclear.wire.messages import (
     PROTOCOL,

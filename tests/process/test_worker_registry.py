@@ -9,10 +9,10 @@ from support.worker_peer import hello
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import Joined, JoinRefused, JoinRejected, Lost, Output, Send
 from lineclear.scheduler.engine.worker_registry import MAX_SESSIONS, WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerState
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Heartbeat, Rejoin, StepError, StepErrorKind, StepResult, Stopping
 
 SCRIPTS = {
@@ -175,19 +175,19 @@ def test_status_follows_the_worker(player: Player) -> None:
     assert status("7.1 reachable") == WorkerStatus(first, first, num_joins=1)
     assert status("7.1 stopping") == WorkerStatus(first, first, num_joins=1, is_stopping=True)
     assert status("7.1 unreachable").hello == first
-    assert status("7.1 exception") == WorkerStatus(None, first, num_joins=1, is_hung=True)
-    assert status("7.1 spared").is_hung
+    assert status("7.1 exception") == WorkerStatus(None, first, num_joins=1, is_unhealthy=True)
+    assert status("7.1 spared").is_unhealthy
     assert status("9.2 hello", "9.2 reachable") == WorkerStatus(second, second, num_joins=2)
 
 
 def test_hung_worker_is_gone_with_its_connection(player: Player) -> None:
     for line in ("7.1 hello", "7.1 reachable", "7.1 exception", "7.1 condemned"):
         player.play(line)
-    assert player.workers.status.is_hung
+    assert player.workers.status.is_unhealthy
     assert player.workers.next_check(200.0) == 200.5
     (session,) = player.workers.to_probe(have_connections_changed=False)
     player.workers.on_probe(session, False, 200.5)
-    assert not player.workers.status.is_hung
+    assert not player.workers.status.is_unhealthy
     assert player.workers.to_probe(have_connections_changed=False) == []
 
 

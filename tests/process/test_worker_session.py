@@ -9,14 +9,12 @@ from itertools import product
 import pytest
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import (
-    Admitted,
+    Accepted,
     Condemned,
     Disconnected,
     EpochEnded,
     Event,
-    Failed,
     Joined,
     JoinRefused,
     Lost,
@@ -30,6 +28,7 @@ from lineclear.scheduler.engine.worker_events import (
     Spared,
     Superseded,
     TimedOut,
+    WorkerFailed,
 )
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_session import (
@@ -38,6 +37,7 @@ from lineclear.scheduler.engine.worker_session import (
     WorkerSession,
     WorkerState,
 )
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -61,28 +61,36 @@ S = WorkerState
 EVENTS: dict[type[Event], Event] = {
     type(event): event
     for event in (
-        *(Admitted(), Refused(), Rejected(), Replaced(), PlaceFreed(), Superseded(), Received(HEARTBEAT)),
-        *(EpochEnded("done"), Failed("late", WorkerLoss.CRASHED), Disconnected(), TimedOut(), Condemned(), Spared()),
+        *(Accepted(), Refused(), Rejected(), Replaced(), PlaceFreed(), Superseded(), Received(HEARTBEAT)),
+        *(
+            EpochEnded("done"),
+            WorkerFailed("late", WorkerLoss.CRASHED),
+            Disconnected(),
+            TimedOut(),
+            Condemned(),
+            Spared(),
+        ),
         ProcessExited(WorkerLoss.CRASHED),
     )
 }
 PATHS: dict[WorkerState, list[Event]] = {
     S.CONNECTING: [],
     S.WAITING: [Refused()],
-    S.JOINED: [Admitted()],
-    S.CUT_OFF: [Admitted(), Disconnected()],
-    S.UNHEALTHY: [Admitted(), Failed("late", WorkerLoss.CRASHED)],
-    S.CONDEMNED: [Admitted(), Failed("late", WorkerLoss.CRASHED), Condemned()],
-    S.ENDED: [Admitted(), EpochEnded("done")],
+    S.JOINED: [Accepted()],
+    S.CUT_OFF: [Accepted(), Disconnected()],
+    S.UNHEALTHY: [Accepted(), WorkerFailed("late", WorkerLoss.CRASHED)],
+    S.CONDEMNED: [Accepted(), WorkerFailed("late", WorkerLoss.CRASHED), Condemned()],
+    S.ENDED: [Accepted(), EpochEnded("done")],
     S.GONE: [Rejected()],
 }
 """How a session comes into each state."""
 LEGAL = {
-    S.CONNECTING: "Admitted:JOINED Refused:WAITING Rejected:GONE Replaced:ENDED Received:CONNECTING "
+    S.CONNECTING: "Accepted:JOINED Refused:WAITING Rejected:GONE Replaced:ENDED Received:CONNECTING "
     "Disconnected:CONNECTING TimedOut:ENDED ProcessExited:GONE",
     S.WAITING: "Rejected:GONE Replaced:ENDED PlaceFreed:ENDED Received:WAITING ProcessExited:GONE",
-    S.JOINED: "Received:JOINED EpochEnded:ENDED Failed:UNHEALTHY Disconnected:CUT_OFF ProcessExited:GONE",
-    S.CUT_OFF: "Superseded:ENDED Received:CUT_OFF EpochEnded:ENDED Failed:UNHEALTHY TimedOut:ENDED ProcessExited:GONE",
+    S.JOINED: "Received:JOINED EpochEnded:ENDED WorkerFailed:UNHEALTHY Disconnected:CUT_OFF ProcessExited:GONE",
+    S.CUT_OFF: "Superseded:ENDED Received:CUT_OFF EpochEnded:ENDED WorkerFailed:UNHEALTHY TimedOut:ENDED "
+    "ProcessExited:GONE",
     S.UNHEALTHY: "Superseded:ENDED Received:UNHEALTHY Disconnected:ENDED Condemned:CONDEMNED Spared:UNHEALTHY "
     "ProcessExited:GONE",
     S.CONDEMNED: "Superseded:GONE Received:CONDEMNED Disconnected:GONE ProcessExited:GONE",
@@ -151,7 +159,7 @@ def test_unknown_epoch_is_over_from_the_start() -> None:
 
 
 def test_join_outputs() -> None:
-    assert new_session().handle(Admitted(), 91.0) == [Joined(HELLO)]
+    assert new_session().handle(Accepted(), 91.0) == [Joined(HELLO)]
     refusal = Send(Goodbye(3, "another worker is joined to this scheduler"))
     assert new_session().handle(Refused(), 91.0) == [refusal, JoinRefused(HELLO)]
     again = new_session()

@@ -379,7 +379,7 @@ class Player:
         if self._stream is not None and len(self._stream.tokens) > self._num_tokens:
             self._num_tokens = len(self._stream.tokens)
             found.append(f"tokens {self._num_tokens}")
-        if self._is_hung != self._harness.engine.worker_status.is_hung:
+        if self._is_hung != self._harness.engine.worker_status.is_unhealthy:
             self._is_hung = not self._is_hung
             found.append("hung" if self._is_hung else "not hung")
         return [line.partition("cannot be: ")[0] + "cannot be" if "cannot be: " in line else line for line in found]

@@ -26,8 +26,8 @@ from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.errors import LineclearError
-from lineclear.grpc_status import TRAILER, from_trailer
 from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 

@@ -16,7 +16,6 @@ from service.small_tokenizers import byte_level, definition
 from support.events import step_tokens
 
 from lineclear.errors import Cancelled, LineclearError, ServerDraining
-from lineclear.grpc_status import TRAILER, from_trailer
 from lineclear.scheduler.core.events import (
     Admitted,
     Event,
@@ -39,6 +38,7 @@ from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.messages import Hello, Logprobs

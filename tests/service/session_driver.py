@@ -16,7 +16,7 @@ from service.serving import (
 )
 
 from lineclear.errors import LineclearError
-from lineclear.grpc_status import from_status
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 

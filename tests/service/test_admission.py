@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, serving, text_request
 
 from lineclear.errors import QueueFull
-from lineclear.grpc_status import from_status
-from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota, QuotaLimits
+from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits, QueuePlace
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
@@ -26,8 +26,8 @@ class Clock:
         return self.now
 
 
-def new_quota(clock: Clock | None = None, **limits: int) -> QueueQuota:
-    return QueueQuota(QuotaLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
+def new_quota(clock: Clock | None = None, **limits: int) -> QueueLimiter:
+    return QueueLimiter(QueueLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
 
 
 # --- retry hints -----------------------------------------------------------------------------------------------------

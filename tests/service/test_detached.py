@@ -25,9 +25,9 @@ from service.serving import (
 )
 
 from lineclear.errors import LineclearError, NonFiniteLogits
-from lineclear.grpc_status import from_status
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.security.identity import ANONYMOUS, Identity
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 

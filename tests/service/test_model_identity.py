@@ -10,8 +10,8 @@ import pytest
 from service.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, serving, text_request, tokens_of, until
 
 from lineclear.errors import ModelChanged
-from lineclear.grpc_status import from_status
 from lineclear.model_files.fingerprint import prompt_digest
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 OURS = HELLO.model_fingerprint

@@ -28,7 +28,7 @@ from lineclear.scheduler.core.events import (
 )
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
-from lineclear.scheduler.requests.queue_quota import QueueQuota, QuotaLimits
+from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.wire.messages import Logprobs
@@ -60,7 +60,7 @@ def new_router(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list
 
 
 def open_stream(router: OutputRouter, text: AnswerText | None = None, **options: Any) -> OutputStream:
-    place = QueueQuota(QuotaLimits(10, 10), lambda: 0.0).reserve("")
+    place = QueueLimiter(QueueLimits(10, 10), lambda: 0.0).reserve("")
     return router.open("r", text, place, **options)
 
 
@@ -217,7 +217,7 @@ async def test_token_gap_is_an_assertion() -> None:
 
 async def test_queue_place_is_released_at_the_start_or_the_end() -> None:
     router, _, workers = new_router()
-    quota = QueueQuota(QuotaLimits(10, 10), lambda: 0.0)
+    quota = QueueLimiter(QueueLimits(10, 10), lambda: 0.0)
     streams = [router.open(str(n), None, quota.reserve("")) for n in range(3)]
     assert len(quota) == 3
     router.dispatch([Started(streams[0].engine_id, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)

@@ -17,7 +17,7 @@ from service.processes import BOUND_SECONDS, EOS, VOCABULARY, WITHOUT_TORCH, Run
 from support.time_limits import SOON_SECONDS
 from support.toy import expected
 
-from lineclear.grpc_status import TRAILER, from_trailer
+from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import admin_pb2, admin_pb2_grpc
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Sampling

@@ -20,11 +20,11 @@ from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_o
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
-from lineclear.grpc_status import from_status
 from lineclear.scheduler.requests.validation import check_detokenize
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.template_renderer import ChatMessage
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

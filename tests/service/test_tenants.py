@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from service.serving import SMILE_IDS, Serving, error_of, serving, text_request
 
-from lineclear.grpc_status import from_status
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 

@@ -10,7 +10,7 @@ import pytest
 from service.serving import error_of, serving
 
 from lineclear.errors import DeadlineUnreachable, QueueFull
-from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota, QuotaLimits
+from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits, QueuePlace
 from lineclear.v1 import inference_pb2 as pb
 
 IDS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]))
@@ -26,7 +26,7 @@ class SimulatedQueue:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.quota = QueueQuota(QuotaLimits(requests=200, tokens=10**9), lambda: self.now)
+        self.quota = QueueLimiter(QueueLimits(requests=200, tokens=10**9), lambda: self.now)
         self.free = [self.now] * NUM_SLOTS  # heap of the times at which slots become free
         self.starts: list[tuple[float, int]] = []  # heap of start times and numbers of the waiting requests
         self.places: dict[int, QueuePlace] = {}
@@ -87,7 +87,7 @@ def test_overload_rejects_most_late_requests(seed: int) -> None:
 
 def test_no_estimate_before_the_rate_is_known() -> None:
     now = 1000.0
-    quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
+    quota = QueueLimiter(QueueLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     for _ in range(50):
         quota.reserve("", 0.001)
     assert quota.min_wait_seconds() == 0.0
@@ -97,7 +97,7 @@ def test_no_estimate_before_the_rate_is_known() -> None:
 
 def test_estimate_is_a_third_of_the_expected_wait() -> None:
     now = 1000.0
-    quota = QueueQuota(QuotaLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
+    quota = QueueLimiter(QueueLimits(requests=200, tokens=1000, reject_unmeetable_deadlines=True), lambda: now)
     places = [quota.reserve("") for _ in range(80)]
     for _ in range(40):  # five a second
         now += 0.2

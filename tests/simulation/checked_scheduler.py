@@ -72,7 +72,7 @@ class CheckedScheduler:
 
     def finish(self, request_id: str, num_tokens: int, now: float) -> None:
         """Finish a request after `num_tokens` tokens."""
-        events = self.core.finish(request_id, num_tokens, now)
+        events = self.core.finish_at_stop_string(request_id, num_tokens, now)
         self._record("finish", events, now)
         if self.oracle:
             self.oracle.on_finish(request_id, num_tokens, now, events)

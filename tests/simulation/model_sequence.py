@@ -30,7 +30,7 @@ class ModelSequence:
         self.planned_step = 0
         self.tainted = False
         self.preemptions = self.recoveries = self.overtaken_count = 0
-        self.pinned = False
+        self.protected = False
         self.crash_count = self.clear_position = 0
         self.isolated_losses: Counter[WorkerLoss] = Counter()
         self.cached_tokens = self.recomputed_tokens = self.last_step = 0

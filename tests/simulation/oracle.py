@@ -67,7 +67,7 @@ class Oracle:
             return
         require(outcome == [Admitted(request.request_id)], "I12", "admitted if no limit is reached")
         sequence = ModelSequence(request, self.state.queue.key(request, now), now)
-        sequence.pinned = self.limits.max_preemptions == 0
+        sequence.protected = self.limits.max_preemptions == 0
         self._set_answer(sequence)
         self.state.add(sequence)
         self.state.counters.requests_admitted += 1

@@ -142,19 +142,19 @@ class PlanChecks:
     def _check_preemption(self, victim: ModelSequence, rows: set[int], ready: list[ModelSequence]) -> None:
         require(victim.is_running, "I15", "only a running sequence is preempted")
         require(victim.slot not in rows, "I15", "a sequence with a row in the step is not preempted")
-        require(not victim.pinned, "I15", "a pinned sequence is never preempted")
+        require(not victim.protected, "I15", "a protected sequence is never preempted")
         short = [
             s
             for s in ready
             if s.is_running
             and s.queue_key < victim.queue_key
             and s.num_planned == len(s.blocks) * self.state.blocks.size
-            and not s.pinned
+            and not s.protected
         ]
         require(bool(short), "I15", "a victim is younger than a sequence that is short of a block")
         chosen = []
         for older in short:
-            younger = [s for s in self.state.running.values() if s.queue_key > older.queue_key and not s.pinned]
+            younger = [s for s in self.state.running.values() if s.queue_key > older.queue_key and not s.protected]
             younger = [s for s in younger if s.slot not in rows]
             if self.state.limits.preemption_policy == "newest":
                 chosen.append(max(younger, key=lambda s: s.queue_key))
@@ -166,7 +166,7 @@ class PlanChecks:
     def _preempt(self, victim: ModelSequence) -> None:
         self.state.stop_running(victim, victim.num_planned)
         victim.preemptions += 1
-        victim.pinned = victim.preemptions >= self.state.limits.max_preemptions
+        victim.protected = victim.preemptions >= self.state.limits.max_preemptions
         self.state.resuming[victim] = None
         self.state.counters.preemptions += 1
 
@@ -238,7 +238,7 @@ class PlanChecks:
         if row.new_blocks and not is_first:
             is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
             require(is_next, "I5", "one block when needed")
-        longest = sequence.max_len - 1 if sequence.pinned else max(end, sequence.num_known)
+        longest = sequence.max_len - 1 if sequence.protected else max(end, sequence.num_known)
         require(-(-end // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed")
         self.state.blocks.check_write(sequence, row.start, end)
         if row.start < sequence.max_computed_before:

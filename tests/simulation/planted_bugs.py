@@ -18,8 +18,8 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence
 
 _BLOCKS = (
-    Bug("blocks are not released", RunningBatch.remove, drop("self.pool.release(sequence.blocks)")),
-    Bug("blocks are released twice", RunningBatch.remove, twice("self.pool.release(sequence.blocks)")),
+    Bug("blocks are not released", RunningBatch.free, drop("self.pool.release(sequence.blocks)")),
+    Bug("blocks are released twice", RunningBatch.free, twice("self.pool.release(sequence.blocks)")),
     Bug("a shared block is not counted", BlockPool.share, drop("self._references[block] += 1")),
     Bug("a shared block stays evictable", BlockPool.share, drop("self._cached.pop(block, None)")),
     Bug("an evicted block stays published", BlockPool.take, drop("self._unpublish(block)")),
@@ -34,7 +34,7 @@ _BLOCKS = (
         replace("self._empty", "self._empty and not self._cached", role="test"),
     ),
     Bug("the head of a prefix is evicted first", BlockPool.release, replace("reversed(blocks)", "blocks")),
-    Bug("a slot is not released", RunningBatch.remove, drop("heapq.heappush(self.free_slots, sequence.slot)")),
+    Bug("a slot is not released", RunningBatch.free, drop("heapq.heappush(self.free_slots, sequence.slot)")),
     Bug(
         "a single decode takes its block one position late",
         StepPlanner._plan_decodes_one_by_one,
@@ -107,7 +107,7 @@ _NON_FINITE_VALUES = (
     ),
     Bug(
         "blocks with rows in flight are not pending",
-        RunningBatch.remove,
+        RunningBatch.free,
         never("sequence.num_planned > sequence.num_computed"),
     ),
     Bug("pending writes that were non-finite are forgotten", BlockPool.resolve_pending, never("tainted", role="test")),
@@ -201,7 +201,7 @@ _ENDS = (
     Bug("the end is reported twice", Scheduler.cancel, replace("[self._fail(...)]", "2 * _0")),
     Bug(
         "the statistics leave out the cut of a stop string",
-        Scheduler.finish,
+        Scheduler.finish_at_stop_string,
         replace("self._complete(_1, _2, _3, _4, num_tokens)", "self._complete(_1, _2, _3, _4)"),
     ),
     Bug("an expired request runs a step longer", Scheduler.expire, boundary("self._deadlines[0][0] <= now")),
@@ -231,7 +231,7 @@ _POISON = (
         Scheduler.on_step_error,
         drop("self._poison.record_crash([flight])"),
     ),
-    Bug("finished requests stay suspects", Scheduler._remove, drop("self._poison.remove(sequence)")),
+    Bug("finished requests stay suspects", Scheduler._free, drop("self._poison.remove(sequence)")),
 )
 
 _QUEUE = (
@@ -263,12 +263,12 @@ _ORDER = (
         StepPlanner._take_block_or_preempt,
         replace("other.queue_key > sequence.queue_key", "other is not sequence"),
     ),
-    Bug("a pinned sequence is preempted", StepPlanner._take_block_or_preempt, without("not other.pinned")),
-    Bug("no sequence is ever pinned", StepPlanner._preempt, drop("victim.pinned = _")),
+    Bug("a protected sequence is preempted", StepPlanner._take_block_or_preempt, without("not other.protected")),
+    Bug("no sequence is ever protected", StepPlanner._preempt, drop("victim.protected = _")),
     Bug(
-        "a pinned sequence takes only the blocks it needs now",
+        "a protected sequence takes only the blocks it needs now",
         StepPlanner._start,
-        replace("sequence.max_len - 1 if sequence.pinned else sequence.num_known", "sequence.num_known"),
+        replace("sequence.max_len - 1 if sequence.protected else sequence.num_known", "sequence.num_known"),
     ),
     Bug("newest preempts the oldest", policies.newest, swap("max", "min")),
     Bug("cheapest preempts the dearest", policies.cheapest, swap("min", "max")),

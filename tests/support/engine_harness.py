@@ -27,9 +27,9 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]

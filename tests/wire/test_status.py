@@ -23,7 +23,7 @@ from lineclear.errors import (
     Violation,
     tree,
 )
-from lineclear.grpc_status import from_status, from_trailer, to_status
+from lineclear.status_codec import from_status, from_trailer, to_status
 
 # The root is never raised, and UnknownStatus stands for the errors of other servers.
 CLASSES = [kind for kind in tree() if kind not in (LineclearError, UnknownStatus)]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from lineclear import errors, grpc_status
+from lineclear import errors, status_codec
 
 from .channel import checked_target
 from .fork_guard import OwnerProcess
@@ -63,8 +63,8 @@ class ErrorTranslator:
         """Return the error of the server, or one for what happened on the way. `cancelled`: this client cancelled."""
         code = error.code().name
         trailers = dict(error.trailing_metadata() or ())
-        trailer = trailers.get(grpc_status.TRAILER)
-        found = grpc_status.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
+        trailer = trailers.get(status_codec.TRAILER)
+        found = status_codec.from_trailer(code, error.details() or f"the server gave no reason ({code})", trailer)
         if trailer is None:
             found = self._without_trailer(code, found, cancelled or self.closed)
         else:

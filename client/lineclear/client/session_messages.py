@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
 from lineclear.errors import LineclearError
-from lineclear.grpc_status import from_status
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 Command: TypeAlias = pb.SubmitCommand | pb.CancelCommand

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 
 from lineclear.errors import LineclearError
-from lineclear.grpc_status import from_status
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_settings import CallOptions

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, UnknownRequest
-from lineclear.grpc_status import to_status
+from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods

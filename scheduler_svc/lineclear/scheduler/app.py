@@ -25,9 +25,9 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.admin_service import AdminService
@@ -37,8 +37,8 @@ from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
+from lineclear.scheduler.stall_watchdog import Watchdog
 from lineclear.scheduler.text.text_files import read_text_files
-from lineclear.scheduler.watchdog import Watchdog
 from lineclear.wire.messages import Hello
 
 log = structlog.get_logger()

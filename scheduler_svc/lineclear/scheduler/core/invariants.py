@@ -38,7 +38,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
         assert s.state is State.RUNNING
         assert s.num_published <= s.num_computed <= s.num_planned <= s.num_known
         assert s.num_computed <= len(s.tokens), "computed beyond what is confirmed"
-        longest = s.max_len - 1 if s.pinned else max(s.num_planned, s.num_known)
+        longest = s.max_len - 1 if s.protected else max(s.num_planned, s.num_known)
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"
     for s in (*fresh, *resuming):
         assert s.state is State.WAITING

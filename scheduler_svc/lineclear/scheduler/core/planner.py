@@ -204,8 +204,8 @@ class StepPlanner:
     def _take_block_or_preempt(self, sequence: Sequence) -> int | None:
         """Take a block, preempting younger sequences if necessary; None if no sequence may be preempted.
 
-        Then `sequence` waits, and that is safe: an older sequence progresses, or the younger ones are pinned, have all
-        blocks they need, and will finish.
+        Then `sequence` waits, and that is safe: an older sequence progresses, or the younger ones are protected, have
+        all blocks they need, and will finish.
         """
         pool = self._batch.pool
         while pool.num_free == 0:
@@ -213,7 +213,7 @@ class StepPlanner:
             younger = [
                 other
                 for other in self._batch.running
-                if other.queue_key > sequence.queue_key and not other.pinned and other.planned_step != self._step
+                if other.queue_key > sequence.queue_key and not other.protected and other.planned_step != self._step
             ]
             if not younger:
                 return None
@@ -221,9 +221,9 @@ class StepPlanner:
         return pool.take(1)[0]
 
     def _preempt(self, victim: Sequence) -> None:
-        self._batch.remove(victim, State.WAITING)
+        self._batch.free(victim, State.WAITING)
         victim.preemptions += 1
-        victim.pinned = victim.preemptions >= self._state.limits.max_preemptions
+        victim.protected = victim.preemptions >= self._state.limits.max_preemptions
         self._state.resuming.push(victim)
         self._state.counters.preemptions += 1
         self.events.append(Preempted(victim.request.request_id))
@@ -301,10 +301,10 @@ class StepPlanner:
     def _fits(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
         """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.
 
-        The `shared` blocks of the cached prefix count as present. A pinned sequence needs all blocks it can ever use.
+        The `shared` blocks of the cached prefix count as present. A protected one needs all that it can ever use.
         """
         pool = self._batch.pool
-        positions = sequence.max_len - 1 if sequence.pinned else min(sequence.num_known + 1, sequence.max_len - 1)
+        positions = sequence.max_len - 1 if sequence.protected else min(sequence.num_known + 1, sequence.max_len - 1)
         needed = -(-max(positions, 1) // pool.block_size)
         available = pool.num_free - headroom
         return available >= needed or available - sum(map(pool.is_free, shared)) >= needed - len(shared)
@@ -312,7 +312,7 @@ class StepPlanner:
     def _start(self, sequence: Sequence, shared: list[int]) -> None:
         state = self._state
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
-        positions = sequence.max_len - 1 if sequence.pinned else sequence.num_known
+        positions = sequence.max_len - 1 if sequence.protected else sequence.num_known
         taken = self._batch.admit(sequence, shared, positions)
         start = sequence.num_planned
         state.counters.prefix_cache_queries += len(sequence.tokens)

@@ -59,8 +59,8 @@ class RunningBatch:
         self.running[sequence] = self.not_decoding[sequence] = None
         return taken
 
-    def remove(self, sequence: Sequence, state: State, *, tainted: bool = False) -> None:
-        """RUNNING -> `state`, releasing slot and blocks; `tainted` blocks are zeroed before they are used again."""
+    def free(self, sequence: Sequence, state: State, *, tainted: bool = False) -> None:
+        """Free the slot and the blocks of `sequence`: RUNNING -> `state`. `tainted` blocks are zeroed before reuse."""
         assert sequence.state is State.RUNNING
         if sequence.in_decode_batch:
             self.leave_decode(sequence)

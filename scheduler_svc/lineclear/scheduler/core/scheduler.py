@@ -111,7 +111,7 @@ class Scheduler:
             raise
         self._num_arrivals += 1
         sequence = Sequence(request, (self._state.queue_order.key(request, now), self._num_arrivals), now)
-        sequence.pinned = self.limits.max_preemptions == 0
+        sequence.protected = self.limits.max_preemptions == 0
         self._live[request.request_id] = sequence
         self._fresh.push(sequence)
         if request.deadline is not None:
@@ -127,7 +127,7 @@ class Scheduler:
         self._counters.requests_cancelled += 1
         return [self._fail(sequence, error or Cancelled("the caller cancelled the request"), now)]
 
-    def finish(self, request_id: str, num_tokens: int, now: float) -> list[Event]:
+    def finish_at_stop_string(self, request_id: str, num_tokens: int, now: float) -> list[Event]:
         """Complete a request after its first `num_tokens` output tokens, in whose text a stop string appeared."""
         sequence = self._live.get(request_id)
         if sequence is None:
@@ -381,20 +381,20 @@ class Scheduler:
     def _complete(
         self, sequence: Sequence, reason: FinishReason, matched: int | None, now: float, num_tokens: int | None = None
     ) -> Finished:
-        self._remove(sequence)
+        self._free(sequence)
         self._counters.requests_finished += 1
         return Finished(sequence.request.request_id, reason, matched, sequence.stats(now, num_tokens))
 
     def _fail(self, sequence: Sequence, error: LineclearError, now: float, *, tainted: bool = False) -> Failed:
-        self._remove(sequence, tainted=tainted)
+        self._free(sequence, tainted=tainted)
         return Failed(sequence.request.request_id, error, sequence.stats(now))
 
-    def _remove(self, sequence: Sequence, *, tainted: bool = False) -> None:
+    def _free(self, sequence: Sequence, *, tainted: bool = False) -> None:
         """Any state -> FINISHED."""
         self._poison.remove(sequence)
         self._state.queue_order.on_finish(sequence)
         if sequence.state is State.RUNNING:
-            self._batch.remove(sequence, State.FINISHED, tainted=tainted)
+            self._batch.free(sequence, State.FINISHED, tainted=tainted)
         else:
             assert sequence.state is State.WAITING
             (self._fresh if sequence in self._fresh else self._resuming).remove(sequence)

@@ -117,10 +117,10 @@ class Sequence:
         "num_planned",
         "num_published",
         "overtaken_count",
-        "pinned",
         "planned_step",
         "preemptions",
         "prompt_len",
+        "protected",
         "queue_key",
         "recomputed_tokens",
         "recoveries",
@@ -160,7 +160,7 @@ class Sequence:
         self.preemptions = self.recoveries = self.overtaken_count = 0
         # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.
         self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
-        self.pinned = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
+        self.protected = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
         self.cached_tokens = self.recomputed_tokens = 0
         self.last_step = 0  # *
         self.started_at: float | None = None

@@ -1,7 +1,7 @@
 """The engine thread: owns the core and carries requests in, plans out, results in and events out.
 
-The core decides what runs, `WorkerRegistry` which worker is joined and when it counts as hung. `WorkerLink` sends and
-receives, the supervisor starts and kills processes.
+The core decides what runs, `WorkerRegistry` which worker may join, `WorkerSession` when it is lost. `WorkerLink` sends
+and receives, the supervisor starts and kills processes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lineclear.scheduler.engine.engine_stats import (
     StepTime,
     WorkerStatus,
 )
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, JoinRejected, Lost, Output
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepResult, Stopping
 
 log = structlog.get_logger()
@@ -162,7 +162,7 @@ class Engine:
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         """Complete a live request after `num_tokens` output tokens: its text has a stop string there."""
-        self._enqueue(partial(self._core.finish, request_id, num_tokens))
+        self._enqueue(partial(self._core.finish_at_stop_string, request_id, num_tokens))
 
     def drain(self) -> None:
         """Refuse new requests from now on; live ones run to their end."""

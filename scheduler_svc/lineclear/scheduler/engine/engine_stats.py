@@ -67,7 +67,7 @@ class WorkerStatus:
     """Of the joined worker, or of the one before."""
     num_joins: int = 0
     """Workers that have joined so far."""
-    is_hung: bool = False
+    is_unhealthy: bool = False
     """A worker that has to be killed is still connected."""
     is_stopping: bool = False
     """The joined worker has received SIGTERM: it runs until no request is left or its drain timeout is over."""

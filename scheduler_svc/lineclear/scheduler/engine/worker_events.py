@@ -13,7 +13,7 @@ EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-class Admitted(NamedTuple):
+class Accepted(NamedTuple):
     """A plan can reach the worker, and the place is free."""
 
 
@@ -49,7 +49,7 @@ class EpochEnded(NamedTuple):
     reason: str
 
 
-class Failed(NamedTuple):
+class WorkerFailed(NamedTuple):
     """The worker has to be killed."""
 
     reason: str
@@ -79,7 +79,7 @@ class ProcessExited(NamedTuple):
 
 
 Event = (
-    Admitted
+    Accepted
     | Refused
     | Rejected
     | Replaced
@@ -87,7 +87,7 @@ Event = (
     | Superseded
     | Received
     | EpochEnded
-    | Failed
+    | WorkerFailed
     | Disconnected
     | TimedOut
     | Condemned

@@ -200,7 +200,7 @@ class WorkerLink:
         is_due = bool(self._probes) and now >= self._probes[0]
         while self._probes and self._probes[0] <= now:
             self._probes.popleft()
-        if is_due or workers.status.is_hung:
+        if is_due or workers.status.is_unhealthy:
             for session in workers.to_probe(have_connections_changed=is_due):
                 yield from self.perform(workers.on_probe(session, self.is_reachable(session.epoch), now))
         if workers.is_connecting and not self._probes:

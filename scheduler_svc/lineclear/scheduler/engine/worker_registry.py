@@ -8,9 +8,9 @@ from collections.abc import Callable
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine import worker_events as events
 from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerStatus
-from lineclear.scheduler.engine.step_timer import WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import EpochMessage, Event, JoinRejected, Output
 from lineclear.scheduler.engine.worker_session import WorkerSession, WorkerState
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopping
 
 S = WorkerState
@@ -86,7 +86,7 @@ class WorkerRegistry:
     def on_bad_result(self, problem: str, now: float) -> list[Output]:
         """The core has refused a result of the serving worker."""
         assert self.serving is not None
-        failed = events.Failed(f"it sent a result that cannot be: {problem}", WorkerLoss.CLEAN)
+        failed = events.WorkerFailed(f"it sent a result that cannot be: {problem}", WorkerLoss.CLEAN)
         return self._handle(self.serving, failed, now)
 
     def on_kill_answer(self, epoch: int, is_being_killed: bool, now: float) -> list[Output]:
@@ -119,7 +119,7 @@ class WorkerRegistry:
     def next_check(self, now: float) -> float:
         """Return the time of the next timeout or probe that no message announces; infinite without one."""
         moment = min([session.next_check() for session in self._active], default=math.inf)
-        return min(moment, now + _HUNG_CHECK_SECONDS) if self.status.is_hung else moment
+        return min(moment, now + _HUNG_CHECK_SECONDS) if self.status.is_unhealthy else moment
 
     def extend_deadlines(self, now: float) -> None:
         """Restart the timeouts of the joined worker: the scheduler's process was suspended."""
@@ -157,7 +157,7 @@ class WorkerRegistry:
         for other in self._in(S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED):
             outputs += self._handle(other, events.Superseded(), now)
         self._num_joins += 1
-        return outputs + self._handle(session, events.Admitted(), now)
+        return outputs + self._handle(session, events.Accepted(), now)
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class WorkerRegistry:
             hello=None if serving is None else serving.hello,
             last_hello=self.status.last_hello if serving is None else serving.hello,
             num_joins=self._num_joins,
-            is_hung=bool(self._in(S.UNHEALTHY, S.CONDEMNED)),
+            is_unhealthy=bool(self._in(S.UNHEALTHY, S.CONDEMNED)),
             is_stopping=serving is not None and serving.is_stopping,
         )
 

@@ -11,15 +11,13 @@ from enum import Enum
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.crash_budget import HEALTHY_IDLE_SECONDS
-from lineclear.scheduler.engine.step_timer import StepTimer, StepTiming, WorkerTimeouts
 from lineclear.scheduler.engine.worker_events import (
-    Admitted,
+    Accepted,
     Condemned,
     Disconnected,
     EpochEnded,
     EpochMessage,
     Event,
-    Failed,
     Joined,
     JoinRefused,
     Lost,
@@ -34,7 +32,9 @@ from lineclear.scheduler.engine.worker_events import (
     Spared,
     Superseded,
     TimedOut,
+    WorkerFailed,
 )
+from lineclear.scheduler.engine.worker_timeouts import StepTimer, StepTiming, WorkerTimeouts
 from lineclear.wire.messages import (
     Goodbye,
     Hello,
@@ -72,7 +72,7 @@ class WorkerState(Enum):
 S = WorkerState
 TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
     S.CONNECTING: {
-        Admitted: S.JOINED,
+        Accepted: S.JOINED,
         Refused: S.WAITING,
         Rejected: S.GONE,
         Replaced: S.ENDED,
@@ -91,7 +91,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
     S.JOINED: {
         Received: S.JOINED,
         EpochEnded: S.ENDED,
-        Failed: S.UNHEALTHY,
+        WorkerFailed: S.UNHEALTHY,
         Disconnected: S.CUT_OFF,
         ProcessExited: S.GONE,
     },
@@ -99,7 +99,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
         Superseded: S.ENDED,
         Received: S.CUT_OFF,
         EpochEnded: S.ENDED,
-        Failed: S.UNHEALTHY,
+        WorkerFailed: S.UNHEALTHY,
         TimedOut: S.ENDED,
         ProcessExited: S.GONE,
     },
@@ -167,7 +167,7 @@ class WorkerSession:
         match event:
             case Received(message):
                 return self._on_message(message, now)
-            case Admitted():
+            case Accepted():
                 self._last_message_at = now
                 self._timer.start(now)
                 return [Joined(self._hello)]
@@ -176,7 +176,7 @@ class WorkerSession:
                 return [refusal] if self.was_refused else [refusal, JoinRefused(self._hello)]
             case EpochEnded(reason):
                 return [self._lost(reason, WorkerLoss.CLEAN), Send(Rejoin(self.epoch))]
-            case Failed(reason, loss):
+            case WorkerFailed(reason, loss):
                 return [self._lost(reason, loss, must_kill=True)]
             case TimedOut() | Superseded() if before is S.CUT_OFF:
                 return [self._lost(CLOSED, WorkerLoss.KILLED), Send(Rejoin(self.epoch))]
@@ -203,9 +203,9 @@ class WorkerSession:
         if self.state is S.JOINED:
             silent_seconds = now - self._last_message_at
             if now >= self._silence_ends_at():
-                return self.handle(Failed(f"it was silent for {silent_seconds:.1f} s", WorkerLoss.KILLED), now)
+                return self.handle(WorkerFailed(f"it was silent for {silent_seconds:.1f} s", WorkerLoss.KILLED), now)
             if (overdue := self._timer.overdue(now)) is not None:
-                return self.handle(Failed(overdue, WorkerLoss.CRASHED), now)
+                return self.handle(WorkerFailed(overdue, WorkerLoss.CRASHED), now)
         elif self.state in _TIMEOUTS and now >= self._since + _TIMEOUTS[self.state]:
             return self.handle(TimedOut(), now)
         return []
@@ -276,9 +276,9 @@ class WorkerSession:
 _TIMEOUTS = {S.CONNECTING: CONNECT_TIMEOUT_SECONDS, S.CUT_OFF: LAST_MESSAGES_SECONDS}
 
 
-def _failure(error: StepError) -> EpochEnded | Failed:
+def _failure(error: StepError) -> EpochEnded | WorkerFailed:
     """Out of memory ends the epoch. A lost or doubled frame is no request's fault, an exception may be."""
     reason = f"a step failed: {error.kind.name.lower()}"
     if error.kind is StepErrorKind.OUT_OF_MEMORY:
         return EpochEnded(reason)
-    return Failed(reason, WorkerLoss.CLEAN if error.kind is StepErrorKind.PROTOCOL else WorkerLoss.CRASHED)
+    return WorkerFailed(reason, WorkerLoss.CLEAN if error.kind is StepErrorKind.PROTOCOL else WorkerLoss.CRASHED)

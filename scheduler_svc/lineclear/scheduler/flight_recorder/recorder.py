@@ -86,8 +86,8 @@ class RecordingScheduler(Scheduler):
             self._record("cancel", now, [self._numbers.pop(request_id)], [])
         return events
 
-    def finish(self, request_id: str, num_tokens: int, now: float) -> list[Event]:
-        events = super().finish(request_id, num_tokens, now)
+    def finish_at_stop_string(self, request_id: str, num_tokens: int, now: float) -> list[Event]:
+        events = super().finish_at_stop_string(request_id, num_tokens, now)
         if events:
             self._record("finish", now, [self._numbers[request_id], num_tokens], self._summary(events))
         return events

@@ -101,7 +101,7 @@ class _Replayer:
         return []  # the shell chose the error
 
     def _finish(self, now: float, number: int, num_tokens: int) -> Any:
-        return event_summary(self._core.finish(str(number), num_tokens, now), int)
+        return event_summary(self._core.finish_at_stop_string(str(number), num_tokens, now), int)
 
     def _expire(self, now: float) -> Any:
         return event_summary(self._core.expire(now), int)

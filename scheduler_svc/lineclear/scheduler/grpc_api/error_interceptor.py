@@ -21,9 +21,9 @@ from grpc_status import rpc_status
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
-from lineclear.grpc_status import to_status
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
+from lineclear.status_codec import to_status
 
 log = structlog.get_logger()
 

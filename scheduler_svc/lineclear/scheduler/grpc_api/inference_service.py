@@ -20,7 +20,6 @@ from lineclear.errors import (
     Unauthenticated,
     UnknownRequest,
 )
-from lineclear.grpc_status import to_status
 from lineclear.scheduler.core.events import Event, StepTokens
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.grpc_api.error_interceptor import incident
@@ -33,7 +32,7 @@ from lineclear.scheduler.requests.detached import DetachedRequests
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Canceller
-from lineclear.scheduler.requests.queue_quota import QueueQuota
+from lineclear.scheduler.requests.queue_limits import QueueLimiter
 from lineclear.scheduler.requests.request_context import RequestContext, Submitter
 from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.requests.sampling_ranges import model_defaults
@@ -46,6 +45,7 @@ from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
@@ -101,7 +101,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stats = ServerStats(clock())
-        self.quota = QueueQuota(settings_limits.quota_limits(settings), clock)
+        self.quota = QueueLimiter(settings_limits.quota_limits(settings), clock)
         self._sessions: set[Session] = set()
         self._is_closed = False
         self._incident = partial(incident, f"/{NAME}: a request")

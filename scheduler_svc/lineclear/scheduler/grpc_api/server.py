@@ -144,7 +144,7 @@ class Server:
         """Update readiness and the worker's health from the engine's published status."""
         was_serving = self.health.is_serving(service_module.NAME)
         self.health.set(READY, worker.hello is not None)
-        self.health.set((WORKER,), not worker.is_hung)
+        self.health.set((WORKER,), not worker.is_unhealthy)
         if self.health.is_serving(service_module.NAME) and not was_serving:
             log.info("serving", address=self.address)
 

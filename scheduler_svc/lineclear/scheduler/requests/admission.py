@@ -12,7 +12,7 @@ from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_router import OutputRouter
-from lineclear.scheduler.requests.queue_quota import QueuePlace, QueueQuota
+from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
 from lineclear.scheduler.requests.request_context import RequestContext, RequestServices, Submitter
 from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
@@ -40,7 +40,7 @@ class Admission:
         tokenizers: TokenizerPool,
         streams: OutputRouter,
         engine: Submitter,
-        quota: QueueQuota,
+        quota: QueueLimiter,
         stats: ServerStats,
         pacer: LoopPacer,
         incident: Callable[[BaseException], LineclearError],

@@ -20,7 +20,7 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.requests.output_stream import Canceller, OutputStream
-from lineclear.scheduler.requests.queue_quota import QueuePlace
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 
 

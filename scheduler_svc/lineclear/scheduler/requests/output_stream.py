@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
 from lineclear.scheduler.core.events import Failed, Finished, FinishReason, RequestStats, Started
-from lineclear.scheduler.requests.queue_quota import QueuePlace
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Logprobs
 

@@ -17,7 +17,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
-from lineclear.scheduler.requests.queue_quota import QueuePlace
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_stats import RequestTimings, ServerStats, request_timings
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validation import ModelBounds, ValidatedRequest

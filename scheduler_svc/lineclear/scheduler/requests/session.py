@@ -16,7 +16,6 @@ from lineclear.api_limits import (
     REQUEST_BYTES_KEY,
 )
 from lineclear.errors import InvalidRequest, LineclearError, QueueFull
-from lineclear.grpc_status import to_status
 from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.answer_reader import read_answer
@@ -24,6 +23,7 @@ from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BY
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.scheduler.security.identity import Identity
+from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 
 _MAX_UNSENT_FAILURES = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lineclear.scheduler.requests.detached import DetachedLimits
-from lineclear.scheduler.requests.queue_quota import QuotaLimits
+from lineclear.scheduler.requests.queue_limits import QueueLimits
 from lineclear.scheduler.requests.tokenizer_pool import TextLimits
 from lineclear.scheduler.settings import SchedulerSettings
 
@@ -20,9 +20,9 @@ def text_limits(settings: SchedulerSettings) -> TextLimits:
     )
 
 
-def quota_limits(settings: SchedulerSettings) -> QuotaLimits:
+def quota_limits(settings: SchedulerSettings) -> QueueLimits:
     """Return the limits of the request queue."""
-    return QuotaLimits(
+    return QueueLimits(
         requests=settings.max_queue_size,
         tokens=settings.max_queue_tokens,
         requests_per_tenant=settings.max_queue_size_per_tenant,

@@ -1,4 +1,4 @@
-"""Deadlines of the plans in flight: how long each step takes, and when the oldest one is overdue."""
+"""Timeouts of a worker: silence, and the deadline of the oldest plan in flight. `WorkerSession` acts on them."""
 
 from __future__ import annotations
 

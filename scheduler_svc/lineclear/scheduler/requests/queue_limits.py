@@ -1,4 +1,4 @@
-"""Quota of the request queue: limits by request, by prompt token and by tenant, and an estimate of the waiting time.
+"""Limits of the request queue: by request, by prompt token and by tenant, and an estimate of the waiting time.
 
 Counted on the event loop, so that a rejected request costs neither a tokenizer nor the engine. The core enforces the
 same total limits.
@@ -23,7 +23,7 @@ _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaLimits:
+class QueueLimits:
     """Most waiting requests and prompt tokens, in total and per tenant; 0 means no limit for a single tenant."""
 
     requests: int
@@ -39,7 +39,7 @@ class QueuePlace:
 
     __slots__ = ("_is_released", "_num_tokens", "_quota", "_tenant")
 
-    def __init__(self, quota: QueueQuota, tenant: str) -> None:
+    def __init__(self, quota: QueueLimiter, tenant: str) -> None:
         self._quota = quota
         self._tenant = tenant
         self._num_tokens = 0
@@ -60,10 +60,10 @@ class QueuePlace:
             self._quota._release(self._tenant, self._num_tokens, started=started)
 
 
-class QueueQuota:
+class QueueLimiter:
     """Counts of waiting requests. Tenants without waiting requests take no memory."""
 
-    def __init__(self, limits: QuotaLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
         self.num_rejected = 0
         self._limits = limits
         self._clock = clock
