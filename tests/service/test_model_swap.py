@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,14 +44,12 @@ def service(tmp_path: Path, model: Path) -> Iterator[ToyService]:
 
 
 def worker_of(scheduler: int) -> int:
-    """The pid of a scheduler's worker."""
-    return next(
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        and (stat := (entry / "stat").read_text().rpartition(") ")[2].split())
-        and int(stat[1]) == scheduler
-    )
+    """Return the pid of a scheduler's worker."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # processes of other tests exit in between
+            if int(stat.read_text().rpartition(") ")[2].split()[1]) == scheduler:
+                return int(stat.parent.name)
+    raise AssertionError(f"process {scheduler} has no child")
 
 
 def kill_worker(service: ToyService) -> None:
