@@ -82,7 +82,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class FakeEngine:
-    """An engine that emits what the test asks for, or computes the whole answer at once with `answer`.
+    """An engine that emits events at the call of the test, or computes the whole answer at once with `answer`.
 
     Records the calls of the service: `requests` by key, `cancelled`, `stopped` (key, num_tokens), `is_draining`.
     """

@@ -246,7 +246,7 @@ def test_stop_tokens_have_no_text() -> None:
     assert answer.push(0) + answer.push(1) + answer.finish() == "x"
 
 
-def test_stop_string_completed_before_min_tokens_does_not_match_later() -> None:
+def test_early_stop_string_does_not_match_after_min_tokens() -> None:
     """The text "ab" is held back as a prefix of "abc" although it was completed too early to match."""
     matcher = StopMatcher(StopStrings(["ab", "abc"]), include_stop_string=True)
     assert matcher.push("xab", armed=False) == "x"

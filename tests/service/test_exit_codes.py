@@ -1,4 +1,4 @@
-"""What the scheduler process ends with, and what it says then; what it never imports."""
+"""Exit codes of the scheduler process with their log lines, and modules that it never imports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lineclear.v1 import inference_pb2_grpc
 
 def test_exit_69_when_workers_crash_too_often(start: Callable[..., Running]) -> None:
     server = start("--max-worker-crashes", "1", fault="exit", fault_step=1)
-    # Two: one by itself would be suspected, and with so small a budget maybe convicted before the server gives up.
+    # Two: a single request would be suspected, and perhaps rejected as poison before the server gives up.
     calls = [server.stub.Generate(endless()) for _ in range(2)]
     for error in map(error_of, calls):
         assert (error.code, error.reason) == ("UNAVAILABLE", "WORKER_UNAVAILABLE")
@@ -38,7 +38,7 @@ def test_exit_79_when_the_worker_is_misconfigured(model: Path) -> None:
 
 
 def test_exit_76_when_tokenizer_files_differ(model: Path) -> None:
-    """Started again, both read the files that are there now: unlike 78, starting again helps."""
+    """After a restart both read the current files: unlike after 78, a restart helps."""
     worker = [f"--worker-command={sys.executable} -m service.toy_worker"]
     flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", "--log-format", "json", *worker]
     process = Process(flags, text_fingerprint="0123456789abcdef")
@@ -71,7 +71,7 @@ def test_exit_70_when_a_component_crashes(start: Callable[..., Running], part: s
 
 
 def test_exit_70_on_a_failed_invariant(start: Callable[..., Running], tmp_path: Path) -> None:
-    """Blocks of an answer that has ended are lost: no caller would notice before memory has run out."""
+    """Blocks of an ended answer leak: no caller would notice before the memory is exhausted."""
     losing = RUN.replace(
         "sys.exit",
         "from lineclear.scheduler.core.block_pool import BlockPool\n"
@@ -93,7 +93,7 @@ def test_exit_70_on_a_failed_invariant(start: Callable[..., Running], tmp_path: 
 
 
 def test_exit_70_when_shutdown_hangs(start: Callable[..., Running]) -> None:
-    """A library that waits for a thread, say: the log says which threads there are."""
+    """Like a library that waits for a thread: the log lists the running threads."""
     hanging = RUN.replace(
         "sys.exit",
         "import time\nfrom lineclear.scheduler import main as module\n"
@@ -110,13 +110,13 @@ def test_exit_70_when_shutdown_hangs(start: Callable[..., Running]) -> None:
 
 @pytest.fixture
 def occupied() -> Iterator[str]:
-    """An address where somebody listens."""
+    """Yield an address that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied: str) -> None:
-    """Most is seen before a worker is started. What only the parts themselves can see takes the worker along."""
+    """Most errors are found before a worker starts. The rest also stop the worker."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "weights").mkdir()
@@ -143,11 +143,11 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     for process, flags, says in processes:
         try:
             code = process.exit_code()
-            said = str(process.lines) + "".join(process.other)
-            assert code == 78, (flags, said)
-            assert says in said
-            assert "Traceback" not in said
-            assert "add_port.cc" not in said, "gRPC wrote a line of its own"
+            output = str(process.lines) + "".join(process.other)
+            assert code == 78, (flags, output)
+            assert says in output
+            assert "Traceback" not in output
+            assert "add_port.cc" not in output, "gRPC wrote a line of its own"
             started = [line["pid"] for line in process.lines if line["event"] == "worker_started"]
             assert len(started) == (says in late), flags
             assert [line["pid"] for line in process.lines if line["event"] == "worker_exited"] == started
@@ -161,10 +161,10 @@ def test_settings_are_logged_once_and_changed_ones_on_the_console(occupied: str,
     process = Process(["--demo", "--listen", occupied, "--log-format", form])
     try:
         assert process.exit_code() == 78
-        said = "".join(process.other) + str(process.lines)
-        assert occupied in said
-        assert "demo" in said
-        assert ("max_batch_size" in said) == (form == "json")
+        output = "".join(process.other) + str(process.lines)
+        assert occupied in output
+        assert "demo" in output
+        assert ("max_batch_size" in output) == (form == "json")
     finally:
         process.end()
 
@@ -199,7 +199,7 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
 
 
 def test_worker_starts_before_service_imports(model: Path) -> None:
-    """The worker's own imports take longest. Here the service cannot be imported: the worker is there, and ends."""
+    """The worker's own imports take longest. Here the service cannot be imported: the worker starts, then exits."""
     blocked = WITHOUT_TORCH.replace('"numpy"', '"numpy", "grpc", "jinja2", "tokenizers"')
     code = RUN.replace(WITHOUT_TORCH, blocked)
     loads_for_ever = (
@@ -221,8 +221,8 @@ def test_hang_up_is_no_incident(start: Callable[..., Running], how: str) -> None
     server = start(min_step_seconds=0.002, max_step_seconds=0.002)
     if how == "session":
         channel = grpc.insecure_channel(server.address)
-        orders: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(iter(orders.get, None))
+        commands: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(iter(commands.get, None))
         call.initial_metadata()
         channel.close()
     else:

@@ -1,4 +1,4 @@
-"""Turns at shared work: whoever asks for much waits behind itself, and nothing is left of those who give up."""
+"""Fair sharing between flows: a large flow waits behind itself, and cancelled waiters leave no state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 
 
 async def settle() -> None:
-    """Let everything happen that can."""
+    """Run all callbacks that are ready."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Work:
-    """Requests at a gate. `order` are the flows in the order in which they were let in."""
+    """Requests for a semaphore. `admitted` are the flows in the order of admission."""
 
     def __init__(self, gate: FairSemaphore) -> None:
         self.gate = gate
@@ -32,7 +32,7 @@ class Work:
         self.admitted.append(flow)
 
     async def finish(self) -> None:
-        """One of those inside leaves after the other, until nobody waits."""
+        """Release the admitted requests in turn until none waits."""
         released = 0
         while released < len(self.admitted):
             self.gate.release(self.admitted[released])
@@ -54,7 +54,7 @@ async def test_flood_waits_behind_the_first_of_another_flow() -> None:
 
 
 async def test_work_counts_by_its_cost() -> None:
-    """One piece of ten is as much as ten pieces of one."""
+    """A request of cost ten counts as much as ten of cost one."""
 
     work = Work(FairSemaphore(1, 100, "things wait"))
     tasks = [work.submit("large", 10.0) for _ in range(5)] + [work.submit("small", 1.0) for _ in range(40)]
@@ -86,7 +86,7 @@ async def test_full_queue_rejects_the_largest_flow() -> None:
     assert caught.value.metadata == {"limit": "5"}
     other = work.submit("other")
     await settle()
-    assert flood[-1].done()  # its newest made room
+    assert flood[-1].done()  # its newest request was rejected for it
     with pytest.raises(QueueFull):
         await flood[-1]
     await work.finish()
@@ -102,8 +102,8 @@ async def test_cancelled_waiters_leave_nothing() -> None:
     waiting[0].cancel()
     await settle()
     assert gate.num_waiting == 2
-    gate.release("a")  # lets b in
-    waiting[1].cancel()  # in the same moment
+    gate.release("a")  # admits b
+    waiting[1].cancel()  # in the same iteration
     await settle()
     assert waiting[2].done()
     assert gate.num_inside == 1

@@ -1,4 +1,4 @@
-"""What watchers of health hear when things change while a message to them is on its way."""
+"""Changes of health while a message to a watcher is being written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERV
 
 
 class SlowContext:
-    """A call whose messages are on their way until they are let through."""
+    """A call whose writes block until `released` is set."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -28,7 +28,7 @@ class SlowContext:
 
 @pytest.mark.parametrize("closed", [("",), ("", "other")], ids=["its name", "all names"])
 async def test_watcher_in_a_write_gets_the_close(closed: tuple[str, ...]) -> None:
-    """The caller has the first message before the server knows that it is sent: it may act on it at once."""
+    """The caller has the first message before the server's write returns, and may act on it at once."""
 
     health, context = HealthService(("", "other")), SlowContext()
     health.set(("",), True)

@@ -1,4 +1,4 @@
-"""Bugs of ours: who called hears a number, the log has the place, and neither has what anybody wrote."""
+"""Internal errors: the caller gets an incident number, the log has the traceback, and neither has request content."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BAD_TOKEN = 99
 
 
 def break_at_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text handling has a bug that one token brings out."""
+    """Make text handling fail on a certain token."""
     push = AnswerText.push
 
     def broken(self: AnswerText, token_id: int) -> str:
@@ -116,7 +116,7 @@ async def test_bug_in_one_session_request_ends_that_request_only(
 
 
 async def test_accidentally_cancelled_handler_sends_a_status(tmp_path: Path) -> None:
-    """gRPC sends no status for a handler that ends with CancelledError: its caller would wait for ever."""
+    """gRPC sends no status for a handler that ends with CancelledError: its caller would wait forever."""
 
     class Cancelling:
         def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ async def test_accidentally_cancelled_handler_sends_a_status(tmp_path: Path) -> 
 
 
 async def test_cancelled_call_is_no_incident(tmp_path: Path) -> None:
-    """Found by the campaign of damaged requests: gRPC does not always say that it was the caller who cancelled."""
+    """Found by the campaign of damaged requests: gRPC does not always report a cancellation by the caller."""
 
     async with serving(tmp_path) as s:
         request = text_request().SerializeToString()
@@ -162,6 +162,6 @@ async def test_prompts_and_answers_are_not_logged(tmp_path: Path) -> None:
         assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
         assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
         assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
-        said = str(logs)
-        assert MARKER not in said
-        assert str(TOKENIZER.encode_sealed(MARKER)) not in said
+        output = str(logs)
+        assert MARKER not in output
+        assert str(TOKENIZER.encode_sealed(MARKER)) not in output

@@ -1,4 +1,4 @@
-"""What is said of an address on which nobody could listen. Dead sockets and what is no socket: test_server.py."""
+"""Errors for addresses that cannot be listened on. Stale sockets and other files: test_server.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lineclear.scheduler.addresses import check_bindable
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
-    """A port of 127.0.0.1 on which somebody listens."""
+def used_port() -> Iterator[int]:
+    """Yield a port of 127.0.0.1 that is in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -24,17 +24,17 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_port_in_use_is_rejected(taken: int, host: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^cannot listen on {host}:{taken}: in use$"):
-        check_bindable(f"{host}:{taken}")
+def test_port_in_use_is_rejected(used_port: int, host: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^cannot listen on {host}:{used_port}: in use$"):
+        check_bindable(f"{host}:{used_port}")
 
 
-def test_partly_used_name_is_rejected(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC would be content with the other half, and callers of the first would find a stranger."""
-    both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, taken)) for host in ("127.0.0.2", "127.0.0.1")]
+def test_partly_used_name_is_rejected(used_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC would accept the other half, and callers of the first would reach another server."""
+    both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, used_port)) for host in ("127.0.0.2", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(ConfigurationError, match="in use"):
-        check_bindable(f"name:{taken}")
+        check_bindable(f"name:{used_port}")
 
 
 def test_name_may_have_foreign_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_socket_in_a_missing_directory_is_rejected(tmp_path: Path) -> None:
 
 
 def test_free_address_stays_free(tmp_path: Path) -> None:
-    """Asking leaves nothing behind."""
+    """The check leaves no socket behind."""
     for _ in range(2):
         check_bindable("127.0.0.1:0")
         check_bindable(f"unix:{tmp_path}/s")

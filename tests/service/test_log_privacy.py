@@ -1,5 +1,6 @@
-"""Nothing that a caller wrote, and nothing that was answered, is in a log line, a metric, a stack dump or another
-caller's error, whatever goes wrong meanwhile. Every line of both processes is read, at the most talkative level.
+"""Prompts and answers appear in no log line, metric, stack dump or error of another caller.
+
+The tests read every line of both processes at the debug level, during every kind of failure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lineclear.wire.messages import Sampling
 
 MARKER = "XyzzyPlugh"
 RARE = [307, 311, 313, 317, 331, 337]
-"""Token ids that stand side by side nowhere else."""
+"""Token ids that are adjacent in no other place."""
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def start(model: Path) -> Iterator[Callable[..., Running]]:
 
 
 def everything_wrong() -> Iterator[pb.GenerateRequest]:
-    """Requests with the marker wherever a caller can write, most of them refused."""
+    """Yield requests with the marker in every field that accepts text, most of them invalid."""
     text = f"{MARKER} said the {MARKER}"
     yield pb.GenerateRequest(text=text, sampling={"max_tokens": 20, "seed": 1})
     yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=RARE), sampling={"max_tokens": 20, "seed": 2})
@@ -46,7 +47,7 @@ def everything_wrong() -> Iterator[pb.GenerateRequest]:
 
 
 def send(server: Running, request: pb.GenerateRequest, **options: Any) -> str:
-    """Read the whole answer; the details of the error if there was one."""
+    """Read the whole answer; return the details of the error, if any."""
     try:
         for _ in server.stub.Generate(request, metadata=(("x-note", MARKER),), **options):
             pass
@@ -57,7 +58,7 @@ def send(server: Running, request: pb.GenerateRequest, **options: Any) -> str:
 
 
 def completions() -> list[str]:
-    """Texts and ids that are answered to some of the above."""
+    """Return texts and ids of the answers to some of these requests."""
     answers = [
         expected(TOKENIZER.encode(f"{MARKER} said the {MARKER}"), Sampling(seed=1, stop_ids=(0,)), 20, VOCABULARY)
     ]
@@ -66,9 +67,9 @@ def completions() -> list[str]:
     return [*texts, *(", ".join(map(str, answer[:4])) for answer in answers), ", ".join(map(str, RARE[:3]))]
 
 
-def check(server: Running, *others: str) -> None:
-    said = "".join([*map(str, list(server.lines)), *server.other, *others])
-    found = [secret for secret in (MARKER, *completions()) if secret in said]
+def check(server: Running, *other_output: str) -> None:
+    output = "".join([*map(str, list(server.lines)), *server.other, *other_output])
+    found = [secret for secret in (MARKER, *completions()) if secret in output]
     assert found == []
 
 
@@ -106,7 +107,7 @@ def test_logs_of_worker_failures_have_no_content(start: Callable[..., Running], 
     ],
 )
 def test_logs_of_bugs_have_no_content(start: Callable[..., Running], part: str) -> None:
-    """A part of ours raises an exception whose text, cause and arguments are the request's."""
+    """A component raises an exception whose text, cause and arguments have request content."""
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
         "sys.exit",
@@ -147,7 +148,7 @@ def note(text):
     texts[text] = texts.get(text, 0) + 1
 """,
 }
-"""Lines of the kind that this is about, which define what is done with a prompt."""
+"""Kinds of log lines that would contain a prompt."""
 
 
 @pytest.mark.parametrize("kind", CARELESS)

@@ -1,4 +1,4 @@
-"""Pauses between large requests: as long as the last one took, and no request is forgotten in them."""
+"""Pauses between large requests: as long as the last one took, and every request counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 
 class Clock:
-    """Time that passes when somebody works or sleeps."""
+    """Time that passes only by work and sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -71,11 +71,11 @@ async def test_large_tokenize_inputs_are_paced(tmp_path: Path, monkeypatch: pyte
     waits: list[None] = []
 
     async with serving(tmp_path) as s:
-        real = s.service._pacer.wait
+        original = s.service._pacer.wait
 
         async def wait() -> None:
             waits.append(None)
-            await real()
+            await original()
 
         monkeypatch.setattr(s.service._pacer, "wait", wait)
         await s.stub.Tokenize(pb.TokenizeRequest(text="a"))

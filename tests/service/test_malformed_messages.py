@@ -1,4 +1,4 @@
-"""Bytes that are no message, messages of a later schema, methods that there are not."""
+"""Unparsable bytes, messages of a later schema, and unknown methods."""
 
 from __future__ import annotations
 

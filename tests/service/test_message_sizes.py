@@ -1,4 +1,4 @@
-"""Requests and answers of any size: what is too large fails alone, and what waits for its reader comes in pieces."""
+"""Requests and answers of any size: an oversized request fails alone, and unread answers arrive in several messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lineclear.wire.messages import Logprobs
 TOP = Logprobs(-1.5, tuple((token, -2.5) for token in range(400, 420)))
 LARGEST = MAX_PIECE_BYTES + 64 * 1024
 TOKENS = HELLO_IDS * (20_000 // len(HELLO_IDS))
-"""With TOP more bytes than gRPC lets through in one message."""
+"""With TOP, more bytes than gRPC accepts in one message."""
 UNREAD = len(TOKENS)
 TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
@@ -30,7 +30,7 @@ TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 async def test_unread_answer_arrives_in_several_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
         call, key = await s.start_call(text_request(output={"logprobs": True, "top_logprobs": 20}))
-        # At once, as after a pause of the reader.
+        # In one step, as after a pause of the reader.
         s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
         s.engine.finish_by(key, FinishReason.LENGTH)
         responses = await read_all(call)
@@ -52,7 +52,7 @@ async def test_unread_session_loses_no_request(tmp_path: Path, output: dict[str,
         await caller.until(lambda: len(caller.started) == count)
         for key in keys:
             s.engine.tokens(key, TOKENS, [TOP] * UNREAD if output else ())
-        # More of some, so that those that were cut are not the last to be written.
+        # More for some, so that truncated answers are not the last to be written.
         for key in keys[:2]:
             s.engine.finish_by(key, FinishReason.LENGTH)
         await caller.until(lambda: len(caller.finished) == 2)
@@ -81,7 +81,7 @@ async def test_session_delivers_tokens_before_an_error(tmp_path: Path) -> None:
 
 
 async def test_kept_answer_is_read_in_several_messages() -> None:
-    """Tokens of 5,000 characters: as many as fit by their number make 5 MB."""
+    """Tokens of 5,000 characters: a message of the largest number of tokens would have 5 MB."""
     validated = SimpleNamespace(received=(), wants_text=True)
     request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x")
 
@@ -96,7 +96,7 @@ async def test_kept_answer_is_read_in_several_messages() -> None:
 
 @pytest.mark.parametrize("max_prompt_bytes", [5 * 2**18, 8192])
 async def test_text_of_max_prompt_bytes_is_accepted(tmp_path: Path, max_prompt_bytes: int) -> None:
-    """Where nothing is said about messages."""
+    """With the default limits for messages."""
 
     async with serving(tmp_path, max_prompt_bytes=max_prompt_bytes) as s:
         caller = Caller(s)

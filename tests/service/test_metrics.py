@@ -1,4 +1,4 @@
-"""What Prometheus is told: every figure of GetStats under a name of its own, over HTTP, each visit anew."""
+"""Prometheus metrics: a metric for every field of GetStats, served over HTTP and current at each scrape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, RequestTi
 from lineclear.v1 import inference_pb2 as pb
 
 
-class _Given(Collector):
+class _FixedCollector(Collector):
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
@@ -45,14 +45,14 @@ class _Given(Collector):
 
 
 def read(stats: pb.GetStatsResponse, figures: ServerStats) -> dict[str, float]:
-    """{name and labels: value} of what a scrape of these would bring, by the library's own parser."""
+    """Return {name and labels: value} of a scrape, read by the library's own parser."""
     registry = CollectorRegistry()
-    registry.register(_Given(list(families(stats, figures))))
+    registry.register(_FixedCollector(list(families(stats, figures))))
     samples = [s for f in text_string_to_metric_families(generate_latest(registry).decode()) for s in f.samples]
     return {"".join([s.name, *(f" {k}={v}" for k, v in sorted(s.labels.items()))]): s.value for s in samples}
 
 
-def test_no_two_families_have_one_name() -> None:
+def test_metric_names_are_unique() -> None:
     """The text format allows one HELP and one TYPE line for a name; strict readers drop the whole page."""
     figures = ServerStats(0.0)
     figures.add_rejected("QUEUE_FULL")
@@ -130,10 +130,12 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     }
 
 
-def test_the_expiry_of_the_certificate_is_a_figure_where_there_is_one() -> None:
+def test_certificate_expiry_is_exported_if_known() -> None:
     name = "lineclear_certificate_expiry_timestamp_seconds"
     registry = CollectorRegistry()
-    registry.register(_Given(list(families(pb.GetStatsResponse(), ServerStats(0.0), certificate_expires_at=1.8e9))))
+    registry.register(
+        _FixedCollector(list(families(pb.GetStatsResponse(), ServerStats(0.0), certificate_expires_at=1.8e9)))
+    )
     assert registry.get_sample_value(name) == 1.8e9
     assert name not in read(pb.GetStatsResponse(), ServerStats(0.0))
 
@@ -180,26 +182,26 @@ PROMETHEUS = {
     "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=underscores;q=0.3,"
     "text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
 }
-"""What each release asks for in `Accept`."""
+"""The `Accept` header of each release."""
 
 
 @pytest.mark.parametrize("accept", [*PROMETHEUS.values(), "*/*"], ids=[*PROMETHEUS, "curl"])
-def test_names_are_the_same_for_every_release_of_prometheus(accept: str) -> None:
+def test_names_are_equal_for_every_prometheus_release(accept: str) -> None:
     stats = pb.GetStatsResponse(gauges=pb.Gauges(num_requests_waiting=3))
     with scraped(lambda: families(stats, ServerStats(0.0))) as scrapes:
         found = {s.name: s.value for f in text_string_to_metric_families(fetch(scrapes, accept)) for s in f.samples}
     assert found["vllm:num_requests_waiting"] == found["lineclear_num_requests_waiting"] == 3
 
 
-def test_no_name_of_a_tenant_a_request_or_a_model_is_told(start: Callable[..., Running], tmp_path: Path) -> None:
-    """Whoever fetches figures shows no token."""
+def test_metrics_name_no_tenant_request_or_model(start: Callable[..., Running], tmp_path: Path) -> None:
+    """A scrape needs no token."""
     tokens = token_file(tmp_path, f"tenant-alice {ALICE}")
     server = start(
         "--metrics-listen", "127.0.0.1:0", "--token-file", str(tokens), "--served-model-name", "served-by-name"
     )
     for names in ({"request_id": "invoice-4711"}, {"request_id": "invoice-4712", "model": "served-by-no-name"}):
         request = pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3}, **names)
-        with contextlib.suppress(grpc.RpcError):  # of the second, whose model is not there
+        with contextlib.suppress(grpc.RpcError):  # the second request names an unknown model
             list(server.stub.Generate(request, metadata=bearer(ALICE)))
     page = server.metrics_page()
     assert "lineclear_requests_finished_total 1.0" in page
@@ -207,34 +209,34 @@ def test_no_name_of_a_tenant_a_request_or_a_model_is_told(start: Callable[..., R
     assert not [name for name in ("alice", "invoice", "served-by", ALICE) if name in page]
 
 
-def test_some_figures_can_be_asked_for_by_name() -> None:
+def test_metrics_can_be_selected_by_name() -> None:
     with scraped(lambda: [*visits(), GaugeMetricFamily("others", "So many.", 1)]) as scrapes:
         assert {"visits 1.0", "others 1.0"} < set(fetch(scrapes).splitlines())
         assert "others 1.0" not in fetch(scrapes, query="?name[]=visits")
 
 
-@pytest.mark.parametrize("asked", [b"POST /metrics HTTP/1.1\r\n\r\n", b"hello\r\n\r\n"])
-def test_what_is_no_scrape_is_refused(asked: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"POST /metrics HTTP/1.1\r\n\r\n", b"hello\r\n\r\n"])
+def test_other_http_requests_are_rejected(payload: bytes) -> None:
     with scraped() as scrapes, connect(scrapes) as caller:
-        caller.sendall(asked)
+        caller.sendall(payload)
         response = caller.recv(1 << 16)
         assert b"400" in response or b"405" in response
 
 
-def test_slow_clients_do_not_keep_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more of them than connections, the oldest is closed for a scrape. None of them times out here."""
+def test_slow_clients_do_not_block_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more clients than connections, each new connection closes the oldest. No client times out here."""
     monkeypatch.setattr(metrics_server._Handler, "timeout", 10 * PATIENCE_SECONDS)
     with scraped() as scrapes, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(scrapes)) for _ in range(MAX_CONNECTIONS + 4)]
         for caller in slow:
             caller.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         assert "visits 1.0" in fetch(scrapes)
-        for caller in slow[:5]:  # the four too many, and one for the scrape
+        for caller in slow[:5]:  # the four above the limit, and a fifth for the scrape
             with contextlib.suppress(ConnectionResetError):
                 assert caller.recv(1) == b""
 
 
-def test_threads_are_bounded_while_the_engine_does_not_answer() -> None:
+def test_scrape_threads_are_bounded_while_the_engine_hangs() -> None:
     """Complete requests wait for the engine, so closing their connections does not end their threads."""
     answers = threading.Event()
 
@@ -255,7 +257,7 @@ def test_threads_are_bounded_while_the_engine_does_not_answer() -> None:
         assert "visits 1.0" in fetch(scrapes)
 
 
-def test_a_silent_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
     with scraped() as scrapes, connect(scrapes) as caller:
         caller.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
@@ -263,14 +265,14 @@ def test_a_silent_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
             assert caller.recv(1) == b""
 
 
-def test_a_client_that_does_not_read_is_closed(
+def test_client_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
     large = [GaugeMetricFamily(f"visits_{n}", "x" * 10_000, n) for n in range(2000)]
     with scraped(lambda: large) as scrapes, connect(scrapes) as caller:
         caller.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        assert caller.recv(1, socket.MSG_PEEK)  # the answer has begun
+        assert caller.recv(1, socket.MSG_PEEK)  # the response has started
         until(lambda: not scrapes._connections)
         received = 0
         with contextlib.suppress(ConnectionResetError):
@@ -280,16 +282,16 @@ def test_a_client_that_does_not_read_is_closed(
     assert capfd.readouterr().err == ""
 
 
-def test_each_visit_finds_the_figures_of_its_moment() -> None:
+def test_each_scrape_gets_current_values() -> None:
     values = iter([1, 2])
     with scraped(lambda: visits(next(values))) as scrapes:
         assert "visits 1.0" in fetch(scrapes)
         assert "visits 2.0" in fetch(scrapes)
-        with pytest.raises(urllib.error.HTTPError, match="503"):  # no figures any more
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # collecting fails
             fetch(scrapes)
 
 
-def test_a_caller_that_leaves_without_a_word_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_connection_reset_by_a_client_is_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
     with scraped() as scrapes:
         with connect(scrapes) as caller:
             caller.sendall(b"GET")
@@ -298,8 +300,8 @@ def test_a_caller_that_leaves_without_a_word_is_no_error(capfd: pytest.CaptureFi
     assert capfd.readouterr().err == ""
 
 
-def test_a_slow_scrape_does_not_keep_the_process(start: Callable[..., Running]) -> None:
-    """It sends a byte now and then, so no timeout between bytes would end it."""
+def test_slow_scrape_does_not_delay_the_exit(start: Callable[..., Running]) -> None:
+    """The client sends a byte now and then, so a timeout between bytes would not end it."""
     server = start("--metrics-listen", "127.0.0.1:0")
     host, _, port = server.wait_for("metrics_listening")["address"].rpartition(":")
     with socket.create_connection((host, int(port))) as slow:
@@ -316,18 +318,18 @@ def test_a_slow_scrape_does_not_keep_the_process(start: Callable[..., Running]) 
 
 
 def test_an_address_in_use_is_refused() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
         with pytest.raises(ConfigurationError, match="in use"):
-            MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}", list)
+            MetricsServer(f"127.0.0.1:{used.getsockname()[1]}", list)
 
 
-# -- what is refused
+# -- rejected requests
 
 
-async def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: Path) -> None:
-    """Of all methods, and of orders of a Session. A request that was let in counts among those that ended."""
+async def test_every_rejected_request_is_counted_once(tmp_path: Path) -> None:
+    """By any method, and by commands of a Session. An admitted request counts among the ended ones."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
@@ -348,17 +350,17 @@ async def test_every_error_before_a_request_is_let_in_is_counted_once(tmp_path: 
         await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
         await error_of(s.stub.Generate(wrong))  # without a token
         caller = Caller(s, metadata=bearer(ALICE))
-        await caller.send(submit(1), submit(2, wrong), submit(3))  # no room for the last one
+        await caller.send(submit(1), submit(2, wrong), submit(3))  # the queue is full for the last one
         await caller.until(lambda: len(caller.failed) == 2)
         await caller.send(submit(1))  # ends the Session
         await error_of(caller.call)
         await s.idle()
-        # Let in, and found to be too long once it was tokenized.
+        # Admitted, then rejected as too long after tokenizing.
         await call(s.stub.Generate, text_request("a b " * 200))
         await s.idle()
         rejected, ended = s.service._stats.rejected, s.service._stats.ended
         assert dict(rejected) == {
-            "invalid_request": 5,  # Generate, Submit, Tokenize, an order, the Session
+            "invalid_request": 5,  # Generate, Submit, Tokenize, a command, the Session
             "token_out_of_vocabulary": 1,
             "unknown_request": 2,
             "malformed_message": 1,

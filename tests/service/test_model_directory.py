@@ -1,4 +1,4 @@
-"""What is given as --model and is none: one sentence with what was found and what to give instead, exit code 78."""
+"""Invalid values of --model: a sentence with the finding and the remedy, and exit code 78."""
 
 from __future__ import annotations
 
@@ -129,27 +129,27 @@ USUAL = [case for case in MISTAKES if case[0] in (gguf_file, gguf_folder, pickle
 
 @pytest.mark.parametrize(("make", "says"), USUAL, ids=[make.__name__ for make, _ in USUAL])
 def test_serve_rejects_a_bad_model_clearly(make: Callable[[Path], Path], says: list[str], tmp_path: Path) -> None:
-    given = str(make(tmp_path))
-    done = subprocess.run([*SERVE, given], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    lines = [json.loads(line) for line in done.stderr.splitlines()]  # so a line of a library fails
+    path = str(make(tmp_path))
+    done = subprocess.run([*SERVE, path], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]  # fails on a library's line, which is no JSON
     assert done.returncode == ExitCode.CONFIGURATION
     assert [line["event"] for line in lines] == ["settings", "configuration_error"]
-    assert lines[-1]["problem"].startswith(f"--model {given} ")
-    for words in says:
-        assert words in lines[-1]["problem"]
+    assert lines[-1]["problem"].startswith(f"--model {path} ")
+    for fragment in says:
+        assert fragment in lines[-1]["problem"]
 
 
 @pytest.mark.parametrize(("make", "says"), MISTAKES, ids=IDS)
 def test_worker_rejects_it_in_the_same_sentence(
     make: Callable[[Path], Path], says: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = str(make(tmp_path))
+    path = str(make(tmp_path))
     capfd.readouterr()
     with pytest.raises(ModelRefused) as caught:
-        load(given, torch.device("cpu"), None)
-    assert str(caught.value).startswith(f"--model {given} ")
-    for words in says:
-        assert words in str(caught.value)
+        load(path, torch.device("cpu"), None)
+    assert str(caught.value).startswith(f"--model {path} ")
+    for fragment in says:
+        assert fragment in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
@@ -169,7 +169,7 @@ def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
 
 
 def test_library_output_does_not_break_log_lines(tmp_path: Path) -> None:
-    """transformers draws a table where weights are missing."""
+    """transformers prints a table when weights are missing."""
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "down_proj" not in k})
     flags = ["--model", str(tmp_path), "--socket-directory", str(tmp_path), "--log-format", "json"]
@@ -187,12 +187,12 @@ def test_library_output_does_not_break_log_lines(tmp_path: Path) -> None:
 
 
 def test_error_names_the_environment_variable(tmp_path: Path) -> None:
-    given = str(gguf_file(tmp_path))
+    path = str(gguf_file(tmp_path))
     done = subprocess.run(
         [*SERVE[:-1]],
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
-        env={**os.environ, "LINECLEAR_MODEL": given},
+        env={**os.environ, "LINECLEAR_MODEL": path},
     )
-    assert json.loads(done.stderr.splitlines()[-1])["problem"].startswith(f"LINECLEAR_MODEL {given} is a GGUF file")
+    assert json.loads(done.stderr.splitlines()[-1])["problem"].startswith(f"LINECLEAR_MODEL {path} is a GGUF file")

@@ -1,4 +1,4 @@
-"""Which model answers: told with every answer, and never another one than the request or its beginning names."""
+"""Model fingerprints: every answer names its model, and a request never runs on another model than it names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
-OURS = HELLO.model_fingerprint
+SERVED = HELLO.model_fingerprint
 OTHER = replace(HELLO, epoch=8, model_id="other", model_fingerprint="fedcba9876543210")
 
 
 async def test_fingerprint_is_in_get_model_and_started(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: HELLO_IDS
-        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OURS
+        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == SERVED
         first = (await read_all(s.generate()))[0]
-        assert first.started.model_fingerprint == OURS
+        assert first.started.model_fingerprint == SERVED
         assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
         s.engine.join(OTHER)
         assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
@@ -35,7 +35,7 @@ async def test_fingerprint_is_in_get_model_and_started(tmp_path: Path) -> None:
     [
         {"model_fingerprint": OTHER.model_fingerprint},
         {"resume": {"token_ids": HELLO_IDS[:3], "model_fingerprint": OTHER.model_fingerprint}},
-        # Complete but for its end, which no worker is needed for.
+        # Complete except for its end, which needs no worker.
         {"resume": {"token_ids": HELLO_IDS[:4], "model_fingerprint": OTHER.model_fingerprint}},
     ],
 )
@@ -44,7 +44,7 @@ async def test_request_for_another_fingerprint_is_rejected(tmp_path: Path, field
         error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
         assert isinstance(error, ModelChanged)
         assert (error.code, error.reason) == ("ABORTED", "MODEL_CHANGED")
-        assert error.metadata["model_fingerprint"] == OURS
+        assert error.metadata["model_fingerprint"] == SERVED
         assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
         assert s.engine.submitted == []
         await s.idle()
@@ -68,10 +68,10 @@ async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
         ({"model_fingerprint": "é" * 8}, "model_fingerprint"),
         ({"model_fingerprint": "a" * 65}, "model_fingerprint"),
         ({"resume": {"token_ids": [5]}}, "resume.model_fingerprint"),
-        ({"resume": {"model_fingerprint": OURS}, "model_fingerprint": "abc"}, "model_fingerprint"),
-        ({"resume": {"model_fingerprint": OURS, "prompt_digest": "a" * 65}}, "resume.prompt_digest"),
-        ({"resume": {"model_fingerprint": OURS, "chat_time_us": -1}}, "resume.chat_time_us"),
-        ({"resume": {"model_fingerprint": OURS, "chat_time_us": 2**63 - 1}}, "resume.chat_time_us"),
+        ({"resume": {"model_fingerprint": SERVED}, "model_fingerprint": "abc"}, "model_fingerprint"),
+        ({"resume": {"model_fingerprint": SERVED, "prompt_digest": "a" * 65}}, "resume.prompt_digest"),
+        ({"resume": {"model_fingerprint": SERVED, "chat_time_us": -1}}, "resume.chat_time_us"),
+        ({"resume": {"model_fingerprint": SERVED, "chat_time_us": 2**63 - 1}}, "resume.chat_time_us"),
     ],
 )
 async def test_malformed_fingerprint_is_rejected(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
@@ -88,14 +88,14 @@ async def test_engine_gets_fingerprint_and_vocabulary(
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: HELLO_IDS
         await read_all(s.generate())
-        await read_all(s.generate(text_request(model_fingerprint=OURS)))
+        await read_all(s.generate(text_request(model_fingerprint=SERVED)))
         plain, named = s.engine.submitted
-        assert (plain.model_fingerprint, named.model_fingerprint) == ("", OURS)
+        assert (plain.model_fingerprint, named.model_fingerprint) == ("", SERVED)
         assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
 
 
 async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
-    """The template tells the time to the microsecond: rendered again, the prompt would be another one."""
+    """The template prints the time to the microsecond, so rendering it again would change the prompt."""
     template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + TEMPLATE
     chat = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,7 +117,7 @@ async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
         assert rest[0].started.chat_time_us == started.chat_time_us
         whole, resumed = s.engine.submitted
         assert whole.prompt == resumed.prompt
-        # Without the time the template gives another prompt, which is noticed.
+        # Without the time the template renders another prompt, which the server detects.
         request.resume.chat_time_us = 0
         error = await error_of(s.generate(request))
         assert error.reason == "MODEL_CHANGED"
@@ -131,10 +131,10 @@ async def test_open_session_uses_the_new_models_bounds(tmp_path: Path) -> None:
         await session.wait_for_connection()
         s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
         for handle, fields in enumerate(
-            [{"model_fingerprint": OURS}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
+            [{"model_fingerprint": SERVED}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
         ):
-            order = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
-            await session.write(pb.SessionRequest(submits=[order]))
+            submit = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
+            await session.write(pb.SessionRequest(submits=[submit]))
         await until(lambda: s.engine.submitted)
         failures: dict[int, str] = {}
         while len(failures) < 3:

@@ -1,4 +1,4 @@
-"""The model directory is replaced while the worker restarts, and while the server does: answers are never mixed."""
+"""The model directory is replaced during a restart of the worker or the server: no answer mixes two models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lineclear.errors import LineclearError, ModelChanged
 
 LENGTH = 300
 PROMPT = [5, 6, 7]
-ASKED: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "ignore_eos": True}
+PARAMETERS: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "ignore_eos": True}
 PATIENT = RetryPolicy(first_pause_seconds=0.01, max_pause_seconds=0.2, max_resumes=1000)
 
 
@@ -65,7 +65,7 @@ REPLACE = pytest.mark.parametrize("replace", [kill_worker, restart])
 
 
 def read(stream: Stream, act: Callable[[], None]) -> list[Any]:
-    """The deltas of an answer, and `act()` once some tokens are there."""
+    """Return the deltas of an answer; call `act()` once some tokens have arrived."""
     deltas = []
     acting: threading.Thread | None = None
     try:
@@ -87,7 +87,7 @@ def test_answer_of_the_first_model_ends_at_the_swap(
 ) -> None:
     with Client(service.target, retry=PATIENT) as client:
         assert client.model().model_fingerprint == fingerprint("")
-        stream = client.stream(PROMPT, **ASKED)
+        stream = client.stream(PROMPT, **PARAMETERS)
         model.write_text("b")
         with pytest.raises(ModelChanged) as caught:
             read(stream, lambda: replace(service))
@@ -98,7 +98,7 @@ def test_answer_of_the_first_model_ends_at_the_swap(
         assert list(error.token_ids) == right("")[: len(error.token_ids)]
         assert text_of(right("")).startswith(error.text.rstrip("\ufffd"))
         assert client.model().model_fingerprint == fingerprint("b")
-        whole = client.generate(PROMPT, **ASKED)
+        whole = client.generate(PROMPT, **PARAMETERS)
         assert (list(whole.token_ids), whole.text) == (right("b"), text_of(right("b")))
 
 
@@ -107,13 +107,13 @@ def test_restarted_answer_comes_from_the_new_model_only(
     service: ToyService, model: Path, replace: Callable[[ToyService], None]
 ) -> None:
     with Client(service.target, retry=PATIENT, on_model_change="restart") as client:
-        stream = client.stream(PROMPT, **ASKED)
+        stream = client.stream(PROMPT, **PARAMETERS)
         model.write_text("b")
         deltas = read(stream, lambda: replace(service))
-        begun = [number for number, delta in enumerate(deltas) if delta.restarted]
-        assert len(begun) == 1
-        old = [token for delta in deltas[: begun[0]] for token in delta.token_ids]
-        new = [token for delta in deltas[begun[0] :] for token in delta.token_ids]
+        restarts = [number for number, delta in enumerate(deltas) if delta.restarted]
+        assert len(restarts) == 1
+        old = [token for delta in deltas[: restarts[0]] for token in delta.token_ids]
+        new = [token for delta in deltas[restarts[0] :] for token in delta.token_ids]
         assert old == right("")[: len(old)]
         assert new == list(stream.result.token_ids) == right("b")
         assert stream.result.text == text_of(right("b"))
@@ -124,7 +124,7 @@ def test_submitted_answer_in_progress_fails(service: ToyService, model: Path) ->
     with Client(service.target, retry=PATIENT) as client:
         done = client.submit(PROMPT, max_tokens=5, seed=3, ignore_eos=True)
         assert done.result().started.model_fingerprint == fingerprint("")
-        going_on = client.submit(PROMPT, **ASKED)
+        going_on = client.submit(PROMPT, **PARAMETERS)
         with going_on.attach() as stream:
             for _ in stream:
                 if len(stream.token_ids) >= 20:
@@ -144,21 +144,21 @@ def test_submitted_answer_in_progress_fails(service: ToyService, model: Path) ->
 def test_requests_wait_while_the_worker_restarts(service: ToyService, model: Path) -> None:
     with Client(service.target, max_attempts=1) as client:
         assert client.model().model_fingerprint == fingerprint("")
-        model.unlink()  # no worker comes up until there is one
+        model.unlink()  # no worker can start without it
         kill_worker(service)
         failures: list[LineclearError] = []
 
-        def ask() -> None:
+        def generate() -> None:
             try:
-                client.generate(PROMPT, model_fingerprint=fingerprint(""), **ASKED)
+                client.generate(PROMPT, model_fingerprint=fingerprint(""), **PARAMETERS)
             except LineclearError as error:
                 failures.append(error)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
+        thread = threading.Thread(target=generate)
+        thread.start()
         eventually(lambda: client.stats().gauges.num_requests_waiting > 0)
         assert client.model().model_fingerprint == fingerprint("")
         model.write_text("b")
-        asking.join(PATIENCE_SECONDS)
+        thread.join(PATIENCE_SECONDS)
         assert [error.reason for error in failures] == ["MODEL_CHANGED"]
         assert client.model().model_fingerprint == fingerprint("b")

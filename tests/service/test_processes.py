@@ -1,4 +1,4 @@
-"""The scheduler as a process, with a worker process beside it: its answers, and the limits of the machine."""
+"""The scheduler as a process with a worker process: its answers, and its behaviour at the machine's limits."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_demo_model_is_found(start: Callable[..., Running]) -> None:
 
 def test_fixed_size_strategy_is_logged(start: Callable[..., Running]) -> None:
     server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
-    said = server.wait_for("fixed_size_waits")
-    assert (said["for_requests"], said["at_most_seconds"]) == (3, None)
+    event = server.wait_for("fixed_size_waits")
+    assert (event["for_requests"], event["at_most_seconds"]) == (3, None)
     server.wait_for("listening")
 
 
@@ -111,7 +111,7 @@ def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp
     assert server.stub.GetStats(pb.GetStatsRequest()).worker.joins == 2
 
 
-def test_worker_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
+def test_worker_in_a_separate_container(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "sockets"
     flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
     process = Process([*flags, "--log-format", "json"])
@@ -144,20 +144,22 @@ def test_worker_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
 
 
 def test_streams_continue_without_free_descriptors(start: Callable[..., Running]) -> None:
-    """Connections until no more are taken, in the middle of an answer: that is exact, probes on an open connection are
-    answered, and once the connections are gone a new caller gets in."""
+    """Open connections up to the descriptor limit during an answer.
+
+    The answer is exact, probes on an open connection succeed, and a new caller connects after the connections close.
+    """
     server = start(min_step_seconds=0.004, max_step_seconds=0.004)
     call = server.stub.Generate(endless())
     first = next(call)
     limit = len(os.listdir(f"/proc/{server.popen.pid}/fd")) + 20
     resource.prlimit(server.popen.pid, resource.RLIMIT_NOFILE, (limit, limit))
     host, _, port = server.address.rpartition(":")
-    crowd = [socket.create_connection((host, int(port))) for _ in range(100)]
+    connections = [socket.create_connection((host, int(port))) for _ in range(100)]
     until(lambda: len(os.listdir(f"/proc/{server.popen.pid}/fd")) >= limit)
     assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
     tokens = [*first.token_ids, *(t for r in call for t in r.token_ids)]
     assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
-    for connection in crowd:
+    for connection in connections:
         connection.close()
     with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as late:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})

@@ -26,7 +26,7 @@ SERVICE = "lineclear.v1.InferenceService"
 
 
 def output_of(*command: str, **environment: str) -> str:
-    """What the command prints. It must succeed."""
+    """Return the output of a command that must succeed."""
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=os.environ | environment
     )
@@ -43,16 +43,16 @@ def test_grpc_js_streams_cancels_and_has_deadlines(start: Callable[..., Running]
         server.address,
         NODE_PATH=str(modules),
     )
-    said: dict[str, Any] = {line["name"]: line for line in map(json.loads, printed.splitlines())}
-    assert said["model"]["code"] == 0
-    assert said["model"]["answer"]["context_length"] > 0
-    assert (said["whole"]["code"], said["whole"]["tokens"]) == (0, 5)
-    assert said["whole"]["finished"]["finish_reason"] == pb.FINISH_REASON_LENGTH
-    assert said["cancelled"]["code"] == 1
-    assert said["cancelled"]["tokens"] < 400
-    assert said["late"]["code"] == 4
-    assert said["wrong"]["code"] == 3
-    assert "top_p" in said["wrong"]["details"]
+    results: dict[str, Any] = {line["name"]: line for line in map(json.loads, printed.splitlines())}
+    assert results["model"]["code"] == 0
+    assert results["model"]["answer"]["context_length"] > 0
+    assert (results["whole"]["code"], results["whole"]["tokens"]) == (0, 5)
+    assert results["whole"]["finished"]["finish_reason"] == pb.FINISH_REASON_LENGTH
+    assert results["cancelled"]["code"] == 1
+    assert results["cancelled"]["tokens"] < 400
+    assert results["late"]["code"] == 4
+    assert results["wrong"]["code"] == 3
+    assert "top_p" in results["wrong"]["details"]
     server.wait_for("request_ended", outcome="cancelled")
 
 
@@ -75,7 +75,7 @@ def test_buf_curl_lists_and_calls_through_reflection(start: Callable[..., Runnin
 
 
 def test_k6_streams_through_reflection(start: Callable[..., Running], tmp_path: Path) -> None:
-    """Only a k6 that is installed already: no registry that tests may use has one of its own makers."""
+    """Runs with an installed k6 only: its makers publish it on no registry that tests may use."""
     k6 = shutil.which("k6")
     if k6 is None:
         pytest.skip("k6 is not installed")

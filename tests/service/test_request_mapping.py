@@ -1,4 +1,4 @@
-"""What a call becomes before it reaches the engine: prompt, parameters, seed, deadline, stop tokens."""
+"""The request that the engine gets for a call: prompt, parameters, seed, deadline and stop tokens."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ async def test_sampling_reaches_the_engine_unchanged(tmp_path: Path) -> None:
         assert (sampling.seed, sampling.min_tokens, request.max_tokens, request.priority) == (9, 2, 3, 255)
 
 
-async def test_defaults_come_from_the_request_then_the_model_then_the_schema(tmp_path: Path) -> None:
+async def test_defaults_of_request_precede_model_and_schema(tmp_path: Path) -> None:
     config = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 3.0, "repetition_penalty": True}
 
     async with serving(tmp_path, model_defaults=config) as s:
         s.engine.answer = lambda request: []
         await read_all(s.generate(text_request(sampling={"temperature": 0.0})))
         await read_all(s.generate(text_request(sampling={"top_k": 0, "seed": 0})))
-        asked, other = (request.sampling for request in s.engine.submitted)
-        assert (asked.temperature, asked.top_p, asked.top_k) == (0.0, 0.25, 7)
+        requested, other = (request.sampling for request in s.engine.submitted)
+        assert (requested.temperature, requested.top_p, requested.top_k) == (0.0, 0.25, 7)
         assert (other.temperature, other.top_k, other.seed) == (0.5, 0, 0)
-        assert (other.min_p, other.repetition_penalty) == (0.0, 1.0)  # out of bounds, no number: as if not there
-        assert asked.stop_ids == (EOS,)
+        assert (other.min_p, other.repetition_penalty) == (0.0, 1.0)  # out of bounds or not a number: ignored
+        assert requested.stop_ids == (EOS,)
         assert s.engine.submitted[0].max_tokens == 128 - len(TOKENIZER.encode("quick"))
 
 
@@ -92,34 +92,34 @@ async def test_model_defaults_can_be_disabled(tmp_path: Path) -> None:
 async def test_seeds_are_random_and_returned(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: []
-        told = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
-        assert told == [request.sampling.seed for request in s.engine.submitted]
-        assert told[0] != told[1]
+        seeds = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
+        assert seeds == [request.sampling.seed for request in s.engine.submitted]
+        assert seeds[0] != seeds[1]
 
 
 async def test_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
     async with serving(tmp_path, default_deadline_seconds=50.0) as s:
         s.engine.answer = lambda request: []
-        begin = monotonic()
+        started_at = monotonic()
         await read_all(s.generate(timeout=1000.0))
         await read_all(s.generate())
         end = monotonic()
-        given, default = (request.deadline for request in s.engine.submitted)
-        assert given is not None
+        explicit, default = (request.deadline for request in s.engine.submitted)
+        assert explicit is not None
         assert default is not None
-        assert begin + 990 < given <= end + 1011  # gRPC sends timeouts rounded up by as much as a hundredth
-        assert begin + 50 <= default <= end + 50
+        assert started_at + 990 < explicit <= end + 1011  # gRPC rounds timeouts up by up to one percent
+        assert started_at + 50 <= default <= end + 50
 
 
 @pytest.mark.parametrize("days", [30, 300])
 async def test_far_deadline_is_reduced_to_the_maximum(tmp_path: Path, days: int) -> None:
     async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
         s.engine.answer = lambda request: []
-        begin = monotonic()
+        started_at = monotonic()
         await read_all(s.generate(timeout=days * 86_400.0))
         (request,) = s.engine.submitted
         assert request.deadline is not None
-        assert begin + 990 < request.deadline <= monotonic() + 1000
+        assert started_at + 990 < request.deadline <= monotonic() + 1000
 
 
 MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1), (0, -(2**31))]
@@ -132,8 +132,8 @@ async def test_invalid_timeout_is_rejected_by_field(tmp_path: Path, seconds: int
         error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
         assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
         caller = Caller(s)
-        order = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
-        await caller.send(pb.SessionRequest(submits=[order]))
+        submit = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
+        await caller.send(pb.SessionRequest(submits=[submit]))
         while not caller.failed:
             assert await caller.read()
         assert caller.failed[1].violations[0].field == "timeout"
@@ -146,7 +146,7 @@ async def test_passed_timeout_is_deadline_exceeded(tmp_path: Path, seconds: int)
         await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
         (request,) = s.engine.submitted
         assert request.deadline is not None
-        assert request.deadline <= monotonic()  # the core fails it in its next turn
+        assert request.deadline <= monotonic()  # the core fails it in its next step
 
 
 async def test_longest_duration_counts_as_the_longest_deadline(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Figures by hand."""
+"""Request statistics against results computed by hand."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_window_drops_old_requests() -> None:
 
 
 def test_the_window_is_that_of_the_last_requests() -> None:
-    """Kept in order as they come, and equal to sorting them all."""
-    dice = random.Random(1)
+    """The window is kept in order of arrival, and its quantiles equal those of a full sort."""
+    rng = random.Random(1)
     stats = ServerStats(0.0)
     added: list[RequestTimings] = []
     for _ in range(2 * WINDOW_REQUESTS):
-        queue = dice.choice([None, 0.0, dice.random(), 0.5])
-        added.append(RequestTimings(queue, None, None, round(dice.random(), 1), None))
+        queue = rng.choice([None, 0.0, rng.random(), 0.5])
+        added.append(RequestTimings(queue, None, None, round(rng.random(), 1), None))
         stats.add_finished(added[-1])
     last = added[-WINDOW_REQUESTS:]
     assert stats.window("e2e_latency") == quantiles(spent.e2e_latency for spent in last)
@@ -80,7 +80,7 @@ def test_the_rate_is_of_the_last_ten_seconds() -> None:
     stats = ServerStats(100.0)
     assert stats.tokens_per_second(100.0) == 0.0
     stats.add_tokens(50, 100.1)
-    assert stats.tokens_per_second(100.2) == 50.0  # within the first second: as if that were over
+    assert stats.tokens_per_second(100.2) == 50.0  # the first second counts as a full one
     assert stats.tokens_per_second(105.0) == 10.0
     stats.add_tokens(50, 109.5)
     assert stats.tokens_per_second(110.0) == 10.0

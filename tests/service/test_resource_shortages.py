@@ -1,4 +1,4 @@
-"""What the system or the model's volume does not give for a while, in whole processes: streams wait, none is lost."""
+"""Temporary shortages of threads, processes and the model volume, in whole processes: streams wait, none is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.toy import expected
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Sampling
 
-# While the file is there the scheduler gets neither a thread nor a process, as at the limit of a control group.
+# While the file exists the scheduler gets neither a thread nor a process, as at the limit of a control group.
 WITHOUT_TASKS = """
 import errno, os, subprocess, threading
 def barred(name):
@@ -34,7 +34,7 @@ def barred(name):
 barred((threading.Thread, "start", RuntimeError("can't start new thread")))
 barred((subprocess, "Popen", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
 """
-# While the file is there the worker refuses its configuration, as it does when the model's directory is away.
+# While the file exists the worker rejects its configuration, as with a missing model directory.
 WITHOUT_MODEL = """#!/bin/sh
 test -e {path} && exit 78
 exec {python} -m service.toy_worker "$@"
@@ -58,8 +58,8 @@ def check_answer(first: pb.GenerateResponse, rest: Any) -> None:
     assert answer == expected(prompt, Sampling(seed=request.sampling.seed), limit, VOCABULARY)
 
 
-def goes_on(read: list[pb.GenerateResponse], seen: int) -> bool:
-    """Far enough past what was in flight that the request is no suspect any more."""
+def is_past_suspicion(read: list[pb.GenerateResponse], seen: int) -> bool:
+    """Return whether the request has more tokens than steps in flight, so that it is no suspect."""
     return len(read) > seen + 4
 
 
@@ -72,7 +72,7 @@ def test_temporary_lack_of_threads_and_processes(start: Callable[..., Running], 
     flag.touch()
     kill_worker(server)
     server.wait_for("worker_start_failed", count=2)
-    text = "a long text " * 1000  # long enough for a thread of its own
+    text = "a long text " * 1000  # long enough to be tokenized in a thread
     assert server.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids
     flag.unlink()
     check_answer(first, call)
@@ -102,7 +102,7 @@ def test_kills_do_not_use_up_the_crash_budget(start: Callable[..., Running]) -> 
     )
     reader.start()
     for number in range(1, 9):  # the default is 5
-        until(partial(goes_on, read, len(read)))
+        until(partial(is_past_suspicion, read, len(read)))
         os.kill(server.wait_for("worker_started", count=number)["pid"], signal.SIGKILL)
         server.wait_for("worker_joined", count=number + 1)
     reader.join(PATIENCE_SECONDS)

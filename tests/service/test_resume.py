@@ -1,4 +1,4 @@
-"""An answer that was cut off goes on here: token for token, the text too, and nothing is sent twice."""
+"""Resume an interrupted answer at every index: same tokens and text, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = TOKENIZER.encode_sealed("Héllo 😀, how are you? STOP here")
 
 
 class Case(NamedTuple):
-    """`request` are fields of the message, `text` what they mean for AnswerText."""
+    """An answer to resume: `request` are fields of the message, `text` the same as options of AnswerText."""
 
     name: str
     answer: list[int]
@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-def asked(case: Case, received: list[int] | None = None) -> pb.GenerateRequest:
+def resume_request(case: Case, received: list[int] | None = None) -> pb.GenerateRequest:
     request = text_request(**case.request)
     request.sampling.max_tokens = len(case.answer)
     request.sampling.seed = 5
@@ -61,7 +61,7 @@ def asked(case: Case, received: list[int] | None = None) -> pb.GenerateRequest:
 
 
 def released(case: Case, received: list[int]) -> str:
-    """What came with the tokens that the caller has."""
+    """Return the text that was sent with the received tokens."""
     text = AnswerText(TOKENIZER, **{"silent_ids": frozenset({EOS}), **case.text})
     return "".join(text.push(token) for token in received)
 
@@ -70,12 +70,12 @@ def released(case: Case, received: list[int]) -> str:
 async def test_resume_at_every_index_gives_the_same_rest(tmp_path: Path, case: Case) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: case.answer
-        whole = await read_all(s.generate(asked(case)))
+        whole = await read_all(s.generate(resume_request(case)))
         tokens, text = tokens_of(whole), text_of(whole)
         assert tokens == case.answer[: len(tokens)]
         for have in range(len(tokens) + 1):
             received = tokens[:have]
-            rest = await the_rest(s.generate(asked(case, received)))
+            rest = await remaining(s.generate(resume_request(case, received)))
             assert received + tokens_of(rest) == tokens
             assert released(case, received) + text_of(rest) == text
             assert all(r.first_index >= have for r in rest)
@@ -88,7 +88,7 @@ async def test_resume_at_every_index_gives_the_same_rest(tmp_path: Path, case: C
         await s.idle()
 
 
-async def the_rest(call: Any) -> list[pb.GenerateResponse]:
+async def remaining(call: Any) -> list[pb.GenerateResponse]:
     return [response async for response in call]
 
 
@@ -99,7 +99,7 @@ async def test_answer_without_end_needs_no_step(tmp_path: Path) -> None:
             (CASES[1], pb.FINISH_REASON_STOP_EOS),
             (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
         ):
-            (only,) = await the_rest(s.generate(asked(case, case.answer)))
+            (only,) = await remaining(s.generate(resume_request(case, case.answer)))
             assert only.finished.finish_reason == reason
             assert not only.token_ids
         assert s.engine.submitted == []
@@ -114,7 +114,7 @@ async def test_engine_gets_the_received_tokens(tmp_path: Path) -> None:
 
     async with serving(tmp_path) as s:
         s.engine.answer = answer
-        await the_rest(s.generate(asked(CASES[0], IDS[:3])))
+        await remaining(s.generate(resume_request(CASES[0], IDS[:3])))
         (request,) = seen
         assert (request.output, request.sampling.seed, request.max_tokens) == (tuple(IDS[:3]), 5, len(IDS))
 
@@ -150,4 +150,4 @@ async def test_greedy_needs_no_seed(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: IDS
         request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
-        assert tokens_of(await the_rest(s.generate(request))) == IDS[2:]
+        assert tokens_of(await remaining(s.generate(request))) == IDS[2:]

@@ -1,4 +1,4 @@
-"""Who is let in, over what, and what each listener answers. Real sockets, real certificates, every method there is."""
+"""Authentication, TLS, tenants and listeners, on real sockets with real certificates and for every method."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
-async def ask(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
-    """How a call of any kind of method goes that sends an empty message; "OK" once something comes back."""
-    # The message and its end leave in one go. Written one by one, a write that meets the end of a refused call fails
-    # before the status is read, and gRPC's client then makes up an INTERNAL of its own.
+async def status_of(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
+    """Call a method of any kind with an empty message; return its status, or "OK" after the first response."""
+    # unary_stream sends the message and its end in one write. In two writes the second may fail on a rejected call
+    # before the status is read, and gRPC's client then reports INTERNAL.
     call = channel.unary_stream(method)(b"", metadata=metadata or None, timeout=BOUND_SECONDS)
     try:
         answer = await call.read()
@@ -74,10 +74,10 @@ async def ask(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
         call.cancel()
 
 
-async def ask_until(channel: Any, method: str, token: str, *, refused: bool) -> None:
-    """Ask until the token is (no longer) refused."""
+async def wait_for_status(channel: Any, method: str, token: str, *, refused: bool) -> None:
+    """Call until the token is rejected or, with `refused` False, accepted."""
     async with asyncio.timeout(BOUND_SECONDS):
-        while (await ask(channel, method, *bearer(token)) == "UNAUTHENTICATED") is not refused:  # noqa: ASYNC110
+        while (await status_of(channel, method, *bearer(token)) == "UNAUTHENTICATED") is not refused:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -89,7 +89,7 @@ def credentials(leaf: trustme.LeafCert | None = None, authority: trustme.CA = AU
 
 
 def secure(s: Serving, chosen: grpc.ChannelCredentials) -> grpc.aio.Channel:
-    # A pool of its own: gRPC would hand the connection of an earlier channel to a later one with the same arguments.
+    # A separate pool: gRPC would reuse the connection of an earlier channel with the same arguments.
     return grpc.aio.secure_channel(s.server.address, chosen, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
@@ -111,24 +111,24 @@ def test_default_listen_address_is_local() -> None:
 
 
 async def test_every_method_but_health_requires_a_token(tmp_path: Path) -> None:
-    """Methods come from the descriptors, so one that is added tomorrow is asked too; unknown ones look the same."""
+    """Methods come from the descriptors, so new ones are included; unknown methods get the same status."""
     assert {"/lineclear.v1.InferenceService/Generate", "/lineclear.v1.AdminService/Drain"} <= {*METHODS}
 
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file)) as s:
         unknown = ("/lineclear.v1.InferenceService/None", "/any.Thing/AtAll")
         for method in (*METHODS, *REFLECTION, *CHANNELZ, *unknown):
-            assert await ask(s.channel, method) == "UNAUTHENTICATED", method
-            assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
-            assert await ask(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
+            assert await status_of(s.channel, method) == "UNAUTHENTICATED", method
+            assert await status_of(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED", method
+            assert await status_of(s.channel, method, *bearer(ALICE)) != "UNAUTHENTICATED", method
         for method in HEALTH:
-            assert await ask(s.channel, method) != "UNAUTHENTICATED", method
+            assert await status_of(s.channel, method) != "UNAUTHENTICATED", method
         assert s.engine.submitted == []
         assert s.server.health.is_serving("readiness")
 
 
 async def test_request_without_token_is_not_read(tmp_path: Path) -> None:
-    """The rest of the message never comes, and the refusal does not wait for it."""
+    """The rest of the message never arrives, and the rejection does not wait for it."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file), request_read_timeout_seconds=4 * BOUND_SECONDS) as s:
@@ -172,19 +172,19 @@ async def test_token_rotation_without_restart(tmp_path: Path) -> None:
     async with serving(tmp_path, token_file=str(file)) as s:
         s.engine.answer = lambda request: [5]
         stats = "/lineclear.v1.InferenceService/GetStats"
-        assert await ask(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
+        assert await status_of(s.channel, stats, *bearer(BOB)) == "UNAUTHENTICATED"
         open_call = s.generate(metadata=bearer(ALICE))
         await open_call.read()
         token_file(tmp_path, f"alice {ALICE}", f"alice {BOB}")
-        await ask_until(s.channel, stats, BOB, refused=False)
-        assert await ask(s.channel, stats, *bearer(ALICE)) != "UNAUTHENTICATED"
+        await wait_for_status(s.channel, stats, BOB, refused=False)
+        assert await status_of(s.channel, stats, *bearer(ALICE)) != "UNAUTHENTICATED"
         token_file(tmp_path, f"alice {BOB}")
-        await ask_until(s.channel, stats, ALICE, refused=True)
-        assert await ask(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
+        await wait_for_status(s.channel, stats, ALICE, refused=True)
+        assert await status_of(s.channel, stats, *bearer(BOB)) != "UNAUTHENTICATED"
 
 
 async def test_revoked_token_ends_new_requests_of_a_session(tmp_path: Path) -> None:
-    """What was let in before is completed, then the Session ends. Other callers' Sessions go on."""
+    """Admitted requests complete, then the Session ends. Sessions of other callers continue."""
 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
     async with serving(tmp_path, token_file=str(file)) as s:
@@ -192,7 +192,7 @@ async def test_revoked_token_ends_new_requests_of_a_session(tmp_path: Path) -> N
         await alice.send(submit(1))
         key = await s.engine.next_request()
         token_file(tmp_path, f"bob {BOB}")
-        await ask_until(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
+        await wait_for_status(s.channel, "/lineclear.v1.InferenceService/GetModel", ALICE, refused=True)
         await alice.send(submit(2))
         await alice.until(lambda: alice.failed)
         assert {handle: failure.reason for handle, failure in alice.failed.items()} == {2: "UNAUTHENTICATED"}
@@ -226,14 +226,14 @@ async def test_tls_rejects_plaintext_and_untrusted_certificates(tmp_path: Path) 
         s.engine.answer = lambda request: [5]
         async with secure(s, credentials()) as channel:
             await read_all(s.stub_of(channel).Generate(text_request()))
-        async with secure(s, credentials(authority=trustme.CA())) as stranger:
-            assert await ask(stranger, HEALTH[0]) == "UNAVAILABLE"
+        async with secure(s, credentials(authority=trustme.CA())) as untrusted:
+            assert await status_of(untrusted, HEALTH[0]) == "UNAVAILABLE"
         async with grpc.aio.insecure_channel(s.server.address) as plain:
-            assert await ask(plain, HEALTH[0]) == "UNAVAILABLE"
+            assert await status_of(plain, HEALTH[0]) == "UNAVAILABLE"
 
 
 async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
-    """Seen with the same client at a server of Python's own, which takes them where it is told to."""
+    """The same client connects to a server of Python's ssl module that accepts these versions."""
     leaf = AUTHORITY.issue_cert("localhost")
 
     def connects(address: tuple[str, int], version: ssl.TLSVersion) -> bool:
@@ -251,7 +251,7 @@ async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
                 return False
         return True
 
-    def takes_old_ones(listener: socket.socket) -> None:
+    def accept_old_versions(listener: socket.socket) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         leaf.configure_cert(context)
         context.set_ciphers("ALL:@SECLEVEL=0")
@@ -262,9 +262,9 @@ async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
             context.wrap_socket(raw, server_side=True).close()
 
     with socket.create_server(("localhost", 0)) as listener:
-        old = asyncio.to_thread(takes_old_ones, listener)
-        asked = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
-        assert (await asyncio.gather(asked, old))[0]
+        server = asyncio.to_thread(accept_old_versions, listener)
+        client = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
+        assert (await asyncio.gather(client, server))[0]
     async with serving(tmp_path, plaintext=False, **tcp(**pem_files(tmp_path, leaf))) as s:
         address = ("localhost", int(s.server.address.rpartition(":")[2]))
         versions = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
@@ -273,7 +273,7 @@ async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
 
 
 async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None:
-    """The new one is of another authority, so whoever trusts that alone proves that it is served."""
+    """The new certificate is from another authority, so a client that trusts only that authority sees the change."""
     other = trustme.CA()
 
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
@@ -281,21 +281,21 @@ async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None
     async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
         s.engine.answer = lambda request: []
         async with secure(s, credentials()) as before:
-            assert await ask(before, HEALTH[0]) != "UNAVAILABLE"
+            assert await status_of(before, HEALTH[0]) != "UNAVAILABLE"
             await asyncio.to_thread(key.write_text, "half a key")
             with capture_logs() as lines:
                 async with asyncio.timeout(BOUND_SECONDS):
                     while not any(line["event"] == "reload_failed" for line in lines):
                         async with secure(s, credentials()) as channel:
-                            assert await ask(channel, HEALTH[0]) != "UNAVAILABLE"
+                            assert await status_of(channel, HEALTH[0]) != "UNAVAILABLE"
             pem_files(tmp_path, other.issue_cert("localhost"))
             async with asyncio.timeout(BOUND_SECONDS):
                 while True:
                     async with secure(s, credentials(authority=other)) as channel:
-                        if await ask(channel, HEALTH[0]) != "UNAVAILABLE":
+                        if await status_of(channel, HEALTH[0]) != "UNAVAILABLE":
                             break
                     await asyncio.sleep(0.1)
-            # Who was connected stays so.
+            # An open connection stays usable.
             await read_all(s.stub_of(before).Generate(text_request()))
 
 
@@ -307,9 +307,9 @@ async def test_client_without_certificate_is_rejected(tmp_path: Path) -> None:
     settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
     async with serving(tmp_path, plaintext=False, **settings) as s:
         s.engine.answer = lambda request: [5]
-        for stranger in (None, AUTHORITY.issue_cert("alice@example.org")):
-            async with secure(s, credentials(stranger)) as channel:
-                assert await ask(channel, HEALTH[0]) == "UNAVAILABLE"
+        for untrusted in (None, AUTHORITY.issue_cert("alice@example.org")):
+            async with secure(s, credentials(untrusted)) as channel:
+                assert await status_of(channel, HEALTH[0]) == "UNAVAILABLE"
         for name in ("alice", "bob"):
             async with secure(s, credentials(clients.issue_cert(f"{name}@example.org"))) as channel:
                 await read_all(s.stub_of(channel).Generate(text_request()))
@@ -319,7 +319,7 @@ async def test_client_without_certificate_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_expired_client_certificate_ends_new_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was let in before is completed, then the Session ends, as for a revoked token."""
+    """Admitted requests complete, then the Session ends, as for a revoked token."""
     clients, day = trustme.CA(), datetime.timedelta(days=1)
     (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
     tomorrow = datetime.datetime.now(datetime.UTC) + day
@@ -375,9 +375,9 @@ async def test_identity_belongs_to_its_call_only(tmp_path: Path, monkeypatch: py
 def test_client_salt_only_narrows_the_cache() -> None:
     alice, bob = Identity("alice", "token"), Identity("bob", "token")
     salts = [
-        cache_salt(i, word)
+        cache_salt(i, salt)
         for i in (ANONYMOUS, alice, bob, Identity("alice", "certificate"))
-        for word in ("", "bob", "alice", "x")
+        for salt in ("", "bob", "alice", "x")
     ]
     assert len(set(salts)) == len(salts)
     assert cache_salt(alice, "x") == cache_salt(alice, "x")
@@ -389,8 +389,8 @@ async def test_cache_salt_is_that_of_the_tenant(tmp_path: Path, share: bool) -> 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
     async with serving(tmp_path, token_file=str(file), share_prefix_cache_across_tenants=share) as s:
         s.engine.answer = lambda request: [5]
-        for token, word in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
-            await read_all(s.generate(text_request(cache_salt=word), metadata=bearer(token)))
+        for token, salt in ((ALICE, ""), (ALICE, "x"), (BOB, ""), (BOB, "x")):
+            await read_all(s.generate(text_request(cache_salt=salt), metadata=bearer(token)))
         salts = [request.cache_salt for request in s.engine.submitted]
         assert len(set(salts)) == (2 if share else 4)
 
@@ -399,7 +399,7 @@ async def test_cache_salt_is_that_of_the_tenant(tmp_path: Path, share: bool) -> 
 
 
 async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> None:
-    """With an admin address, each method is answered on one of the two, or on both where that is said."""
+    """With an admin address, each method is served on the listed listeners only."""
 
     files = {"token_file": str(token_file(tmp_path, f"alice {ALICE}"))}
     (tmp_path / "admin").mkdir()
@@ -409,31 +409,31 @@ async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> 
         grpc.aio.insecure_channel(s.server.admin_address) as admin,
     ):
         for method in METHODS:
-            there = (
-                await ask(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
-                await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
+            is_served = (
+                await status_of(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
+                await status_of(admin, method, *bearer(BOB)) != "UNIMPLEMENTED",
             )
             operators = method in ADMIN or method in ADMIN_ONLY
-            assert there == (not operators, operators or method in EVERYWHERE), method
-            # Neither's token opens the other's door.
-            assert await ask(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
-            assert await ask(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
+            assert is_served == (not operators, operators or method in EVERYWHERE), method
+            # Neither listener accepts the other's token.
+            assert await status_of(s.channel, method, *bearer(BOB)) == "UNAUTHENTICATED"
+            assert await status_of(admin, method, *bearer(ALICE)) == "UNAUTHENTICATED"
         for method in REFLECTION:
-            assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
-            assert await ask(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
+            assert await status_of(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+            assert await status_of(admin, method, *bearer(BOB)) != "UNIMPLEMENTED"
         for method in CHANNELZ:
-            assert await ask(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
-            assert await ask(admin, method, *bearer(BOB)) == "UNIMPLEMENTED"
+            assert await status_of(s.channel, method, *bearer(ALICE)) == "UNIMPLEMENTED"
+            assert await status_of(admin, method, *bearer(BOB)) == "UNIMPLEMENTED"
         answer = await health_pb2_grpc.HealthStub(admin).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_admin_methods_are_not_on_the_data_listener(tmp_path: Path) -> None:
-    """Not even where there is no other address."""
+    """Also without an admin listener."""
 
     async with serving(tmp_path) as s:
         for method in ADMIN:
-            assert await ask(s.channel, method) == "UNIMPLEMENTED"
+            assert await status_of(s.channel, method) == "UNIMPLEMENTED"
         assert s.operations.calls == []
 
 
@@ -446,8 +446,8 @@ async def test_channelz_is_on_the_admin_listener_if_enabled(tmp_path: Path) -> N
         sockets = [socket.name for server in answer.server for socket in server.listen_socket]
         assert any(s.server.admin_address.removeprefix("unix:") in name for name in sockets), sockets
         for method in CHANNELZ:
-            assert await ask(s.channel, method) == "UNIMPLEMENTED"
-        # Bytes that are no message are our sentence, not the text of an exception.
+            assert await status_of(s.channel, method) == "UNIMPLEMENTED"
+        # Unparsable bytes get the server's sentence, not an exception's text.
         call = admin.unary_unary(CHANNELZ[0])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(b"\xff")
@@ -465,9 +465,9 @@ async def test_health_listener_needs_no_tls_and_no_token(tmp_path: Path) -> None
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         async with secure(s, credentials()) as channel:
             for method in (*METHODS, *REFLECTION, *CHANNELZ):
-                # Called where it is answered first: what one listener knows is not known to the other.
-                await ask(channel, method, *bearer(ALICE))
-                assert await ask(probe, method) == "UNIMPLEMENTED", method
+                # Call on the listener that serves it: each listener lists only its own calls.
+                await status_of(channel, method, *bearer(ALICE))
+                assert await status_of(probe, method) == "UNIMPLEMENTED", method
 
 
 # --- core files ------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_processes_write_no_core_file(start: Callable[..., Running]) -> None:
 
 
 def test_core_limit_also_stops_piped_core_dumps() -> None:
-    """With core_pattern a pipe Linux ignores a limit of 0, and obeys one of exactly 1."""
+    """With a pipe as core_pattern, Linux ignores a limit of 0 and obeys a limit of exactly 1."""
     code = (
         "import resource\n"
         "from lineclear.process import core_dumps\n"
@@ -503,7 +503,7 @@ def test_core_limit_also_stops_piped_core_dumps() -> None:
 
 
 def test_separate_worker_writes_no_core_file() -> None:
-    """In a container of its own, where it inherits nothing."""
+    """As in a separate container, where it inherits no limit."""
     code = (
         "import sys, types\n"
         "serving = types.ModuleType('lineclear.worker.app')\n"

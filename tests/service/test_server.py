@@ -1,4 +1,4 @@
-"""Listeners: health, reflection, addresses, limits, and leaving in order."""
+"""Listeners: health, reflection, addresses, limits and drain."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_probe_without_service_name_checks_liveness(tmp_path: Path) -> Non
 
 
 def list_response() -> Any:
-    """grpc.health.v1.HealthListResponse from its definition; the installed stubs are of an older one."""
+    """Return grpc.health.v1.HealthListResponse built from its definition; the installed stubs are older."""
     file = descriptor_pb2.FileDescriptorProto(name="list.proto", package="grpc.health.v1", syntax="proto3")
     response = file.message_type.add(name="HealthCheckResponse")
     response.field.add(name="status", number=1, type=5, label=1)
@@ -115,7 +115,7 @@ async def test_an_unknown_name(tmp_path: Path) -> None:
 
 
 async def test_watchers_get_changes_after_others_hang_up(tmp_path: Path) -> None:
-    """The library's servicer forgets the others when one watcher leaves."""
+    """The servicer of grpcio-health-checking drops the other watchers when a watcher hangs up."""
 
     async with serving(tmp_path, joined=False) as s:
         watchers = [health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE)) for _ in range(3)]
@@ -126,7 +126,7 @@ async def test_watchers_get_changes_after_others_hang_up(tmp_path: Path) -> None
         for watch in watchers[1:]:
             assert (await watch.read()).status == SERVING
         s.server.health.close()
-        s.server.set_worker(s.engine.worker_status)  # a worker that joins now brings nothing back
+        s.server.set_worker(s.engine.worker_status)  # a worker that joins now changes nothing
         for watch in watchers[1:]:
             assert (await watch.read()).status == NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
@@ -134,7 +134,7 @@ async def test_watchers_get_changes_after_others_hang_up(tmp_path: Path) -> None
 
 
 async def test_watchers_of_one_connection_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of one address for another, where all the places of the first are taken."""
+    """When one connection uses all its watches, another connection of the same address still gets some."""
     monkeypatch.setattr(health_service, "MAX_WATCHERS_PER_CONNECTION", 2)
     monkeypatch.setattr(health_service, "MAX_WATCHERS", 3)
 
@@ -223,7 +223,7 @@ async def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
                 pass
 
 
-async def test_dead_socket_is_replaced_but_not_one_in_use(tmp_path: Path) -> None:
+async def test_stale_socket_is_replaced_but_not_a_used_socket(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         with pytest.raises(ConfigurationError, match="another server"):
             async with serving(tmp_path):
@@ -231,8 +231,8 @@ async def test_dead_socket_is_replaced_but_not_one_in_use(tmp_path: Path) -> Non
         s.engine.answer = lambda request: []
         await read_all(s.generate())
     (tmp_path / "s").unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "s"))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "s"))
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: []
         await read_all(s.generate())
@@ -253,7 +253,7 @@ async def test_file_that_is_no_socket_stays(tmp_path: Path, occupant: str) -> No
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_describes_every_listed_service(tmp_path: Path, version: str) -> None:
-    """What k6 and buf do: list, ask for the file of each service, and then for each file that one depends on."""
+    """Like k6 and buf: list services, fetch the file of each, then the files that it depends on."""
 
     async def describe_all(channel: Any, version: str, expected: set[str]) -> None:
         call = channel.stream_stream(
@@ -262,21 +262,21 @@ async def test_reflection_describes_every_listed_service(tmp_path: Path, version
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )()
 
-        async def ask(**what: str) -> Any:
+        async def query(**what: str) -> Any:
             await call.write(reflection_pb2.ServerReflectionRequest(**what))
             answer = await call.read()
             assert not answer.HasField("error_response"), (what, answer.error_response)
             return answer
 
-        listed = {entry.name for entry in (await ask(list_services="*")).list_services_response.service}
+        listed = {entry.name for entry in (await query(list_services="*")).list_services_response.service}
         assert listed == expected | {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
         for service in listed:
-            found = (await ask(file_containing_symbol=service)).file_descriptor_response.file_descriptor_proto
+            found = (await query(file_containing_symbol=service)).file_descriptor_response.file_descriptor_proto
             files = {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, found)}
             for name in [name for file in files.values() for name in file.dependency]:
-                named = (await ask(file_by_filename=name)).file_descriptor_response.file_descriptor_proto
+                named = (await query(file_by_filename=name)).file_descriptor_response.file_descriptor_proto
                 files |= {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, named)}
-            pool = descriptor_pool.DescriptorPool()  # as strict as a client's: every type must be there
+            pool = descriptor_pool.DescriptorPool()  # as strict as a client's: every type must be present
             while files:
                 ready = [f for f in files.values() if not set(f.dependency) & files.keys()]
                 assert ready, files.keys()
@@ -302,11 +302,11 @@ async def test_message_over_the_limit_is_rejected_by_grpc(tmp_path: Path) -> Non
         assert s.engine.submitted == []
 
 
-# --- leaving ---------------------------------------------------------------------------------------------------------
+# --- drain -----------------------------------------------------------------------------------------------------------
 
 
 async def test_drain_completes_or_interrupts_requests(tmp_path: Path) -> None:
-    """Two that finish in time, one that does not, one that is queued; a watcher holds nothing up."""
+    """Two requests finish in time, one does not, one is queued; a watcher does not delay the drain."""
 
     async with serving(tmp_path) as s:
         watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
@@ -318,7 +318,7 @@ async def test_drain_completes_or_interrupts_requests(tmp_path: Path) -> None:
         for name in ("r0", "r1", "r2"):
             s.engine.start(keys[name])
             s.engine.tokens(keys[name], ids[:2])
-        left = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
+        drain = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
         s.server.health.close()
         await until(lambda: s.engine.is_draining)
         assert (await error_of(s.generate())).reason == "SERVER_DRAINING"
@@ -328,16 +328,16 @@ async def test_drain_completes_or_interrupts_requests(tmp_path: Path) -> None:
             s.engine.finish_by(keys[name], FinishReason.LENGTH)
         for call in calls[:2]:
             assert tokens_of(await read_all(call)) == ids
-        assert not left.done()
+        assert not drain.done()
         for call, sent in ((calls[2], "2"), (calls[3], "0")):
             error = await error_of(call)
             assert (error.code, error.reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
             assert error.metadata["next_index"] == sent
             assert 0 <= int(error.metadata["seed"]) < 2**64
-        await left
+        await drain
         await s.idle()
         assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
-        async with asyncio.timeout(BOUND_SECONDS):  # less than the grace: nothing is left to wait for
+        async with asyncio.timeout(BOUND_SECONDS):  # less than the grace period: no call remains
             await s.server.stop(2 * BOUND_SECONDS)
 
 

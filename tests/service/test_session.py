@@ -1,10 +1,11 @@
-"""Many requests over one call: the same answers as by Generate, together; nobody fails or waits for another."""
+"""Sessions: many requests over one call get the same answers as by Generate, and do not affect each other."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import grpc
 import grpc.aio
@@ -37,7 +38,7 @@ async def test_one_message_has_the_tokens_of_a_step(tmp_path: Path) -> None:
             s.engine.start(key)
         await caller.until(lambda: len(caller.started) == 5)
         before = len(caller.messages)
-        # What the engine says in one go is one step.
+        # Tokens that the engine publishes together are one step.
         s.engine.step({key: [HELLO_IDS[0]] for key in keys})
         await caller.read()
         assert len(caller.messages) == before + 1
@@ -82,7 +83,7 @@ async def test_answer_equals_generate(tmp_path: Path, request_: pb.GenerateReque
         key = await s.engine.next_request(2)
         s.engine.start(key)
         for count, token in enumerate(HELLO_IDS, 1):
-            if key in s.engine.requests:  # or a stop string ended it
+            if key in s.engine.requests:  # or a stop string has ended it
                 s.engine.tokens(key, [token])
                 await caller.until(partial(has_tokens, caller, count))
         s.engine.finish_by(key, FinishReason.LENGTH)
@@ -126,7 +127,7 @@ async def test_error_ends_one_request_only(tmp_path: Path) -> None:
         assert (caller.failed[1].code, caller.failed[1].reason) == ("RESOURCE_EXHAUSTED", "DEVICE_OUT_OF_MEMORY")
         caller.failed.clear()
         caller.started.clear()
-        await caller.send(submit(1))  # the handle is free again, and the session goes on
+        await caller.send(submit(1))  # the handle is free again, and the session continues
         s.engine.start(await s.engine.next_request(2))
         await caller.until(lambda: 1 in caller.started)
 
@@ -186,15 +187,15 @@ async def test_hang_up_cancels_all_requests(tmp_path: Path, how: str) -> None:
 async def test_request_deadline_is_within_the_calls(tmp_path: Path) -> None:
     async with serving(tmp_path, default_deadline_seconds=500.0) as s:
         caller, unbounded = Caller(s, timeout=100.0), Caller(s)
-        before = s.service._clock()
+        before = monotonic()
         await caller.send(submit(0, text_request(request_id="short"), 20.0))
         await caller.send(submit(1, text_request(request_id="long"), 300.0))
         await unbounded.send(submit(0, text_request(request_id="default")))
         await until(lambda: len(s.engine.submitted) == 3)
-        spent = s.service._clock() - before
+        spent = monotonic() - before
         seconds = {r.request_id.partition("~")[0]: (r.deadline or 0.0) - before for r in s.engine.submitted}
         assert 20 <= seconds["short"] <= 20 + spent
-        # gRPC rounds the time that a call has.
+        # gRPC rounds the timeout of a call.
         assert 90 < seconds["long"] < 110, "the call's own deadline bounds it"
         assert 500 <= seconds["default"] <= 500 + spent
 
@@ -208,7 +209,7 @@ async def test_drain_completes_answers_then_ends_the_session(tmp_path: Path) -> 
         await until(lambda: len(s.service._sessions) == 2)
         keys = [r.request_id for r in s.engine.submitted]
         s.engine.start(keys[0])
-        left = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+        drain = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
         await until(lambda: s.engine.is_draining)
         assert (await error_of(idler.call)).reason == "SERVER_DRAINING"
         await caller.send(submit(3))
@@ -221,12 +222,12 @@ async def test_drain_completes_answers_then_ends_the_session(tmp_path: Path) -> 
         assert caller.tokens[ended] == HELLO_IDS
         assert (caller.failed[cut].code, caller.failed[cut].reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
         assert (await error_of(caller.call)).reason == "SERVER_DRAINING"
-        await left
+        await drain
 
 
 async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=200_000) as s:
-        # Or what hides in the transport would grow without end.
+        # Otherwise the data hidden in the transport would grow without bound.
         channel = grpc.aio.insecure_channel(s.server.address, options=[("grpc.http2.bdp_probe", 0)])
         slow, fast = Caller(s, channel), Caller(s)
         request = text_request(output=pb.OutputOptions(omit_text=True))
@@ -241,7 +242,7 @@ async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:
         def fast_has(count: int) -> bool:
             return len(fast.tokens[1]) == count
 
-        # More than hides in the transport: from some point on the writer waits, and tokens gather.
+        # More than the transport buffers: from some point the writer blocks, and tokens accumulate.
         for count in range(100, 50_001, 100):
             s.engine.step({slow_key: [5] * 100, fast_key: [6] * 100})
             await fast.until(partial(fast_has, count))

@@ -1,10 +1,11 @@
-"""What one may say in a session: one order, many in a message, too many, wrong ones, and who does not read refusals."""
+"""Session commands: single, batched, too many, invalid, and with a client that does not read the rejections."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ async def test_commands_of_a_message_run_in_order(tmp_path: Path) -> None:
         assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
 
 
-async def test_more_than_32_commands_in_a_message_are_refused(tmp_path: Path) -> None:
+async def test_more_than_32_commands_in_a_message_are_rejected(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         caller = Caller(s)
         many = pb.SessionRequest(submits=[command(n) for n in range(32)])
@@ -81,26 +82,26 @@ async def test_duplicate_handle_in_a_message_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_message", [1, 25])
 async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: int) -> None:
     async with serving(tmp_path, max_queue_size=1) as s:
-        heard = 0
+        num_read = 0
 
-        async def orders() -> AsyncIterator[pb.SessionRequest]:
-            nonlocal heard
+        async def commands() -> AsyncIterator[pb.SessionRequest]:
+            nonlocal num_read
             for handle in range(0, 1000, per_message):
-                heard += per_message
+                num_read += per_message
                 wrong = text_request(sampling={"top_p": 7.0})
                 yield pb.SessionRequest(submits=[command(handle + n, wrong) for n in range(per_message)])
 
         service = s.service
         session = Session(
-            *(service.requests, ANONYMOUS, "", service._model.require, InternalError, service._clock),
+            *(service.requests, ANONYMOUS, "", service._model.require, InternalError, monotonic),
             deadline=None,
             max_requests=9999,
         )
-        listening = asyncio.ensure_future(session.run(orders()))
-        await until(lambda: heard >= 256)
+        listening = asyncio.ensure_future(session.run(commands()))
+        await until(lambda: num_read >= 256)
         for _ in range(10):
             await asyncio.sleep(0)
-        assert heard <= 256 + per_message
+        assert num_read <= 256 + per_message
         assert len(session._failures) == 256
         failed = 0
         while (message := await session.next_response()) is not None:
@@ -110,12 +111,12 @@ async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: 
 
 
 async def test_large_commands_leave_loop_time_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty-two of them checked in one go held up every stream for a tenth of a second."""
-    turns, opened = 0, []
+    """Checking thirty-two commands without a pause delayed every stream by a tenth of a second."""
+    iterations, opened = 0, []
     real = Admission.admit
 
     def counted(self: Admission, *arguments: Any) -> Any:
-        opened.append(turns)
+        opened.append(iterations)
         return real(self, *arguments)
 
     monkeypatch.setattr(Admission, "admit", counted)
@@ -128,7 +129,7 @@ async def test_large_commands_leave_loop_time_for_others(tmp_path: Path, monkeyp
         calls = [s.generate(large) for _ in range(4)]
         while len(opened) < 32:
             await asyncio.sleep(0)
-            turns += 1
+            iterations += 1
         assert len(set(opened)) == 32
         for call in (*calls, *(caller.call for caller in callers)):
             call.cancel()

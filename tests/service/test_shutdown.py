@@ -1,4 +1,4 @@
-"""How the scheduler process leaves, or does not: signals, what stands still, a second signal, who comes late."""
+"""Shutdown of the scheduler process: signals, stalls, a second signal, and late calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_idle_server_stops_at_once(start: Callable[..., Running], number: signal
 
 
 def test_closed_stdin_stops_the_server(start: Callable[..., Running]) -> None:
-    """However that one ends: the pipe is closed then. Answers in progress finish, as after SIGTERM."""
+    """The pipe closes when the parent exits. Answers in progress finish, as after SIGTERM."""
     reading, writing = os.pipe()
     try:
         server = start("--exit-on-stdin-close", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
@@ -68,7 +68,7 @@ def drain_by_standard_input(server: Running, stdin: int) -> None:
 def test_first_signal_during_an_admin_drain_keeps_streams(
     start: Callable[..., Running], drain: Callable[[Running, int], None]
 ) -> None:
-    """A preStop hook that calls Drain, and then the kubelet's SIGTERM. A second signal ends the process at once."""
+    """A preStop hook calls Drain, then the kubelet sends SIGTERM. A second signal ends the process at once."""
     reading, writing = os.pipe()
     server = start(
         *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--exit-on-stdin-close"),
@@ -104,13 +104,13 @@ def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
         for n in range(8)
     ]
     long = server.stub.Generate(endless())
-    begun = [next(call) for call in (*short, long)]
-    assert all(response.HasField("started") for response in begun)
+    started = [next(call) for call in (*short, long)]
+    assert all(response.HasField("started") for response in started)
     server.popen.send_signal(signal.SIGTERM)
     assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert error_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
     for seed, call in enumerate(short):
-        tokens = [*begun[seed].token_ids, *(t for r in call for t in r.token_ids)]
+        tokens = [*started[seed].token_ids, *(t for r in call for t in r.token_ids)]
         assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
     long.cancel()
     assert server.exit_code() == 0
@@ -119,12 +119,12 @@ def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
 def test_drain_timeout_error_has_resume_metadata(start: Callable[..., Running]) -> None:
     server = start("--drain-timeout-seconds", "0.5", min_step_seconds=0.05, max_step_seconds=0.05)
     calls = [server.stub.Generate(endless(n)) for n in range(2)]
-    begun = [list(next(call).token_ids) for call in calls]
-    begin = time.monotonic()
+    started = [list(next(call).token_ids) for call in calls]
+    started_at = time.monotonic()
     server.popen.send_signal(signal.SIGTERM)
-    for number, (call, tokens) in enumerate(zip(calls, begun, strict=True)):
+    for number, (call, tokens) in enumerate(zip(calls, started, strict=True)):
         error = error_of(tokens.extend(response.token_ids) for response in call)
-        assert time.monotonic() - begin >= 0.5
+        assert time.monotonic() - started_at >= 0.5
         assert error.reason == "SHUTDOWN_INTERRUPTED"
         assert int(error.metadata["next_index"]) == len(tokens)
         assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
@@ -132,8 +132,10 @@ def test_drain_timeout_error_has_resume_metadata(start: Callable[..., Running]) 
 
 
 def test_new_calls_during_shutdown_get_the_reason(start: Callable[..., Running]) -> None:
-    """Callers without a pause, from before the signal until nobody answers. None ends without a reason of ours, or of a
-    connection that is closed: a bare CANCELLED would say that the caller hung up."""
+    """Call without a pause from before the signal until the server is down.
+
+    Every call ends with a reason of the server or of a closed connection: a bare CANCELLED would blame the caller.
+    """
     server = start("--drain-linger-seconds", "2")
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
     outcomes: list[tuple[str, str]] = []
@@ -147,13 +149,13 @@ def test_new_calls_during_shutdown_get_the_reason(start: Callable[..., Running])
             found = from_trailer(error.code().name, error.details(), dict(error.trailing_metadata() or ()).get(TRAILER))
             return error.code().name, found.reason
 
-    def keep_calling() -> None:
+    def call_repeatedly() -> None:
         while True:
             outcomes.append(outcome := call())
             if outcome[1] not in ("OK", "SERVER_DRAINING"):
                 return
 
-    callers = [threading.Thread(target=keep_calling) for _ in range(8)]
+    callers = [threading.Thread(target=call_repeatedly) for _ in range(8)]
     for caller in callers:
         caller.start()
     server.popen.send_signal(signal.SIGTERM)
@@ -180,7 +182,7 @@ def test_liveness_outlasts_readiness(start: Callable[..., Running]) -> None:
 
 @pytest.mark.parametrize("target", ["loop", "engine"])
 def test_stalled_engine_is_reported_and_logged(start: Callable[..., Running], target: str, tmp_path: Path) -> None:
-    """SIGALRM makes the event loop, or the engine's next turn, stand still until somebody writes to a pipe."""
+    """SIGALRM blocks the event loop, or the engine's next iteration, until a test writes to a pipe."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     stall = {

@@ -1,4 +1,4 @@
-"""Scheduler and worker as two containers: in whatever order they are told to stop, every running stream completes."""
+"""Scheduler and worker as two containers: in every stop order, each running stream completes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOY = ToyOptions(vocab_size=VOCABULARY, min_step_seconds=0.02, max_step_seconds=
 
 
 class Split:
-    """A scheduler process and a worker process that know nothing of each other but the folder of their sockets."""
+    """A scheduler process and a worker process that share only the folder of their sockets."""
 
     def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         sockets = ("--socket-directory", str(directory / "sockets"))
@@ -37,12 +37,12 @@ class Split:
         self.address = self.scheduler.wait_for("serving")["address"]
 
     def stop_scheduler(self) -> None:
-        """Send SIGTERM, and return when it drains."""
+        """Send SIGTERM, and return when the scheduler drains."""
         self.scheduler.popen.send_signal(signal.SIGTERM)
         self.scheduler.wait_for("shutdown_started")
 
     def stop_worker(self) -> None:
-        """Send SIGTERM, and return when the scheduler knows."""
+        """Send SIGTERM, and return when the scheduler has noticed."""
         self.worker.send_signal(signal.SIGTERM)
         self.scheduler.wait_for("worker_stopping")
 
@@ -52,7 +52,7 @@ class Split:
         self.scheduler.popen.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the running processes."""
         self.worker.kill()
         self.worker.wait()
         self.scheduler.end()
@@ -88,7 +88,7 @@ def test_smaller_worker_is_logged_once(model: Path) -> None:
         shutil.rmtree(directory)
 
 
-ORDERS: dict[str, Callable[[Split], None]] = {
+STOP_ORDERS: dict[str, Callable[[Split], None]] = {
     "worker, then scheduler": lambda split: (split.stop_worker(), split.stop_scheduler()),  # type: ignore[dict-item]
     "scheduler, then worker": lambda split: (split.stop_scheduler(), split.stop_worker()),  # type: ignore[dict-item]
     "both at once": Split.stop_both,
@@ -96,7 +96,7 @@ ORDERS: dict[str, Callable[[Split], None]] = {
 }
 
 
-@pytest.mark.parametrize("stop", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("stop", STOP_ORDERS.values(), ids=STOP_ORDERS)
 def test_streams_complete_in_every_stop_order(split: Split, stop: Callable[[Split], None]) -> None:
     with grpc.insecure_channel(split.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -110,7 +110,7 @@ def test_streams_complete_in_every_stop_order(split: Split, stop: Callable[[Spli
 def test_streams_complete_when_both_processes_stop(
     start: Callable[..., Running],
 ) -> None:
-    """As systemd stops a service: SIGTERM to every process of the control group. No further worker is started."""
+    """As systemd stops a service: SIGTERM to every process of the control group. No new worker starts."""
     server = start("--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02)
     worker = server.wait_for("worker_started")["pid"]
 
@@ -119,13 +119,13 @@ def test_streams_complete_when_both_processes_stop(
 
     assert stream(server.stub, stop) == [right_answer(seed) for seed in range(NUM_STREAMS)]
     assert server.exit_code() == 0
-    # When nothing is left to run the scheduler stops its worker too, whose second signal this may be.
+    # After its last request the scheduler stops its worker too, which may be the worker's second signal.
     assert server.wait_for("worker_exited")["exit_code"] in (0, -signal.SIGTERM)
     assert [line for line in server.lines if line.get("event") == "worker_started"][1:] == []
 
 
 def stream(stub: inference_pb2_grpc.InferenceServiceStub, stop: Callable[[], None]) -> list[list[int]]:
-    """Run `stop` when every one of the streams has begun, and return their answers."""
+    """Call `stop` when every stream has started, and return their answers."""
     calls = [
         stub.Generate(
             pb.GenerateRequest(

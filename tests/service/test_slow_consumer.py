@@ -1,4 +1,4 @@
-"""Readers that do not read, or not fast enough: what may wait for them, and that they are told when it was too much."""
+"""Clients that read slowly or not at all: limits of unread output, and the error when a limit is exceeded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lineclear.wire.messages import Logprobs
 async def test_too_many_unread_tokens(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=16) as s:
         call, key = await s.start_call()
-        s.engine.tokens(key, [40] * 17)  # in one go: nobody could have read in between
+        s.engine.tokens(key, [40] * 17)  # in one step: no read is possible in between
         error = await error_of(call)
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
         assert error.metadata == {"unread_tokens": "17", "limit": "16"}
@@ -30,7 +30,7 @@ async def test_too_many_unread_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["call", "session"])
 async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: str) -> None:
-    """A token with 20 of them takes more than 2 KiB: far fewer than max_unread_tokens are too many."""
+    """A token with 20 log probabilities takes more than 2 KiB, so the limit is far below max_unread_tokens."""
     top = Logprobs(-1.5, tuple((token, -2.5) for token in range(20)))
     request = text_request(output={"logprobs": True, "top_logprobs": 20})
 
@@ -42,7 +42,7 @@ async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: s
             call = s.generate(request)
         key = await s.engine.next_request()
         s.engine.start(key)
-        for _ in range(4):  # what is read in between does not count
+        for _ in range(4):  # output that was read does not count
             s.engine.tokens(key, [40] * 20, [top] * 20)
             if way == "session":
                 read = len(caller.tokens[1])
@@ -72,7 +72,7 @@ async def test_unread_tokens_at_the_limit(tmp_path: Path) -> None:
 
 
 async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
-    """The transport's windows fill up, a write blocks, and the request does not keep its place for ever."""
+    """The transport's windows fill up and a write blocks: the request does not keep its slot forever."""
 
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
         before = len(asyncio.all_tasks())
@@ -83,13 +83,13 @@ async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         await s.idle()
         assert key in s.engine.cancelled
-        error = await error_of(call)  # reads what was sent, then the status
+        error = await error_of(call)  # reads the sent messages, then the status
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
         await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
-async def test_too_many_unread_tokens_of_one_request_of_a_session(tmp_path: Path) -> None:
-    """That request fails alone."""
+async def test_unread_tokens_of_a_session_request_are_limited(tmp_path: Path) -> None:
+    """Only that request fails."""
 
     async with serving(tmp_path, max_unread_tokens=16) as s:
         caller = Caller(s)
@@ -122,14 +122,14 @@ async def test_stalled_session_gets_slow_consumer(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         await s.idle()
         assert sorted(s.engine.cancelled) == sorted(keys)
-        error = await error_of(caller.call)  # reads what was sent, then the status
+        error = await error_of(caller.call)  # reads the sent messages, then the status
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
         await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
 @contextlib.asynccontextmanager
 async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Another address of the server below `path`, where bytes travel on in both directions while the event is set."""
+    """Yield another address of the server below `path` that forwards bytes both ways while the event is set."""
     is_open = asyncio.Event()
     is_open.set()
 
@@ -149,7 +149,7 @@ async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 async def test_status_follows_a_stalled_first_message(tmp_path: Path) -> None:
-    """The headers travel with that message: a status sent before it is through would never arrive."""
+    """The headers travel with the first message: a status sent before the message would never arrive."""
 
     async with (
         serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
@@ -160,7 +160,7 @@ async def test_status_follows_a_stalled_first_message(tmp_path: Path) -> None:
         key = await s.engine.next_request()
         is_open.clear()
         s.engine.start(key)
-        s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, and one message
+        s.engine.tokens(key, [40] * 350_000)  # too many for the buffers on the way, in one message
         await s.idle()
         assert key in s.engine.cancelled
         is_open.set()

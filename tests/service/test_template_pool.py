@@ -1,4 +1,4 @@
-"""Conversations are rendered by processes that can be ended, in turns that are divided by caller."""
+"""Conversations are rendered in processes that can be killed, and callers share them fairly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-SLOW = "777"  # of characters that no special token has: a template compares no others
+SLOW = "777"  # characters that are in no special token, so a template compares no others
 SOMETIMES = "{% if messages[0].content == '" + SLOW + "' %}" + LOOP + "{% endif %}" + TEMPLATE
 
 
@@ -63,7 +63,7 @@ async def test_looping_template_is_killed_and_blocks_no_request(tmp_path: Path) 
 
 
 async def test_modules_in_the_working_directory_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may be started in any folder, one with a json.py among them."""
+    """A server may be started in any folder, even with a json.py in it."""
     for name in ("json", "jinja2", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
@@ -76,9 +76,9 @@ async def test_process_renders_the_same_tokens(tmp_path: Path) -> None:
     contents = ["plain", "<|im_end|> is no special token", "日本語 😀\r\n\x00", "", "x" * 5000]
 
     async with serving(tmp_path) as s:
-        here = ChatTemplate(TEMPLATE, TOKENIZER, {})
-        turns = [ChatMessage("user", content) for content in contents]
-        expected = TOKENIZER.encode_sealed(here.render(turns, add_generation_prompt=True))
+        template = ChatTemplate(TEMPLATE, TOKENIZER, {})
+        messages = [ChatMessage("user", content) for content in contents]
+        expected = TOKENIZER.encode_sealed(template.render(messages, add_generation_prompt=True))
         assert list((await tokenize(s, *contents)).token_ids) == expected
 
 
@@ -100,7 +100,7 @@ async def test_rejected_conversation_is_an_invalid_request(tmp_path: Path, templ
 
 
 async def test_process_has_a_memory_limit_and_low_priority(tmp_path: Path) -> None:
-    """And what it writes to standard error is in nobody's log."""
+    """Its standard error goes to no log."""
 
     async with serving(tmp_path) as s:
         assert (await tokenize(s, "quick")).token_ids
@@ -113,7 +113,7 @@ async def test_process_has_a_memory_limit_and_low_priority(tmp_path: Path) -> No
 
 
 async def test_killed_process_is_replaced(tmp_path: Path) -> None:
-    """Between two conversations nobody notices; within one its caller is told to send it again."""
+    """Between two conversations callers see no error; during one, its caller gets a retryable error."""
 
     async with serving(tmp_path, template=SOMETIMES) as s:
         assert (await tokenize(s, "quick")).token_ids
@@ -147,7 +147,7 @@ async def test_failed_process_start_is_retryable(tmp_path: Path, monkeypatch: py
 
 
 async def test_cancelled_conversations_keep_their_process(tmp_path: Path) -> None:
-    """Or a caller that cancels all the time would have the server start processes all the time."""
+    """Otherwise a caller that cancels repeatedly would make the server start processes all the time."""
 
     some_milliseconds = "{% for a in range(99999) %}{% endfor %}" * 20 + TEMPLATE
 
@@ -175,7 +175,7 @@ async def test_conversation_messages_are_limited(tmp_path: Path) -> None:
             ]
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
+# --- fairness --------------------------------------------------------------------------------------------------------
 
 
 def detokenize(s: Serving, **options: Any) -> Any:
@@ -230,11 +230,11 @@ async def outcome(call: Any) -> str:
 async def test_loop_runs_while_tokens_are_decoded(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call = detokenize(s)
-        turns = 0
+        iterations = 0
         while not call.done():
             await asyncio.sleep(0)
-            turns += 1
-        assert turns > 50
+            iterations += 1
+        assert iterations > 50
         assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
 
 
@@ -255,7 +255,7 @@ class _Sliced(list[int]):
 
 
 async def test_tokens_are_validated_and_decoded_in_slices(tmp_path: Path) -> None:
-    """All at once, 65,000 of them would hold up every stream for 5 ms."""
+    """All at once, 65,000 tokens would delay every stream by 5 ms."""
 
     async with serving(tmp_path) as s:
         ids = _Sliced([5] * 20_000)
@@ -273,8 +273,8 @@ async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path) -> None:
         slow = tokenize(s, SLOW)
         await until(lambda: s.service.tokenizers._templates.num_inside == 1)
         session = s.stub.Session()
-        order = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
-        await session.write(pb.SessionRequest(submits=[order]))
+        submit = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
+        await session.write(pb.SessionRequest(submits=[submit]))
         assert from_status((await session.read()).events[0].error).reason == "DEADLINE_EXCEEDED"
         slow.cancel()
         session.cancel()

@@ -1,4 +1,4 @@
-"""Two tenants with tokens of their own: neither sees, blocks or pushes out what is the other's."""
+"""Two tenants with separate tokens: neither sees, blocks or evicts the requests of the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def token_file(tmp_path: Path) -> str:
 
 
 def of(tenant: str) -> dict[str, Any]:
-    """The options of a call by that tenant."""
+    """Return the call options of a tenant."""
     return {"metadata": (("authorization", f"Bearer {TOKENS[tenant]}"),)}
 
 
@@ -42,7 +42,7 @@ async def submit(s: Serving, tenant: str, request: pb.GenerateRequest | None = N
 async def submit_to_the_end(
     s: Serving, tenant: str, request: pb.GenerateRequest | None = None, tokens: Sequence[int] = (5,)
 ) -> str:
-    """The answer is complete and kept on return."""
+    """Submit a request and return when its answer is complete and kept."""
     s.engine.answer = lambda request: tokens
     name = await submit(s, tenant, request)
     await s.idle()
@@ -50,8 +50,8 @@ async def submit_to_the_end(
     return name
 
 
-async def kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
-    """How many of these answers the tenant can still read."""
+async def num_kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
+    """Return how many of these answers the tenant can still read."""
     count = 0
     for name in names:
         call = s.stub.GetResult(pb.GetResultRequest(request_id=name), **of(tenant))
@@ -63,11 +63,11 @@ async def kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
     return count
 
 
-# --- names of requests -----------------------------------------------------------------------------------------------
+# --- request ids -----------------------------------------------------------------------------------------------------
 
 
 async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_file: str) -> None:
-    """Generate, Session and Submit; and each ends its own by that name."""
+    """By Generate, Session and Submit; each tenant cancels its own request by that id."""
     named = text_request(request_id="invoice-4711")
 
     async with serving(tmp_path, token_file=token_file) as s:
@@ -86,51 +86,49 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_fil
         assert await submit(s, "bob", named) == "invoice-4711"
         session = s.stub.Session(**of("bob"))
         await session.write(pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=named)]))
-        assert (
-            from_status((await session.read()).events[0].error).reason == "DUPLICATE_REQUEST"
-        )  # that of bob's own Submit
+        assert from_status((await session.read()).events[0].error).reason == "DUPLICATE_REQUEST"  # for bob's own Submit
         assert (await s.stub.Cancel(cancel, **of("alice"))).found
         assert (await error_of(first)).reason == "CANCELLED"
         assert s.engine.cancelled == [bobs, alices]
         session.cancel()
 
 
-# --- answers that are kept -------------------------------------------------------------------------------------------
+# --- kept answers ----------------------------------------------------------------------------------------------------
 
 
 async def test_tenant_does_not_evict_a_smaller_tenants_answers(tmp_path: Path, token_file: str) -> None:
     async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
         alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
         bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
-        assert await kept(s, "alice", alices) == 5
-        assert await kept(s, "bob", bobs) == 15
-        assert await kept(s, "bob", bobs[-15:]) == 15
+        assert await num_kept(s, "alice", alices) == 5
+        assert await num_kept(s, "bob", bobs) == 15
+        assert await num_kept(s, "bob", bobs[-15:]) == 15
 
 
 async def test_largest_tenant_is_evicted_for_a_new_one(tmp_path: Path, token_file: str) -> None:
-    """Down to equal shares, the oldest first."""
+    """Evicts down to equal shares, the oldest first."""
 
     async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
         bobs = [await submit_to_the_end(s, "bob") for _ in range(10)]
         alices = [await submit_to_the_end(s, "alice") for _ in range(10)]
-        assert await kept(s, "bob", bobs) == 5
-        assert await kept(s, "bob", bobs[-5:]) == 5
-        assert await kept(s, "alice", alices) == 5
+        assert await num_kept(s, "bob", bobs) == 5
+        assert await num_kept(s, "bob", bobs[-5:]) == 5
+        assert await num_kept(s, "alice", alices) == 5
 
 
 async def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str) -> None:
-    """One long answer of a tenant is as much as many short ones of another."""
+    """A long answer of one tenant counts as much as many short ones of another."""
 
     async with serving(tmp_path, token_file=token_file, max_detached_tokens=300) as s:
         short = text_request(sampling={"max_tokens": 10})
         alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(5)]
         bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(6)]
-        assert await kept(s, "alice", alices) == 5
-        assert await kept(s, "bob", bobs) == 2
+        assert await num_kept(s, "alice", alices) == 5
+        assert await num_kept(s, "bob", bobs) == 2
 
 
 async def test_submitted_requests_per_tenant_are_limited(tmp_path: Path, token_file: str) -> None:
-    """They are never pushed out, so without that bound they could take all the room there is."""
+    """Requests in progress are never evicted, so without a limit they could fill the whole store."""
 
     async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
         for _ in range(3):
@@ -141,7 +139,7 @@ async def test_submitted_requests_per_tenant_are_limited(tmp_path: Path, token_f
 
 
 async def test_kept_answers_are_limited_in_bytes(tmp_path: Path) -> None:
-    """Log probabilities weigh many times more than tokens, so a bound in tokens says little."""
+    """Log probabilities take far more memory than tokens, so a limit in tokens does not suffice."""
     heavy = text_request(output=pb.OutputOptions(logprobs=True, top_logprobs=20), sampling={"max_tokens": 100})
 
     async def most(s: Serving, request: pb.GenerateRequest) -> int:
@@ -168,7 +166,7 @@ async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
     top = tuple((token, -float(token)) for token in range(400, 420))
 
     async with serving(tmp_path, max_unread_tokens=10_000) as s:
-        await submit_and_feed(s, options, top, 10)  # what is made once
+        await submit_and_feed(s, options, top, 10)  # one-time allocations
         gc.collect()
         tracemalloc.start()
         before = s.service._detached.num_bytes
@@ -179,8 +177,8 @@ async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
         counted = s.service._detached.num_bytes - before
         assert memory < 1.3 * counted
         assert counted < 600 * 1000
-        kept = list(s.service._detached)[-1]
-        message = kept.message(999, 1000)
+        answer = list(s.service._detached)[-1]
+        message = answer.message(999, 1000)
         assert [(c.token_id, c.logprob) for c in message.logprobs[0].top_logprobs] == list(top)
         assert message.logprobs[0].logprob == -999.0
 
@@ -188,7 +186,7 @@ async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
 async def submit_and_feed(
     s: Serving, options: pb.OutputOptions, top: tuple[tuple[int, float], ...], count: int
 ) -> None:
-    """One kept answer of `count` tokens."""
+    """Submit a request and keep its answer of `count` tokens."""
     number = len(s.engine.submitted) + 1
     await s.stub.Submit(pb.SubmitRequest(request=text_request(output=options)))
     key = await s.engine.next_request(number)
@@ -199,7 +197,7 @@ async def submit_and_feed(
     await s.idle()
 
 
-# --- figures of the server -------------------------------------------------------------------------------------------
+# --- server statistics -----------------------------------------------------------------------------------------------
 
 
 async def test_stats_reveal_nothing_about_other_tenants(tmp_path: Path, token_file: str) -> None:

@@ -1,4 +1,4 @@
-"""What an answer is made of: tokens, their text, logprobs and times, and where it ends."""
+"""Contents of an answer: tokens, text, logprobs and times, and its end."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ async def test_special_tokens_are_text_only_when_kept(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [*HELLO_IDS, EOS]
         assert text_of(await read_all(s.generate())) == "Hello, how are you?"
-        kept = text_request(output={"keep_special_tokens": True})
-        assert text_of(await read_all(s.generate(kept))) == "Hello, how are you?</s>"
+        request = text_request(output={"keep_special_tokens": True})
+        assert text_of(await read_all(s.generate(request))) == "Hello, how are you?</s>"
 
 
 async def test_unfinished_character_becomes_a_replacement(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_unfinished_character_becomes_a_replacement(tmp_path: Path) -> Non
 async def test_stop_string_ends_answer_and_computation(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call, key = await s.start_call(text_request(stop={"strings": [" are"]}))
-        for token in HELLO_IDS:  # the engine runs ahead of the text
+        for token in HELLO_IDS:  # the engine is ahead of the text
             s.engine.tokens(key, [token])
         responses = await read_all(call)
         assert text_of(responses) == "Hello, how"

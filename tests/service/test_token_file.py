@@ -1,4 +1,4 @@
-"""Tokens and certificates in files: what is taken, what is refused with which sentence, and when a change is seen."""
+"""Token and certificate files: accepted formats, the error for each invalid one, and reloads after changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_tokens_of_one_name_are_valid_at_once(tmp_path: Path) -> None:
 
 
 def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often for the first entry as for none, and by the function that takes the same time for every mismatch."""
+    """Every entry is compared, in constant time, also after a match."""
     compared: list[int] = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -61,7 +61,7 @@ def test_a_token_is_compared_with_every_entry(tmp_path: Path, monkeypatch: pytes
     for shown in (ALICE, BOB, "nobody's"):
         tokens.name_of(shown)
     assert compared == [32] * 6
-    tokens.name_of("x" * 4097)  # longer than any token, and not even hashed
+    tokens.name_of("x" * 4097)  # longer than any token, so it is not even hashed
     assert compared == [32] * 6
 
 
@@ -89,7 +89,7 @@ def test_invalid_file_error_quotes_no_content(tmp_path: Path, lines: list[str], 
     with pytest.raises(ConfigurationError, match=says) as caught:
         read_tokens(token_file(tmp_path, *lines))
     assert "tokens" in str(caught.value)
-    assert not any(word in str(caught.value) for word in (ALICE, "short", "beef"))
+    assert not any(secret in str(caught.value) for secret in (ALICE, "short", "beef"))
 
 
 @pytest.mark.parametrize("mode", [0o404, 0o444, 0o604, 0o402])
@@ -139,7 +139,7 @@ def test_change_applies_after_a_second_if_valid(tmp_path: Path) -> None:
 
 
 def test_swapped_link_is_a_change(tmp_path: Path) -> None:
-    """How Kubernetes renews a mounted secret."""
+    """Kubernetes renews a mounted secret this way."""
     clock = Clock()
     for name, token in (("one", ALICE), ("two", BOB)):
         (tmp_path / name).mkdir()
@@ -163,9 +163,9 @@ def test_a_change_of_the_same_size_is_seen(tmp_path: Path, way: str) -> None:
     watched = ReloadingFile([file], lambda: read_tokens(file), clock)
     other = f"carol {ALICE}\n"
     assert len(other) == file.stat().st_size
-    if way == "rewritten":  # in place: another time
+    if way == "rewritten":  # in place: the time differs
         file.write_text(other)
-    else:  # by a copy that keeps its time: another file
+    else:  # by a copy with the same time: the file differs
         (tmp_path / "new").write_text(other)
         (tmp_path / "new").chmod(0o600)
         os.utime(tmp_path / "new", times)
@@ -202,7 +202,7 @@ def test_files_are_checked_once_a_second(tmp_path: Path) -> None:
 
 
 def test_read_is_retried_after_a_temporary_error(tmp_path: Path) -> None:
-    """Too many open files, say: the change is read with the next look, though the file does not change again."""
+    """For example with too many open files: the next check reads the change although the file does not change again."""
     clock, broken = Clock(), [True, True, False]
     file = token_file(tmp_path, f"alice {ALICE}")
 
@@ -228,7 +228,7 @@ AUTHORITY = trustme.CA()
 
 
 def pem_files(path: Path, leaf: trustme.LeafCert, name: str = "server") -> dict[str, str]:
-    """The settings that name the certificate and its key, both written below `path`."""
+    """Write the certificate and its key below `path`; return the settings that name them."""
     cert, key = path / f"{name}.pem", path / f"{name}.key"
     cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
     key.write_bytes(leaf.private_key_pem.bytes())
@@ -283,7 +283,7 @@ def test_encrypted_key_is_rejected_without_a_prompt(tmp_path: Path) -> None:
 
 
 def test_files_replaced_during_the_read_stay_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificate is read, then both files are exchanged, then the key is read."""
+    """Both files are replaced between the reads of the certificate and the key."""
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     real = tls._read
 
@@ -301,28 +301,28 @@ def test_files_replaced_during_the_read_stay_a_pair(tmp_path: Path, monkeypatch:
 
 
 def test_a_key_in_memory_cannot_be_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a system that gives no executable files in memory (vm.memfd_noexec = 2), and on one without the flag."""
+    """Also with vm.memfd_noexec = 2, which forbids executable files in memory, and on a kernel without the flag."""
     made: list[int] = []
     create = os.memfd_create
 
-    def of_a_strict_system(name: str, flags: int) -> int:
+    def create_strictly(name: str, flags: int) -> int:
         if not flags & 8:
             raise PermissionError(errno.EACCES, "vm.memfd_noexec is 2")
         descriptor = create(name, flags)
         made.append(os.fstat(descriptor).st_mode)
         return descriptor
 
-    def of_an_old_system(name: str, flags: int) -> int:
+    def create_without_flag(name: str, flags: int) -> int:
         if flags & 8:
             raise OSError(errno.EINVAL, "no such flag")
         return create(name, flags)
 
     settings = SchedulerSettings(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
-    monkeypatch.setattr(os, "memfd_create", of_a_strict_system)
+    monkeypatch.setattr(os, "memfd_create", create_strictly)
     read_certificates(settings)
     assert len(made) == 2
     assert not any(mode & 0o111 for mode in made)
-    monkeypatch.setattr(os, "memfd_create", of_an_old_system)
+    monkeypatch.setattr(os, "memfd_create", create_without_flag)
     read_certificates(settings)
 
 
@@ -332,10 +332,10 @@ def test_rotation_waits_for_a_free_descriptor(tmp_path: Path, monkeypatch: pytes
     before = watched.current()
     pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
 
-    def none_left(name: str, flags: int) -> int:
+    def no_descriptor(name: str, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(os, "memfd_create", none_left)
+    monkeypatch.setattr(os, "memfd_create", no_descriptor)
     clock.now += CHECK_SECONDS
     with capture_logs() as lines:
         assert watched.current() is before

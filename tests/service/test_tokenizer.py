@@ -85,7 +85,7 @@ def test_plain_text_equals_encode_special_tokens() -> None:
 
 
 def test_unigram_vocabulary_hides_special_tokens() -> None:
-    """Why `encode_special_tokens` does not suffice: the library finds the token in the model's vocabulary."""
+    """Shows why `encode_special_tokens` does not suffice: the library finds the token in the model's vocabulary."""
     library, ours = unigram(), Tokenizer(definition(unigram()))
     library.encode_special_tokens = True
     special = library.token_to_id("</s>")
@@ -124,7 +124,7 @@ def test_normalized_special_tokens_are_found_everywhere() -> None:
 
 
 def test_long_text_does_not_hold_the_interpreter_lock() -> None:
-    """Other threads run while one tokenizes; the library's `encode` would block them."""
+    """Other threads run during tokenizing; the library's `encode` would block them."""
     _, ours = both("byte_level")
     text = "quick brown fox " * 30_000
 
@@ -166,7 +166,7 @@ def _byte(library: Library, token_id: int) -> int | None:
 
 
 def _is_well_formed(library: Library, ids: list[int]) -> bool:
-    """Whether all runs of byte tokens are UTF-8. Otherwise the library replaces valid characters too."""
+    """Return whether all runs of byte tokens are UTF-8. Otherwise the library replaces valid characters too."""
     runs = "".join(f"{b:02x}" if (b := _byte(library, i)) is not None else " " for i in ids).split()
     try:
         return all(bytes.fromhex(run).decode() is not None for run in runs)
@@ -182,7 +182,7 @@ def test_bad_byte_keeps_the_characters_before_it() -> None:
 
 
 def test_decode_stream_of_the_library_loses_text() -> None:
-    """Why detokenizer.py does not use it: it has no flush, so the end of an answer inside a character is lost."""
+    """Shows why detokenizer.py does not use it: without a flush, an answer that ends inside a character loses text."""
     library, ours = both("byte_level")
     ids = library.encode("a😀").ids[:-1]
     stream = decoders.DecodeStream(skip_special_tokens=True)

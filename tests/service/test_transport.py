@@ -1,4 +1,4 @@
-"""What the transport refuses before a handler hears of it, and that the server goes on. Real sockets."""
+"""Limits that the transport enforces before a handler runs, on real sockets; the server keeps serving."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lineclear.scheduler.grpc_api.request_reader import LONG
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 
-DEAD_SECONDS = 30.0
-"""Far more than keepalive takes here, and half of what gRPC would wait where it did not know our timeout."""
+KEEPALIVE_BOUND_SECONDS = 30.0
+"""Far longer than keepalive takes here, and half of gRPC's wait if it ignored the configured timeout."""
 
 
 async def answered(channel: grpc.aio.Channel) -> None:
-    """A round trip: the server answers."""
+    """Check that the server answers."""
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=BOUND_SECONDS)
 
 
@@ -47,7 +47,7 @@ def test_client_accepts_the_largest_server_message() -> None:
 # --- options ---------------------------------------------------------------------------------------------------------
 
 LIBRARY = Path(cygrpc.__file__).read_bytes()
-"""gRPC as it is installed. A name that it does not know is ignored without a word."""
+"""The installed gRPC, which silently ignores unknown options."""
 
 
 def is_known(option: str) -> bool:
@@ -55,20 +55,20 @@ def is_known(option: str) -> bool:
 
 
 @pytest.mark.parametrize("options", [data_options, probe_options])
-def test_the_installed_grpc_knows_every_option_of_a_server(options: Callable[[SchedulerSettings], Options]) -> None:
+def test_installed_grpc_knows_every_server_option(options: Callable[[SchedulerSettings], Options]) -> None:
     assert [name for name, _ in options(SchedulerSettings()) if not is_known(name)] == []
     assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms")
     assert not is_known("grpc.http2.ping_timeout")
 
 
-def test_the_installed_grpc_knows_every_option_of_a_client() -> None:
+def test_installed_grpc_knows_every_client_option() -> None:
     assert [name for name, _ in channel_options() if not is_known(name)] == []
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-async def test_too_much_metadata_is_refused_by_the_transport(tmp_path: Path) -> None:
+async def test_too_much_metadata_is_rejected_by_the_transport(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
         error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
@@ -85,7 +85,7 @@ async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path) -> N
         async with grpc.aio.insecure_channel(
             s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
         ) as other:
-            await answered(other)  # a round trip, in which a fifth would have come
+            await answered(other)  # a round trip, in which a fifth call would have arrived
         assert len(s.engine.submitted) == 4
         for call in calls:
             call.cancel()
@@ -94,7 +94,7 @@ async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path) -> N
 async def test_cancel_and_stats_work_above_the_stream_limit(
     tmp_path: Path,
 ) -> None:
-    """With default settings. What waits and what runs has a stream each; all further streams are refused at once."""
+    """With default settings. Queued and running requests have a stream each; further streams are rejected at once."""
     settings = SchedulerSettings()
     room, excess = settings.max_queue_size, 500
 
@@ -108,15 +108,15 @@ async def test_cancel_and_stats_work_above_the_stream_limit(
         stats = await s.stub.GetStats(pb.GetStatsRequest(), timeout=BOUND_SECONDS)
         assert stats.gauges.open_streams == room
         waiting = next(number for number, code in enumerate(codes) if not code.done())
-        order = pb.CancelRequest(request_id=f"r{waiting}")
-        assert (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+        cancel = pb.CancelRequest(request_id=f"r{waiting}")
+        assert (await s.stub.Cancel(cancel, timeout=BOUND_SECONDS)).found
         assert await codes[waiting] is grpc.StatusCode.CANCELLED
         for call in calls:
             call.cancel()
 
 
 async def test_calls_waiting_for_a_stream_are_answered_in_order(tmp_path: Path) -> None:
-    """A client leaves it to gRPC to wait, as our clients do where they open no Session."""
+    """gRPC queues the calls, as for lineclear's clients without a Session."""
 
     async with serving(tmp_path, max_streams_per_connection=128) as s:
         s.engine.answer = lambda request: [5]
@@ -125,7 +125,7 @@ async def test_calls_waiting_for_a_stream_are_answered_in_order(tmp_path: Path) 
 
 
 def pings(path: Path, count: int, seconds_between: float) -> Connection:
-    """A connection that has sent so many pings, or as many as were welcome."""
+    """Return a connection that has sent `count` pings, or as many as the server accepted."""
     with Connection(path) as connection:
         connection.receive()
         for _ in range(count):
@@ -138,7 +138,7 @@ def pings(path: Path, count: int, seconds_between: float) -> Connection:
 
 
 async def test_client_that_only_pings_gets_goaway(tmp_path: Path) -> None:
-    """A connection without calls and a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
+    """A connection without calls sends a thousand pings: GOAWAY with ENHANCE_YOUR_CALM, and the connection ends."""
 
     async with serving(tmp_path) as s:
         connection = await asyncio.to_thread(pings, tmp_path / "s", 1000, 0.0001)
@@ -147,7 +147,7 @@ async def test_client_that_only_pings_gets_goaway(tmp_path: Path) -> None:
 
 
 async def test_client_pinging_at_the_allowed_rate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many pings as there are strikes, in a thousandth of the time. The default would be one in 300 s."""
+    """Twice as many pings as the server allows strikes, in a thousandth of the time. The default is one per 300 s."""
     monkeypatch.setattr(listener, "MIN_PING_INTERVAL_MS", 5)
 
     async with serving(tmp_path):
@@ -157,8 +157,8 @@ async def test_client_pinging_at_the_allowed_rate_stays(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("phase", ["waiting", "streaming"])
-async def test_dead_connection_cancels_its_requests(tmp_path: Path, phase: str) -> None:
-    """No byte travels any more, and nothing is closed, as when a machine loses its power."""
+async def test_lost_connection_cancels_its_requests(tmp_path: Path, phase: str) -> None:
+    """No byte arrives and no connection closes, as after a power failure of the machine."""
 
     async with (
         serving(tmp_path, keepalive_time_seconds=1, keepalive_timeout_seconds=0.5, stall_timeout_seconds=3600) as s,
@@ -178,12 +178,12 @@ async def test_dead_connection_cancels_its_requests(tmp_path: Path, phase: str) 
             if phase == "streaming":
                 s.engine.step({key: [40] for key in keys if key in s.engine.requests})
             await asyncio.sleep(0.01)
-            assert monotonic() < before + DEAD_SECONDS
+            assert monotonic() < before + KEEPALIVE_BOUND_SECONDS
         assert sorted(s.engine.cancelled) == sorted(keys)
         is_open.set()
 
 
-# --- requests that are never complete --------------------------------------------------------------------------------
+# --- incomplete requests ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
@@ -191,23 +191,23 @@ async def test_incomplete_request_times_out(tmp_path: Path, method: str) -> None
     async with serving(tmp_path, request_read_timeout_seconds=0.2) as s:
         s.engine.answer = lambda request: [5]
 
-        def speak() -> Connection:
+        def exchange() -> Connection:
             with Connection(tmp_path / "s") as connection:
                 connection.call(f"/{method}", message(b"x" * 100, declared=200))
                 while not connection.ended:
                     assert connection.receive()
                 return connection
 
-        connection = await asyncio.to_thread(speak)
+        connection = await asyncio.to_thread(exchange)
         assert b"request was not complete after 0.2 s" in connection.ended[1]
         await read_all(s.generate())
 
 
 @pytest.mark.parametrize("network", [False, True])
 async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, network: bool) -> None:
-    """Each stream may send as much as the server takes of it: almost nothing, where others are read before.
+    """A stream sends only as much as the server reads: almost nothing, while others are read before.
 
-    Over a unix socket some are ended meanwhile, so that others are read.
+    On a Unix socket some incomplete requests are ended, so that others are read.
     """
     size, unfinished, streams = 256 * 1024, 4, 48
 
@@ -216,7 +216,7 @@ async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, n
     async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
         s.engine.answer = lambda request: [5]
 
-        def speak(method: str, count: int) -> tuple[int, Connection]:
+        def exchange(method: str, count: int) -> tuple[int, Connection]:
             connection = Connection(int(s.server.address.rpartition(":")[2]) if network else tmp_path / "s")
             most = 0
             connection.receive()
@@ -226,7 +226,7 @@ async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, n
                 most = max(most, connection.num_sent)
             return most, connection
 
-        sent, connection = await asyncio.to_thread(speak, "Generate", streams)
+        sent, connection = await asyncio.to_thread(exchange, "Generate", streams)
         assert sent < (1 if network else 2) * unfinished * size + streams * 80 * 1024
         assert sent > unfinished * size / 2, "nothing was sent, so nothing was bounded"
         connection.__exit__()
@@ -240,8 +240,8 @@ GENERATE = "/lineclear.v1.InferenceService/Generate"
 CANCEL = "/lineclear.v1.InferenceService/Cancel"
 CHECK = "/grpc.health.v1.Health/Check"
 PLACES = SchedulerSettings().max_incomplete_requests_per_connection
-FOR_EVER: dict[str, Any] = {"request_read_timeout_seconds": 3600.0}
-"""Requests are given up for no other reason than that others wait."""
+NO_READ_TIMEOUT: dict[str, Any] = {"request_read_timeout_seconds": 3600.0}
+"""Requests are ended only because other requests wait."""
 
 
 def unfinished(connection: Connection, method: str, count: int, *metadata: tuple[str, str]) -> None:
@@ -249,36 +249,36 @@ def unfinished(connection: Connection, method: str, count: int, *metadata: tuple
         connection.call(method, message(b"x" * 100, declared=200), *metadata)
 
 
-async def came(s: Serving, count: int) -> None:
-    """Wait until the server has so many calls."""
+async def wait_for_calls(s: Serving, count: int) -> None:
+    """Wait until the server has `count` calls."""
     await until(lambda: sum(guard.num_calls for guard in s.server._errors) >= count)
 
 
 @pytest.mark.parametrize("flood", [GENERATE, CANCEL, CHECK])
 @pytest.mark.parametrize("excess", [0, 100])
 async def test_incomplete_requests_yield_on_a_unix_socket(tmp_path: Path, flood: str, excess: int) -> None:
-    """One caller takes every place and keeps it. gRPC gives both callers one name."""
+    """One caller takes every read slot and keeps it. gRPC gives both callers the same peer name."""
 
-    async with serving(tmp_path, **FOR_EVER) as s:
+    async with serving(tmp_path, **NO_READ_TIMEOUT) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
             hostile.receive()
             unfinished(hostile, flood, PLACES + excess)
-            await came(s, PLACES + excess)
+            await wait_for_calls(s, PLACES + excess)
             await answered(s.channel)
-            order = pb.CancelRequest(request_id="nobody")
-            assert not (await s.stub.Cancel(order, timeout=BOUND_SECONDS)).found
+            cancel = pb.CancelRequest(request_id="nobody")
+            assert not (await s.stub.Cancel(cancel, timeout=BOUND_SECONDS)).found
             await read_all(s.generate(timeout=BOUND_SECONDS))
             await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
 
 
 async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
+    async with serving(tmp_path, max_incomplete_requests_per_connection=1, **NO_READ_TIMEOUT) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
             hostile.receive()
             unfinished(hostile, GENERATE, 1)
-            await came(s, 1)
+            await wait_for_calls(s, 1)
             await read_all(s.generate(timeout=BOUND_SECONDS))
             while not hostile.ended:
                 assert await asyncio.to_thread(hostile.receive)
@@ -286,13 +286,13 @@ async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path) -
 
 
 async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
-    """Nor do they end them: a client may take its time with a long request and ask for health meanwhile."""
+    """Short requests do not end long ones: a client may send a long request slowly and check health in parallel."""
 
-    async with serving(tmp_path, **FOR_EVER) as s:
+    async with serving(tmp_path, **NO_READ_TIMEOUT) as s:
         with Connection(tmp_path / "s") as slow:
             slow.receive()
             unfinished(slow, GENERATE, PLACES)
-            await came(s, PLACES)
+            await wait_for_calls(s, PLACES)
             for _ in range(3 * PLACES):
                 await answered(s.channel)
             while await asyncio.to_thread(slow.receive, 0.5):
@@ -301,15 +301,15 @@ async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
 
 
 async def test_tenants_on_one_connection_have_separate_read_slots(tmp_path: Path) -> None:
-    """As behind a proxy."""
+    """As with a proxy."""
 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-    async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **FOR_EVER) as s:
+    async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **NO_READ_TIMEOUT) as s:
         s.engine.answer = lambda request: [5]
         with Connection(int(s.server.address.rpartition(":")[2])) as proxy:
             proxy.receive()
             unfinished(proxy, GENERATE, PLACES, ("authorization", f"Bearer {ALICE}"))
-            await came(s, PLACES)
+            await wait_for_calls(s, PLACES)
             request = message(text_request().SerializeToString())
             stream = proxy.call(GENERATE, request, ("authorization", f"Bearer {BOB}"))
             while not proxy.ended:
@@ -319,16 +319,18 @@ async def test_tenants_on_one_connection_have_separate_read_slots(tmp_path: Path
 
 
 async def test_long_requests_over_tcp_wait_without_yielding(tmp_path: Path) -> None:
-    """A client that sends many of them over a slow network sends them side by side."""
+    """On a slow network, a client sends many long requests in parallel."""
 
-    async with serving(tmp_path, listen="127.0.0.1:0", max_incomplete_requests_per_connection=1, **FOR_EVER) as s:
+    async with serving(
+        tmp_path, listen="127.0.0.1:0", max_incomplete_requests_per_connection=1, **NO_READ_TIMEOUT
+    ) as s:
         s.engine.answer = lambda request: [5]
         with Connection(int(s.server.address.rpartition(":")[2])) as client:
             client.receive()
             request = message(text_request().SerializeToString())
             first = client.call(GENERATE, request[:10])
             second = client.call(GENERATE, request)
-            await came(s, 2)
+            await wait_for_calls(s, 2)
             while await asyncio.to_thread(client.receive, 1.5):
                 pass
             assert s.engine.submitted == []
@@ -349,7 +351,7 @@ def test_methods_with_prompts_use_long_read_slots() -> None:
 async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, listen="127.0.0.1:0", max_sessions_per_connection=2) as s:
         callers = [Caller(s) for _ in range(2)]
-        for caller in callers:  # both are there before the next one is opened
+        for caller in callers:  # both are open before the next one starts
             await caller.call.initial_metadata()
         error = await error_of(Caller(s).call)
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
@@ -360,7 +362,7 @@ async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
 
 
 async def test_connection_at_maximum_age_takes_no_new_calls(tmp_path: Path) -> None:
-    """Its calls in progress go on to their ends."""
+    """Its calls in progress complete."""
 
     async with serving(tmp_path, max_connection_age_seconds=0.2) as s:
         with Connection(tmp_path / "s") as connection:
@@ -401,7 +403,7 @@ async def test_unix_socket_clients_share_no_session_limit(tmp_path: Path) -> Non
     """gRPC gives all of them the same peer name."""
 
     async with serving(tmp_path, max_sessions_per_connection=1) as s:
-        callers = [Caller(s) for _ in range(3)]  # a call that nothing refers to is cancelled
+        callers = [Caller(s) for _ in range(3)]  # a call without a reference is cancelled
         for caller in callers:
             await caller.call.initial_metadata()
         assert len(s.service._sessions) == 3
@@ -409,7 +411,7 @@ async def test_unix_socket_clients_share_no_session_limit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\x00" * 4096])
 async def test_other_protocols_are_disconnected(tmp_path: Path, noise: bytes) -> None:
-    def speak(path: Path) -> None:
+    def exchange(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(BOUND_SECONDS)
             raw.connect(str(path))
@@ -423,5 +425,5 @@ async def test_other_protocols_are_disconnected(tmp_path: Path, noise: bytes) ->
 
     async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
-        await asyncio.to_thread(speak, tmp_path / "s")
+        await asyncio.to_thread(exchange, tmp_path / "s")
         assert (await read_all(s.generate()))[-1].HasField("finished")

@@ -1,4 +1,4 @@
-"""The calls that ask for no answer: tokens of a text, text of tokens, what is served, and what has been done."""
+"""Unary RPCs without a generation: Tokenize, Detokenize, GetModel and GetStats."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ async def test_the_model_and_its_limits(tmp_path: Path) -> None:
         assert model.server_version
 
 
-@pytest.mark.parametrize(("asked", "in_force"), [(None, 500.0), (50.0, 50.0), (5000.0, 1000.0)])
-async def test_applied_deadline_is_returned(tmp_path: Path, asked: float | None, in_force: float) -> None:
+@pytest.mark.parametrize(("requested", "in_force"), [(None, 500.0), (50.0, 50.0), (5000.0, 1000.0)])
+async def test_applied_deadline_is_returned(tmp_path: Path, requested: float | None, in_force: float) -> None:
     """A call without a deadline has the server's; one with a later deadline than allowed has the latest allowed."""
 
     async with serving(tmp_path, default_deadline_seconds=500.0, max_deadline_seconds=1000.0) as s:
         limits = (await s.stub.GetModel(pb.GetModelRequest())).limits
         assert (limits.default_deadline.ToSeconds(), limits.max_deadline.ToSeconds()) == (500, 1000)
         s.engine.answer = lambda request: HELLO_IDS
-        call = s.stub.Generate(pb.GenerateRequest(text="hi"), timeout=asked)
+        call = s.stub.Generate(pb.GenerateRequest(text="hi"), timeout=requested)
         started = [message.started async for message in call if message.HasField("started")]
-        (timeout_seconds,) = [told.timeout.ToNanoseconds() / 1e9 for told in started]
-        # gRPC rounds the time that a call has, and some of it is spent before the call arrives.
+        (timeout_seconds,) = [message.timeout.ToNanoseconds() / 1e9 for message in started]
+        # gRPC rounds the timeout, and some of it passes before the call arrives.
         assert in_force - 10 < timeout_seconds <= in_force * 1.02
 
 

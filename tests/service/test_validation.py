@@ -51,10 +51,10 @@ def test_invalid_request_names_reason_and_fields(case: Bad) -> None:
 
 
 def _assert_nothing_is_echoed(case: Bad, error: InvalidRequest) -> None:
-    """A sentence names the limit and never the value; sizes are no values."""
-    said = str(error) + "".join(v.description for v in error.violations)
+    """A sentence names the limit and never the value; sizes are not values."""
+    text = str(error) + "".join(v.description for v in error.violations)
     for value in ("9999", "nan", "inf", "1e+30", "4294967295", "a/b", "a b", "xxxx", "im_start", "😀"):
-        assert value not in said
+        assert value not in text
 
 
 async def test_invalid_requests_do_not_reach_the_engine(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ async def test_many_violations_fit_the_trailer(tmp_path: Path) -> None:
         assert "(and 599 more)" in str(error)
 
 
-# --- the good side of each bound -------------------------------------------------------------------------------------
+# --- the valid side of each bound ------------------------------------------------------------------------------------
 
 GOOD_SAMPLING: list[dict[str, Any]] = [
     *({"temperature": t} for t in (0.0, -0.0, 0.01, 1.0, 10.0)),
@@ -134,12 +134,12 @@ def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
 
 
 FLOATS = [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields if field.type == field.TYPE_FLOAT]
-"""The scalar sampling parameters of the schema; a new one is tested as soon as the schema has it."""
+"""The scalar sampling parameters of the schema, read from the schema so that new ones are tested."""
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_schema_parameter_reaches_the_wire(name: str) -> None:
-    """Both bounds are valid, are sent to the worker under the same name, and survive the codec; beyond is rejected."""
+    """Both bounds are valid, reach the worker under the same name and survive the codec; values beyond fail."""
     allowed = PARAMETERS[name].range
     lowest = math.nextafter(allowed.lowest, math.inf) + 1e-6 if allowed.above_lowest else allowed.lowest
     for value in (lowest, allowed.highest):
@@ -161,7 +161,7 @@ def test_schema_parameter_has_the_default_of_its_comment(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_ranges_equal_the_schemas(name: str) -> None:
-    """The interval in the .proto comment is the one that requests are checked against."""
+    """The interval in the .proto comment equals the validated one."""
     intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", _comment(name))
     assert [str(PARAMETERS[name].range).removeprefix("0 or in ").removeprefix("in ")] == intervals
 
@@ -173,7 +173,7 @@ def _comment(name: str) -> str:
     return comment[1].replace("\n  //", "")
 
 
-# --- what depends on the prompt --------------------------------------------------------------------------------------
+# --- checks that need the prompt -------------------------------------------------------------------------------------
 
 
 def test_prompt_and_output_share_the_context() -> None:
@@ -183,7 +183,7 @@ def test_prompt_and_output_share_the_context() -> None:
 
     assert max_tokens_for(100, max_tokens=28) == 28
     assert max_tokens_for(CONTEXT - 1) == 1
-    assert max_tokens_for(CONTEXT - 5) == 5  # what is left
+    assert max_tokens_for(CONTEXT - 5) == 5  # the rest of the context
     assert max_tokens_for(10) == 16  # the server's default
 
 
@@ -222,7 +222,7 @@ def test_tokenizer_of_another_model_is_detected() -> None:
         resolve(check(request(), BOUNDS), "k", [VOCABULARY], None, BOUNDS)
 
 
-# --- the other calls -------------------------------------------------------------------------------------------------
+# --- other RPCs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

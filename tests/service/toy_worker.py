@@ -1,6 +1,6 @@
-"""A worker process for whole-scheduler tests: the flags of lineclear-worker, the toy behind them.
+"""Run a toy worker with the flags of lineclear-worker, for tests of the whole scheduler.
 
-What the toy is to do besides is JSON in TOY_OPTIONS.
+Further options of the toy are JSON in TOY_OPTIONS.
 """
 
 from __future__ import annotations
