@@ -134,6 +134,11 @@ async def _send(channel: grpc.aio.Channel, call: Call) -> str:
         return "HANG"
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         code = await made.code()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not made.cancelled() or (task is not None and task.cancelling()):
+            raise
+        return "OK"  # the call ended under a write, and gRPC's own task for the messages cancelled it
     finally:
         made.cancel()
     is_refused_write = code is grpc.StatusCode.INTERNAL and "from Core" in (await made.details() or "")

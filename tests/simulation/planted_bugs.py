@@ -118,7 +118,7 @@ _RESULTS = (
     Bug(
         "the epoch of a result is not compared",
         Scheduler.apply,
-        replace("(result.epoch, result.step) != (self._hello.epoch, flight.step)", "result.step != flight.step"),
+        replace("(result.epoch, result.step) != (self._hello.epoch, inflight.step)", "result.step != inflight.step"),
     ),
     Bug(
         "the step of a result is not compared",
@@ -229,7 +229,7 @@ _POISON = (
     Bug(
         "an out-of-memory step makes no suspects",
         Scheduler.on_step_error,
-        drop("self._poison.record_crash([flight])"),
+        drop("self._poison.record_crash([inflight])"),
     ),
     Bug("finished requests stay suspects", Scheduler._free, drop("self._poison.remove(sequence)")),
 )

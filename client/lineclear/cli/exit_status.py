@@ -54,6 +54,6 @@ def hint(error: LineclearError) -> str | None:
     if not isinstance(error, Unreachable):
         return None
     return next(
-        (hint for said, hint in _HINTS.items() if said in str(error)),
+        (hint for text, hint in _HINTS.items() if text in str(error)),
         "Is the server running? `lineclear serve --model DIR` starts one; --target names another.",
     )

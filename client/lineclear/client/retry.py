@@ -124,7 +124,7 @@ def bounded(timeout_seconds: float | None) -> float | None:
     return min(timeout_seconds, MAX_TIMEOUT_SECONDS)
 
 
-class _Patience:
+class _WaitBudget:
     """How long a server has been unavailable, and how long it has been starting."""
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float]) -> None:
@@ -182,7 +182,7 @@ class RetryState:
         self._failed = 0
         self._failing_since = math.inf
         self._refused = 0
-        self._patience = _Patience(policy, clock)
+        self._wait_budget = _WaitBudget(policy, clock)
 
     def begin(self) -> float | None:
         """Return the seconds left for an attempt, None without a deadline. Raises DeadlineExceeded if none are left."""
@@ -214,8 +214,8 @@ class RetryState:
 
     def _left(self, error: LineclearError, absent: bool) -> tuple[float | None, int | None]:
         if absent:
-            return self._patience.left_seconds(error), None
-        self._patience.reset()
+            return self._wait_budget.left_seconds(error), None
+        self._wait_budget.reset()
         self._refused += 1
         if self._refused >= self._policy.max_attempts:
             raise error
@@ -259,13 +259,13 @@ class ResumeState:
         self._attempts = attempts
         self._clock = clock
         self._uniform = uniform
-        self._patience = _Patience(policy, clock)
+        self._wait_budget = _WaitBudget(policy, clock)
         self._num_failed = 0
         self._failing_since = math.inf
 
     def on_progress(self) -> None:
         """Record a new part of the answer."""
-        self._patience.reset()
+        self._wait_budget.reset()
         self._num_failed = self._without_progress = 0
         self._failing_since = math.inf
 
@@ -287,7 +287,7 @@ class ResumeState:
         allowed = policy.max_attempts > 1 and policy.max_resumes > 0 and not is_spent
         if not allowed or not (restarts or may_resume(error, self._num_failed > 0)):
             raise error
-        left_seconds = self._patience.left_seconds(error)
+        left_seconds = self._wait_budget.left_seconds(error)
         self._failing_since = min(self._failing_since, self._clock())
         ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._num_failed, 30), policy.max_pause_seconds)
         if was_cut:

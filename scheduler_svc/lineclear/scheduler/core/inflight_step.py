@@ -111,13 +111,13 @@ class ResultTokens:
         self._tokens.append(token)
         self._logprobs += self._result.logprobs[sample : sample + 1]
 
-    def add_decode_rows(self, flight: InflightStep, skipped: SequenceOf[int]) -> list[Sequence]:
+    def add_decode_rows(self, inflight: InflightStep, skipped: SequenceOf[int]) -> list[Sequence]:
         """Append the tokens of the decode rows, without the `skipped` rows, which are in ascending order.
 
         Returns the sequences whose token is a stop token. Call it before `add`. It calls no Python function per row, so
         a row costs a few dozen nanoseconds.
         """
-        rows, decode_step = flight.decode_rows, flight.decode_step
+        rows, decode_step = inflight.decode_rows, inflight.decode_step
         self._request_ids = _without(rows.request_ids, skipped)
         self._indices = [offset + decode_step for offset in _without(rows.index_offsets, skipped)]
         self._tokens = _without(self._result.tokens[: len(rows.sequences)], skipped)

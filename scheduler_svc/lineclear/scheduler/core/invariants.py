@@ -49,7 +49,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     suspects = [s for s in live if s.crash_count]
     assert {*suspects} == {*core._poison}, "crash counts and suspects disagree"
     assert all(0 < s.clear_position < s.max_len or s.max_len == 1 for s in suspects)
-    samples = Counter(id(s) for flight in core._inflight for s in flight.sampled())
+    samples = Counter(id(s) for inflight in core._inflight for s in inflight.sampled())
     assert all(s.in_flight == samples[id(s)] for s in live), "samples in flight and plans disagree"
     assert len(core._inflight) <= core.limits.pipeline_depth
     assert len(core._deadlines) <= 2 * len(core._live) + 65

@@ -42,12 +42,12 @@ class PoisonDetector:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._suspects)
 
-    def record_crash(self, flights: Iterable[InflightStep]) -> Sequence | None:
-        """Count a crash for every live sequence with a row in `flights`; return the sequence if it ran alone.
+    def record_crash(self, steps: Iterable[InflightStep]) -> Sequence | None:
+        """Count a crash for every live sequence with a row in `steps`; return the sequence if it ran alone.
 
         Call it first of all after a loss, with the decode batch dissolved.
         """
-        in_flight = list({sequence: None for flight in flights for sequence in flight.sequences()})
+        in_flight = list({sequence: None for inflight in steps for sequence in inflight.sequences()})
         for sequence in in_flight:
             if sequence.state is not State.FINISHED:
                 sequence.crash_count += 1

@@ -216,16 +216,16 @@ class Scheduler:
         double it again. If halving does not help, requests run one at a time, as after a crash. Steps in flight are
         void: the caller has the worker join again, and the requests run again.
         """
-        flight = self._inflight[0] if self._inflight else None
-        if flight is None or error.step != flight.step or error.kind is not StepErrorKind.OUT_OF_MEMORY:
+        inflight = self._inflight[0] if self._inflight else None
+        if inflight is None or error.step != inflight.step or error.kind is not StepErrorKind.OUT_OF_MEMORY:
             return []
-        if flight.num_rows > 1:
+        if inflight.num_rows > 1:
             self._halvings += 1
             self._steps_to_doubling = _RECOVERY_STEPS
             self._batch.dissolve_decode()
-            self._poison.record_crash([flight])
+            self._poison.record_crash([inflight])
             return []
-        sequence = next(flight.sequences())
+        sequence = next(inflight.sequences())
         if sequence.state is State.FINISHED:
             return []
         self._halvings = 0  # the size of the batch was not the cause
@@ -245,7 +245,7 @@ class Scheduler:
             return None
         self._planned_at = now
         isolated = self._poison.next_isolated()
-        if isolated is not None and any(s is not isolated for flight in self._inflight for s in flight.sequences()):
+        if isolated is not None and any(s is not isolated for inflight in self._inflight for s in inflight.sequences()):
             return None  # a loss now would prove nothing about it
         step = self._step + 1
         max_tokens = self._hello.max_step_tokens
@@ -264,7 +264,7 @@ class Scheduler:
             if self._steps_to_doubling == 0:
                 self._halvings -= 1
                 self._steps_to_doubling = _RECOVERY_STEPS
-        flight = InflightStep(
+        inflight = InflightStep(
             step,
             self._batch.decode_batch.decode_step,
             planner.decode_rows,
@@ -274,35 +274,35 @@ class Scheduler:
             planner.num_tokens,
             planner.kv_tokens,
         )
-        self._inflight.append(flight)
+        self._inflight.append(inflight)
         self._counters.steps += 1
-        self._counters.rows += flight.num_rows
+        self._counters.rows += inflight.num_rows
         chunks, inits = tuple(planner.chunks), tuple(planner.inits)
         zero_blocks = self._batch.pool.drain_to_zero()
         return StepPlan(self._hello.epoch, step, chunks, inits, zero_blocks, planner.decodes)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Apply the result of the oldest step in flight. Raises BadResult, and then nothing was applied."""
-        flight = self._inflight[0] if self._inflight else None
-        if flight is None or self._hello is None or (result.epoch, result.step) != (self._hello.epoch, flight.step):
+        inflight = self._inflight[0] if self._inflight else None
+        if inflight is None or self._hello is None or (result.epoch, result.step) != (self._hello.epoch, inflight.step):
             raise BadResult(f"step {result.step} is not the oldest in flight")
-        flight.check(result)
+        inflight.check(result)
         self._inflight.popleft()
-        self._state.step_time.observe(flight.num_tokens, flight.kv_tokens, result.step_seconds)
+        self._state.step_time.observe(inflight.num_tokens, inflight.kv_tokens, result.step_seconds)
         tokens, failures = ResultTokens(result), list[Event]()
         bad = _bad_samples(result, self._hello.vocab_size)
-        candidates = self._append_tokens(result, flight, bad, tokens, failures, now)
-        for sequence in flight.completing_block:
+        candidates = self._append_tokens(result, inflight, bad, tokens, failures, now)
+        for sequence in inflight.completing_block:
             if sequence.state is State.RUNNING:
                 if sequence.in_decode_batch:
                     self._batch.decode_batch.sync(sequence)
                 self._batch.publish(sequence)
-        for sequence, admission, end in flight.chunk_rows:
+        for sequence, admission, end in inflight.chunk_rows:
             if sequence.admission_count == admission and sequence.state is State.RUNNING:
                 sequence.num_computed = end
                 self._batch.publish(sequence)
-        failed = {sequence for row, sequence in enumerate(flight.sampled()) if row in bad} if bad else ()
-        self._batch.resolve_pending(flight.step, failed)
+        failed = {sequence for row, sequence in enumerate(inflight.sampled()) if row in bad} if bad else ()
+        self._batch.resolve_pending(inflight.step, failed)
         events = [*tokens.event(), *failures, *self._finish_complete(candidates, now)]
         if self._poison:
             for sequence in self._poison:
@@ -314,7 +314,7 @@ class Scheduler:
     def _append_tokens(
         self,
         result: StepResult,
-        flight: InflightStep,
+        inflight: InflightStep,
         bad: frozenset[int],
         tokens: ResultTokens,
         failures: list[Event],
@@ -325,18 +325,18 @@ class Scheduler:
         Sequences that stayed in the decode batch since this step are appended in bulk. Sequences that left it are
         handled one by one, like prefill chunks. Tokens of sequences preempted in the meantime are valid.
         """
-        rows, decode_batch = flight.decode_rows.sequences, self._batch.decode_batch
+        rows, decode_batch = inflight.decode_rows.sequences, self._batch.decode_batch
         for row in bad:
             if row < len(rows) and rows[row].in_decode_batch:
                 self._batch.leave_decode(rows[row])  # before on_result: this sample is not one of its tokens
-        left = decode_batch.left_since(flight.decode_rows, flight.decode_step)
+        left = decode_batch.left_since(inflight.decode_rows, inflight.decode_step)
         candidates = []
         if rows:
-            decode_batch.on_result(flight.decode_step, flight.step, now)
-            candidates = tokens.add_decode_rows(flight, left)
+            decode_batch.on_result(inflight.decode_step, inflight.step, now)
+            candidates = tokens.add_decode_rows(inflight, left)
             self._counters.generation_tokens += len(rows) - len(left)
         singles = [(row, rows[row]) for row in left]
-        for row, sequence in (*singles, *enumerate(flight.chunk_samples, len(rows))):
+        for row, sequence in (*singles, *enumerate(inflight.chunk_samples, len(rows))):
             if sequence.state is State.FINISHED:
                 self._counters.wasted_samples += 1
             elif row in bad:
@@ -344,7 +344,7 @@ class Scheduler:
                 failures.append(self._fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True))
             else:
                 tokens.add(sequence, row)
-                self._append_one(sequence, flight.step, now)
+                self._append_one(sequence, inflight.step, now)
                 candidates.append(sequence)
         return candidates
 
@@ -444,14 +444,14 @@ class Scheduler:
             "deadlines": [[at, s.number] for at, _, s in self._deadlines if s.state is not State.FINISHED],
             "suspects": self._poison.dump(),
             "batch": self._batch.dump(),
-            "inflight": [flight.dump() for flight in self._inflight],
+            "inflight": [inflight.dump() for inflight in self._inflight],
         }
 
     def _all_sequences(self) -> Iterator[Sequence]:
         yield from self._live.values()
-        for flight in self._inflight:
-            yield from flight.sequences()
-            yield from flight.chunk_samples
+        for inflight in self._inflight:
+            yield from inflight.sequences()
+            yield from inflight.chunk_samples
         yield from self._batch.pending_sequences()
 
     def load(self, state: dict[str, Any]) -> None:

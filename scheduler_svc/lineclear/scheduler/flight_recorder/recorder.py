@@ -1,8 +1,8 @@
 """A core that records its last calls and decisions, bounded and without content.
 
 Every call that can change a decision becomes a record. Facts from content are recorded without it: that a token ended
-an answer, and the key of a new prefix block. Records follow a checkpoint of the whole state, so `replay` can
-start in the middle of a life. A full segment is followed by a new checkpoint, and only one older segment is kept.
+an answer, and the key of a new prefix block. Records follow a dump of the whole core, so `replay` can
+start in the middle of a life. A full segment is followed by a new dump of the core, and only one older segment is kept.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
 FORMAT = "lineclear flight recording 3"
-"""Raise the number when records or checkpoints change: `replay` refuses other formats."""
+"""Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
-_MAX_LIVE_AT_CHECKPOINT = 8192  # a checkpoint stops the engine for about a microsecond per live request
+_MAX_LIVE_AT_DUMP = 8192  # a dump of the core stops the engine for about 1 us per live request
 
 
 class RecordingScheduler(Scheduler):
@@ -50,19 +50,19 @@ class RecordingScheduler(Scheduler):
         self._vocab_size = 0
         self._undrained: list[Event] = []
         self._earlier: tuple[dict[str, Any], list[list[Any]]] | None = None
-        self._checkpoint: dict[str, Any] | None = self.dump()
+        self._core_state: dict[str, Any] | None = self.dump()
         self._records: list[list[Any]] = []
 
     def recording(self) -> Iterator[Any]:
-        """Return header, checkpoint and records in JSON's types, for any thread to iterate.
+        """Return header, dump of the core and records in JSON's types, for any thread to iterate.
 
-        Only the header while more requests are live than a checkpoint may have.
+        Only the header while more requests are live than a dump of the core may have.
         """
         entries: list[Any] = [{"format": FORMAT, "limits": self.limits.dump()}]
         records: list[list[Any]] = []
-        if self._checkpoint is not None:
-            checkpoint, earlier = self._earlier or (self._checkpoint, [])
-            entries.append(checkpoint)
+        if self._core_state is not None:
+            core_state, earlier = self._earlier or (self._core_state, [])
+            entries.append(core_state)
             records += earlier + self._records
         return map(to_json_types, chain(entries, map(_with_separate_keys, records)))
 
@@ -163,17 +163,17 @@ class RecordingScheduler(Scheduler):
     def _record(self, call: str, now: float, facts: list[Any], outcome: Any) -> None:
         keys = bytes(self._keys)
         self._keys.clear()
-        if self._checkpoint is not None:
+        if self._core_state is not None:
             self._records.append([call, now, facts, keys, outcome])
-        if len(self._records) >= self._max_records or self._checkpoint is None:
+        if len(self._records) >= self._max_records or self._core_state is None:
             self._start_segment()
 
     def _start_segment(self) -> None:
-        if self.num_live > _MAX_LIVE_AT_CHECKPOINT:
-            self._earlier = self._checkpoint = None
+        if self.num_live > _MAX_LIVE_AT_DUMP:
+            self._earlier = self._core_state = None
         else:
-            self._earlier = None if self._checkpoint is None else (self._checkpoint, self._records)
-            self._checkpoint = self.dump()
+            self._earlier = None if self._core_state is None else (self._core_state, self._records)
+            self._core_state = self.dump()
         self._records = []
 
 

@@ -1,6 +1,6 @@
 """`lineclear-scheduler replay FILE`: runs the core over a flight recording and compares every decision.
 
-A core loaded from the recording's checkpoint gets the recorded calls. The first call with another outcome is printed,
+A core loaded from the recording's first entry gets the recorded calls. The first call with another outcome is printed,
 with both outcomes.
 """
 
@@ -56,13 +56,13 @@ def replay(recording: Iterable[Any]) -> int:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = repr(header["format"])[:60] if isinstance(header, dict) and "format" in header else "another file"
         raise NotARecording(f"its format is {found}, this version replays only {FORMAT!r}")
-    checkpoint = next(entries, None)
-    if checkpoint is None:
-        raise NotARecording("it has no records: too many requests were live for a checkpoint")
-    replayer, count = _Replayer(CoreLimits.load(header["limits"]), checkpoint), 0
+    core_state = next(entries, None)
+    if core_state is None:
+        raise NotARecording("it has no records: too many requests were live for a dump of the core")
+    replayer, count = _Replayer(CoreLimits.load(header["limits"]), core_state), 0
     for call, now, facts, keys, outcome in entries:
         count += 1
-        answer = to_json_types(replayer.play(call, now, facts, keys))
+        answer = to_json_types(replayer.replay(call, now, facts, keys))
         if answer != outcome:
             raise Divergence(f"call {count}, {call} at {now}:\n  recorded {outcome}\n  now      {answer}")
     return count
@@ -71,12 +71,12 @@ def replay(recording: Iterable[Any]) -> int:
 class _Replayer:
     """A core with recorded facts in place of content. Its private methods are named after the recorded calls."""
 
-    def __init__(self, limits: CoreLimits, checkpoint: dict[str, Any]) -> None:
+    def __init__(self, limits: CoreLimits, core_state: dict[str, Any]) -> None:
         self._keys: deque[bytes] = deque()
         self._core = Scheduler(limits, self._next_key)
-        self._core.load(checkpoint)
+        self._core.load(core_state)
 
-    def play(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
+    def replay(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
         """Return the core's answer to one recorded call."""
         self._keys = deque(map(bytes.fromhex, keys))
         answer = getattr(self, f"_{call}")(now, *facts)

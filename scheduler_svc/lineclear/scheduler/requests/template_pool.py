@@ -61,13 +61,15 @@ class TemplatePool:
             for _ in range(count):
                 self._idle.append(await self._start())
 
-    async def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+    async def render(
+        self, chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0
+    ) -> str:
         """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
 
         Raises InvalidRequest if the template rejects the conversation or takes too long. Raises QueueFull if no
         process can be started, or if the process was killed from outside.
         """
-        conversation = pack_conversation(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
+        conversation = pack_conversation(chat_messages, add_generation_prompt=add_generation_prompt, time_us=time_us)
         renderer = self._take_idle() or await self._start()
         try:
             async with asyncio.timeout(_START_SECONDS + _MAX_SLOWDOWN * self._cpu_seconds):

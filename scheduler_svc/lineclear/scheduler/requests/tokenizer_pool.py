@@ -110,13 +110,15 @@ class TokenizerPool:
             await self._pacer.wait()
         with self._pacer.measured():
             validation.check_roles(chat, template.knows_role)
-            turns = [ChatMessage(message.role, message.content) for message in chat.messages]
+            chat_messages = [ChatMessage(message.role, message.content) for message in chat.messages]
         opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        cost = sum(len(turn.content) + _MESSAGE_BYTES for turn in turns)
+        cost = sum(len(chat_message.content) + _MESSAGE_BYTES for chat_message in chat_messages)
         text = await self._run_fair(
             self._templates,
             cost,
-            lambda: asyncio.ensure_future(pool.render(turns, add_generation_prompt=opens_answer, time_us=time_us)),
+            lambda: asyncio.ensure_future(
+                pool.render(chat_messages, add_generation_prompt=opens_answer, time_us=time_us)
+            ),
         )
         return await self._encode(self.tokenizer.encode_sealed, text)
 

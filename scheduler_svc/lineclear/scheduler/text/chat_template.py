@@ -35,9 +35,9 @@ class ChatTemplate:
         """Whether the template accepts this role: a common one, or a literal of the template."""
         return role in _COMMON_ROLES or role in self._renderer.literals
 
-    def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+    def render(self, chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
         """Render in this process, without a time limit. Arguments and errors as Renderer.render."""
-        return self._renderer.render(turns, add_generation_prompt=add_generation_prompt, time_us=time_us)
+        return self._renderer.render(chat_messages, add_generation_prompt=add_generation_prompt, time_us=time_us)
 
     def definition(self, *, cpu_seconds: float, max_bytes: int) -> bytes:
         """Return the definition that a template process renders from, with the limits for one conversation."""

@@ -32,11 +32,11 @@ def pack_definition(source: str, private: Mapping[str, str], variables: Mapping[
     return json.dumps({"source": source, "private": dict(private), "variables": dict(variables), **limits}).encode()
 
 
-def pack_conversation(turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
+def pack_conversation(chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
     """Return the content of a frame: roles and content lengths as JSON, a newline, the contents."""
-    contents = [turn.content.encode() for turn in turns]
+    contents = [chat_message.content.encode() for chat_message in chat_messages]
     head = {
-        "roles": [turn.role for turn in turns],
+        "roles": [chat_message.role for chat_message in chat_messages],
         "lengths": list(map(len, contents)),
         "opens": add_generation_prompt,
         "time_us": time_us,
@@ -48,11 +48,11 @@ def unpack_conversation(frame: bytes) -> tuple[list[ChatMessage], bool, int]:
     """Return the arguments of the `pack_conversation` call that made `frame`."""
     head, _, rest = frame.partition(b"\n")
     fields = json.loads(head)
-    turns, start = [], 0
+    chat_messages, start = [], 0
     for role, length in zip(fields["roles"], fields["lengths"], strict=True):
-        turns.append(ChatMessage(role, rest[start : start + length].decode()))
+        chat_messages.append(ChatMessage(role, rest[start : start + length].decode()))
         start += length
-    return turns, fields["opens"], fields["time_us"]
+    return chat_messages, fields["opens"], fields["time_us"]
 
 
 def _read(stream: BinaryIO) -> bytes | None:
@@ -62,9 +62,9 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def _answer(renderer: Renderer, frame: bytes, max_bytes: int) -> bytes:
-    turns, opens, time_us = unpack_conversation(frame)
+    chat_messages, opens, time_us = unpack_conversation(frame)
     try:
-        text = renderer.render(turns, add_generation_prompt=opens, time_us=time_us).encode()
+        text = renderer.render(chat_messages, add_generation_prompt=opens, time_us=time_us).encode()
     except InvalidRequest as error:
         return REFUSED + error.violations[0].description.encode()
     except (MemoryError, UnicodeEncodeError):

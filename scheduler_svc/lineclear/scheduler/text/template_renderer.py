@@ -75,13 +75,16 @@ class Renderer:
         unchanged = _harmless(self.literals, self._keys, sealer.special_tokens)
         self._unchanged = re.compile("(" + "|".join(map(re.escape, unchanged)) + ")") if unchanged else None
 
-    def render(self, turns: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+    def render(self, chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
         """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
 
         Raises InvalidRequest if the template rejects the conversation.
         """
-        placeholders = self._placeholders(turns)
-        messages = [{"role": turn.role, "content": self._taint(turn.content, placeholders)} for turn in turns]
+        placeholders = self._placeholders(chat_messages)
+        messages = [
+            {"role": chat_message.role, "content": self._taint(chat_message.content, placeholders)}
+            for chat_message in chat_messages
+        ]
         try:
             rendered = self._template.render(
                 **self._variables,
@@ -100,8 +103,8 @@ class Renderer:
         sealed = self._sealer.seal(rendered)
         return sealed.translate({ord(placeholder): key for key, placeholder in placeholders.items()})
 
-    def _placeholders(self, turns: Sequence[ChatMessage]) -> dict[str, str]:
-        used: set[str] = set().union(*(turn.content for turn in turns))
+    def _placeholders(self, chat_messages: Sequence[ChatMessage]) -> dict[str, str]:
+        used: set[str] = set().union(*(chat_message.content for chat_message in chat_messages))
         free = (chr(code) for code in _PLACEHOLDERS if chr(code) not in used)
         try:
             return {key: next(free) for key in sorted(self._keys)}
