@@ -1,4 +1,4 @@
-"""Tests of this folder may ask for kernels, or for none."""
+"""Kernel fixtures for the tests of this folder."""
 
 from __future__ import annotations
 

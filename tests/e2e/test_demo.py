@@ -1,5 +1,4 @@
-"""The bundled demo model, made ready as a worker makes it, says what transformers' `generate` says: with every library
-of kernels that this machine can run, and with none."""
+"""The demo model answers like transformers' `generate`, with each kernel library of this machine and with none."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ TEXTS = ["Once upon a time", "The signal", "A train", "There was a small station
 
 
 def runner_of(**settings: Any) -> ModelRunner:
-    """One that has passed its self-test."""
+    """Return a runner that has passed its self-test."""
     fixed: dict[str, Any] = {
         "model": str(DEMO_MODEL),
         "socket_directory": "/d",
@@ -62,7 +61,7 @@ def requests(sampling: Sampling) -> list[Request]:
 
 @cache
 def generated() -> dict[str, list[int]]:
-    """transformers' greedy answers."""
+    """Return transformers' greedy answers."""
     answers = {}
     for request in requests(Sampling()):
         ids = torch.tensor([request.prompt])

@@ -1,4 +1,4 @@
-"""Token for token what transformers' `generate` says, for every verified family, however the work is cut up."""
+"""Every verified family answers token for token like transformers' `generate`, in any batching and chunking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=128, prefix_cache=Fal
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model with its expected answers: greedy ones by transformers, sampled ones by a run alone."""
+    """A tiny model with its expected answers: greedy from transformers, sampled from running each request alone."""
 
     loaded: LoadedModel
     requests: list[Request]
@@ -51,7 +51,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def generate(model: Any, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
-    """transformers' greedy answer."""
+    """Return transformers' greedy answer."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=2
@@ -76,7 +76,7 @@ def make_family(request: pytest.FixtureRequest) -> Family:
 
 def test_alone(family: Family) -> None:
     server = family.server()
-    for x in family.requests[: len(PROMPT_LENS)]:  # the sampled ones were alone when the expectation was made
+    for x in family.requests[: len(PROMPT_LENS)]:  # the expected sampled answers are from requests run alone
         assert server.serve([x])[x.request_id] == family.expected[x.request_id]
 
 

@@ -1,4 +1,4 @@
-"""8-bit weights, keys and values end to end: whatever is done to the work, answers are as if nothing had been."""
+"""8-bit weights, keys and values end to end: answers are equal in any batching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype |
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_bitwise_reproducible(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    """Bfloat16 weights cannot promise that: their sums are rounded in an order that depends on the batch."""
+    """Bfloat16 weights cannot guarantee that: the order of their sums, and so the rounding, depends on the batch."""
     loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     for x in requests():

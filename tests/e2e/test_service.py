@@ -1,4 +1,4 @@
-"""The whole service as its users meet it: real processes, gRPC, the demo model, compared with transformers."""
+"""The whole service with real processes, gRPC and the demo model, compared with transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_repeated_prompt_hits_the_prefix_cache(service: Service) -> None:
 
 
 def network_sockets(pid: int) -> set[str]:
-    """Inodes of the process's sockets that are of the network."""
+    """Return the inodes of the process's network sockets."""
     links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink())
     held = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
     of_network = set()
@@ -82,7 +82,7 @@ def network_sockets(pid: int) -> set[str]:
 def test_worker_has_no_network_sockets(service: Service) -> None:
     service.client.generate(PROMPTS[0], max_tokens=4)
     assert network_sockets(service.worker_pid) == set()
-    with socket.create_server(("127.0.0.1", 0)):  # such a one would be seen
+    with socket.create_server(("127.0.0.1", 0)):  # check that a network socket is found
         assert len(network_sockets(os.getpid())) >= 1
 
 
@@ -110,13 +110,13 @@ def test_streams_survive_a_killed_worker(service: Service) -> None:
     assert service.client.stats().worker.joins == incarnation + 1
 
 
-def test_cancelled_streams_leave_nothing_behind(service: Service) -> None:
-    draw = random.Random(1)
+def test_cancelled_streams_release_everything(service: Service) -> None:
+    rng = random.Random(1)
     tasks = service.client.stats().gauges.asyncio_tasks
-    wanted = {prompt: reference(prompt, 30) for prompt in PROMPTS}  # before the threads: loading is not made for many
-    plans = [(draw.choice(PROMPTS), draw.randint(1, 30), draw.random() < 0.2, draw.randint(0, 8)) for _ in range(64)]
+    wanted = {prompt: reference(prompt, 30) for prompt in PROMPTS}  # before the threads: loading is not thread-safe
+    plans = [(rng.choice(PROMPTS), rng.randint(1, 30), rng.random() < 0.2, rng.randint(0, 8)) for _ in range(64)]
 
-    def one(plan: tuple[str, int, bool, int]) -> bool:
+    def read_stream(plan: tuple[str, int, bool, int]) -> bool:
         prompt, max_tokens, hangs_up, after = plan
         with service.client.stream(prompt, ignore_eos=True, **greedy(max_tokens)) as stream:
             for number, _ in enumerate(stream):
@@ -126,7 +126,7 @@ def test_cancelled_streams_leave_nothing_behind(service: Service) -> None:
         return True
 
     with ThreadPoolExecutor(64) as pool:
-        finished = sum(pool.map(one, plans))
+        finished = sum(pool.map(read_stream, plans))
     assert 32 <= finished < 64
     wait_for(service.is_idle, "nothing left of 64 streams")
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 64 streams")
@@ -185,7 +185,7 @@ def test_strategies_and_depths_do_not_change_tokens(strategy: str, depth: str) -
 def test_full_queue_is_reported() -> None:
     with running("--max-batch-size", "1", "--max-queue-size", "1") as service, contextlib.ExitStack() as stack:
         endless = {"max_tokens": 900, "ignore_eos": True}
-        next(stack.enter_context(service.client.stream("Hello", **endless)))  # it has left the queue
+        next(stack.enter_context(service.client.stream("Hello", **endless)))  # it runs, so the queue is empty
         stack.enter_context(service.client.stream("Hello", **endless))
         wait_for(lambda: service.client.stats().gauges.num_requests_waiting == 1, "one running, one waiting")
         with pytest.raises(errors.QueueFull) as caught:

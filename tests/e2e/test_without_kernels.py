@@ -1,4 +1,4 @@
-"""The whole service without native kernels, as after an installation without a compiler: real processes, exact."""
+"""The whole service without native kernels, as after an installation without a compiler: the answers are exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    """Prompts in chunks, in steps that sample nothing too, and so few blocks that some yield to others."""
+    """Prompts run in chunks, some steps sample nothing, and too few blocks preempt some requests."""
     flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
     with running(*flags, worker=("--cpu-kernels", "none", "--num-blocks", "12")) as service:
         yield service

@@ -266,9 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{found.during:.4f} s during them; {found.grown_bytes / 2**20:.1f} MiB grown, {found.held} held, "
                 f"{found.tokens} tokens for cancelled calls"
             )
-            return 0 if found.is_harmless and service.leave() == 0 else 1
+            return 0 if found.is_harmless and service.stop() == 0 else 1
         outcome = asyncio.run(damaged(service, options.count, options.seed))
-        alive = service.leave() == 0
+        alive = service.stop() == 0
         outcome.wrong += incidents(Path(folder, "log"))
     for line in outcome.wrong[:20]:
         print(line)

@@ -31,7 +31,7 @@ def test_damaged_requests_get_their_status(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with toy_service(tmp_path, log=log) as service:
         outcome = asyncio.run(requests.damaged(service, 600, seed=3))
-        assert service.leave() == 0
+        assert service.stop() == 0
     assert outcome.wrong == []
     assert requests.incidents(log) == []
     assert outcome.canaries == 6
@@ -78,7 +78,7 @@ def test_deadline_and_cancellation_need_a_reason() -> None:
 def test_cancelled_calls_cost_little(tmp_path: Path) -> None:
     with toy_service(tmp_path, min_step_seconds=0.002, max_step_seconds=0.002) as service:
         found = asyncio.run(requests.open_and_cancel(service, 500, quiet_seconds=0.2))
-        assert service.leave() == 0
+        assert service.stop() == 0
     assert found.held == 0
     assert found.is_cancelled, found
     assert found.quiet > 0

@@ -43,7 +43,7 @@ def trouble(service: ToyService, how: str, begun: threading.Event, times: int) -
         if how == "killed":
             service.kill()
         else:
-            assert service.leave() == 0
+            assert service.stop() == 0
         service.start()
 
 

@@ -34,7 +34,7 @@ from lineclear.wire.messages import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
-"""Of child processes, which find the tests, and the sources where this process finds them."""
+"""The environment of child processes, with the paths of the tests and of this process's sources."""
 
 
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> float:
@@ -47,7 +47,7 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS,
 
 
 def short_directory() -> Path:
-    """A directory whose sockets have short paths, unlike pytest's."""
+    """Create and return a directory whose sockets have short paths, unlike those of pytest."""
     return Path(tempfile.mkdtemp(prefix="lc"))
 
 
@@ -79,7 +79,7 @@ class Stream:
             self.end = event
 
     def check(self, vocab_size: int) -> None:
-        """The answer is complete and right."""
+        """Check that the answer is complete and correct."""
         assert self.problem is None, self.problem
         assert isinstance(self.end, Finished), self.end
         request = self.request
@@ -91,7 +91,7 @@ class Stream:
 
 
 class EngineHarness:
-    """An engine over real sockets. Use as a context manager: it ends everything it started."""
+    """An engine over real sockets. A context manager: its exit stops all that the engine started."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class EngineHarness:
         self.fatal: list[BaseException] = []
         self.give_ups: list[str] = []
         self.is_killing = False
-        """Answer the engine that a condemned worker is being killed, without killing it."""
+        """Report to the engine that a condemned worker is being killed, without killing it."""
         self.supervisor: WorkerSupervisor | None = None
         self.workers: list[subprocess.Popen[bytes]] = []
         limits = core or CoreLimits(max_batch_size=self.options.num_slots)
@@ -131,7 +131,7 @@ class EngineHarness:
             self._publish,
             self,
             clock,
-            # A worker that a busy machine keeps from its heartbeats for some seconds is not hung.
+            # A worker that misses heartbeats for some seconds on a busy machine is not hung.
             timeouts=timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
             max_inbox=max_inbox,
             check_every_steps=check_every_steps,
@@ -162,13 +162,13 @@ class EngineHarness:
         return worker
 
     def submit(self, request: Request) -> Stream:
-        """Hand a request to the engine."""
+        """Submit a request to the engine."""
         stream = self.streams[request.request_id] = Stream(request)
         self.engine.submit(request)
         return stream
 
     def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "it") -> None:
-        """Wait for something that events bring about."""
+        """Wait until a condition on received events holds."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), f"{what} did not happen in {seconds} s; {self.fatal}"
 
@@ -177,7 +177,7 @@ class EngineHarness:
         self.wait(lambda: len(self.joins) >= count, what=f"join {count}")
 
     def wait_ended(self, streams: Sequence[Stream], seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait until every one of `streams` has ended."""
+        """Wait until all `streams` have ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
     # --- the Supervisor protocol ---
@@ -234,7 +234,7 @@ class EngineHarness:
 
 
 class ToyScheduler:
-    """A scheduler process; supervises a toy worker if it is given the options of one. Ends with the `with` block."""
+    """A scheduler process, which supervises a toy worker if `options` are given. Its exit ends the process."""
 
     def __init__(self, directory: Path, num_streams: int = 0, options: ToyOptions | None = None) -> None:
         worker = options.arguments(directory) if options else []
@@ -250,7 +250,7 @@ class ToyScheduler:
         self.process.stdout.close()
 
     def read_pid(self, key: str) -> int:
-        """The pid in the next line that has `key`."""
+        """Return the pid in the next line that has `key`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if key in (said := json.loads(line)):
@@ -258,7 +258,7 @@ class ToyScheduler:
         raise AssertionError(f"the scheduler exited before it wrote {key}")
 
     def end(self, number: signal.Signals) -> int:
-        """Send a signal and reap."""
+        """Send a signal and wait for the exit."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE_SECONDS)
 
@@ -289,7 +289,7 @@ def supervised(
     *,
     standby: bool = False,
 ) -> WorkerSupervisor:
-    """Run `body` on a thread beside the event loop on which a supervisor keeps a worker of `harness` running."""
+    """Run `body` on a thread, while a supervisor on the event loop keeps a worker of `harness` running."""
 
     async def scenario() -> WorkerSupervisor:
         supervisor = WorkerSupervisor(

@@ -39,7 +39,7 @@ class _FaultyStep:
 
 
 class FaultyRunner(ToyRunner):
-    """A toy that takes its time and can fail on demand."""
+    """A toy runner with delays that fails on demand."""
 
     def __init__(self, options: ToyOptions) -> None:
         super().__init__(
@@ -50,11 +50,11 @@ class FaultyRunner(ToyRunner):
         self._random = random.Random(options.seed)
 
     def hello(self, epoch: int) -> Hello:
-        """As the toy, with the fingerprint of tokenizer files that the options claim."""
+        """Return the toy's Hello with the fingerprint of tokenizer files from the options."""
         return replace(super().hello(epoch), text_fingerprint=self._options.text_fingerprint)
 
     def launch(self, plan: StepPlan) -> _FaultyStep:  # type: ignore[override]
-        """Run the plan at once; its result takes the time of a step, or does not come."""
+        """Run the plan at once; its result takes the time of a step, or never arrives."""
         options = self._options
         fault = options.fault if plan.step == options.fault_step and self._may_fail() else ""
         if options.max_rows and len(plan.rows) > options.max_rows:

@@ -20,11 +20,11 @@ Tamper = Callable[[str, bytes], Sequence[bytes]]
 
 
 class Proxy:
-    """Binds the scheduler's sockets in `worker_side` and connects to those of the scheduler in `scheduler_side`."""
+    """Binds the scheduler's sockets in `worker_side` and connects to the scheduler's in `scheduler_side`."""
 
     def __init__(self, scheduler_side: Path, worker_side: Path, tamper: Tamper) -> None:
         self.seen: deque[tuple[str, bytes]] = deque(maxlen=10_000)
-        """Frames as received."""
+        """Received frames."""
         self._tamper = tamper
         self._injected: deque[bytes] = deque()
         self._context = bare_context()
@@ -38,7 +38,7 @@ class Proxy:
         self._results_out = self._context.socket(zmq.PUSH)
         self._results_out.connect(f"ipc://{theirs.result}")
         self._plans_in: dict[bytes, zmq.Socket[bytes]] = {}
-        self._hellos: list[tuple[int, bytes]] = []  # epoch and frame, of workers that no plan could reach yet
+        self._hellos: list[tuple[int, bytes]] = []  # epoch and frame, of workers that no plan can reach yet
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="proxy")
 
@@ -52,7 +52,7 @@ class Proxy:
         self._context.destroy()
 
     def inject(self, frame: bytes) -> None:
-        """Send a frame to the scheduler. Any thread."""
+        """Send a frame to the scheduler from any thread."""
         self._injected.append(frame)
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class Proxy:
                         self._pass_plan(epoch, changed)
 
     def _pass_plan(self, epoch: bytes, frame: bytes) -> bool:
-        """Send to the worker of that epoch; return whether it is connected."""
+        """Send to the worker of `epoch`; return whether it is connected."""
         try:
             self._plans_out.send_multipart((epoch, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -88,7 +88,7 @@ class Proxy:
         identity = _identity(epoch)
         if not self._pass_plan(identity, encode(Heartbeat(epoch, 0))):
             return False
-        # The scheduler addresses plans by epoch, so the proxy connects under the identity of this one.
+        # The scheduler addresses plans by epoch, so the proxy connects under that identity.
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, identity)
         socket.connect(self._to_plans)

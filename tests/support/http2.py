@@ -1,4 +1,4 @@
-"""A raw HTTP/2 client, for what no gRPC client does: incomplete requests and endless pings."""
+"""A raw HTTP/2 client for behaviour that no gRPC client has: incomplete requests and endless pings."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def survivors(mutant: Mutant) -> list[str]:
             )
         except subprocess.TimeoutExpired:
             return []
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed; others: they could not be run
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed; other codes: pytest itself failed
     failed = set(re.findall(r"^(?:FAILED|ERROR) tests/(\S+?::\w+)", done.stdout, re.MULTILINE))
     return [test for test in mutant.tests if test not in failed]
 

@@ -1,6 +1,6 @@
-"""The promises of the pages: sentences that say how the product behaves, and the tests that hold them.
+"""Promises: sentences of the pages that say how the product behaves, with the tests that check them.
 
-tests/promises.yaml quotes a page and names its tests. A sentence with a word of promise that no quote touches is
+tests/promises.yaml quotes a page and names its tests. A sentence with a promising word and without a quote is
 untraced.
 """
 
@@ -26,7 +26,7 @@ _CELL = re.compile(r"(?<!\\)\|")
 
 @dataclass(frozen=True)
 class Entry:
-    """What tests/promises.yaml says of one quote: the tests that hold it, or why it is no promise."""
+    """An entry of tests/promises.yaml for one quote: its tests, or the reason why it is no promise."""
 
     page: str
     quote: str

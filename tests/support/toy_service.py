@@ -95,7 +95,7 @@ class ToyService:
         """Kill the scheduler and wait for its exit."""
         self._signal(signal.SIGKILL)
 
-    def leave(self) -> int:
+    def stop(self) -> int:
         """Stop the scheduler with SIGTERM. Return its exit code."""
         return self._signal(signal.SIGTERM)
 

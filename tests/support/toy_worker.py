@@ -17,7 +17,7 @@ from lineclear.process.standby import Standby
 
 @dataclass(frozen=True)
 class ToyOptions:
-    """How the toy behaves."""
+    """Options of the toy worker."""
 
     num_blocks: int = 512
     block_size: int = 4
@@ -28,33 +28,33 @@ class ToyOptions:
     min_step_seconds: float = 0.0
     max_step_seconds: float = 0.0
     import_seconds: float = 0.0
-    """How long a standby imports."""
+    """Import time of a standby."""
     load_seconds: float = 0.0
-    """Between the start of the process and its first Hello."""
+    """Time between the start of the process and its first Hello."""
     fault: str = ""
     """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "hang", "exit", "tokens": a result
     that cannot be, or "none": nothing, but for the file of `fault_once`."""
     fault_step: int = 0
     fault_once: str = ""
-    """A file that is made by the first fault and prevents further ones, also in later processes."""
+    """A file that the first fault creates; while it exists no further fault happens, in later processes too."""
     poison_token: int = -1
     """The process exits at a step with a row of a sequence whose prompt starts with this token."""
     max_rows: int = 0
-    """A step with more rows runs out of memory; 0: none does."""
+    """A step with more rows runs out of memory; 0 disables this."""
     heartbeat_seconds: float = 0.1
     standby_seconds: float = 600.0
-    """After which it asks again by itself when it was refused."""
+    """Time after which a rejected worker sends Hello again."""
     drain_timeout_seconds: float = 60.0
-    """How long it runs plans after SIGTERM."""
+    """Time for which it runs plans after SIGTERM."""
     model: str = ""
     """Another model gives other tokens and has another fingerprint."""
     model_file: str = ""
-    """A file that names the model instead, read when the process starts."""
+    """A file with the model's name, read when the process starts; replaces the option `model`."""
     text_fingerprint: str = ""
-    """Of the tokenizer files that it claims to have read; empty: none."""
+    """The fingerprint of tokenizer files in its Hello, or empty."""
 
     def arguments(self, directory: Path) -> list[str]:
-        """The command line of such a worker."""
+        """Return the command line of a worker with these options."""
         return [sys.executable, "-m", "support.toy_worker", str(directory), json.dumps(asdict(self))]
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     """Run until SIGTERM."""
     supervised = die_with_parent()
     standby = Standby.claim()
-    # Slow imports only now: this process already ends with its scheduler.
+    # Slow imports only here: this process already exits with its scheduler.
     from support.faulty_runner import FaultyRunner
 
     from lineclear.process.logging_setup import configure

@@ -1,4 +1,4 @@
-"""The bare sockets of a worker, for tests that send a worker's messages themselves."""
+"""The raw sockets of a worker, for tests that send a worker's messages themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Peer:
         self.results.connect(f"ipc://{directory}/result.sock")
 
     def connect_plans(self) -> None:
-        """Connect the socket for plans, which a test may have closed before."""
+        """Connect the socket for plans, which a test may have closed."""
         self.plans = self._context.socket(zmq.DEALER)
         self.plans.set(zmq.IDENTITY, self._epoch.to_bytes(8, "little"))
         self.plans.connect(f"ipc://{self._directory}/plan.sock")
