@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,8 @@ from service.session_driver import Caller, submit
 from support.blackhole import BlackHole
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
+from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor
+from lineclear.scheduler.grpc_api.response_writer import ResponseWriter, write_only
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -117,15 +119,44 @@ async def test_hang_up_before_the_headers_is_no_incident() -> None:
         async def send_initial_metadata(self, metadata: object) -> None:
             raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
 
-    greeting = asyncio.create_task(ResponseWriter(cast("Any", LostClient()), BOUND_SECONDS).send_headers(()))
+    client = cast("Any", LostClient())
+    await check_cancellation(ResponseWriter(client, BOUND_SECONDS).send_headers(()))
+    with pytest.raises(cygrpc.ExecuteBatchError):  # an error without a cancellation is a bug
+        await ResponseWriter(client, 0.001).send_headers(())
+
+
+async def test_hang_up_before_a_unary_response_is_no_incident() -> None:
+    class LostClient:
+        async def write(self, message: object) -> None:
+            raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
+
+    handler = grpc.unary_unary_rpc_method_handler(answer_empty, pb.CancelRequest.FromString)
+    guarded = ErrorInterceptor("s", reading=cast("Any", NoLimits()))._guard("/s/Cancel", handler)
+    await check_cancellation(guarded.stream_stream(None, LostClient()))
+    with pytest.raises(cygrpc.ExecuteBatchError):
+        await write_only(cast("Any", LostClient()), pb.CancelResponse(), 0.001)
+
+
+async def check_cancellation(sending: Coroutine[Any, Any, None]) -> None:
+    """`sending` waits for its cancellation and fails with nothing else."""
+    task = asyncio.create_task(sending)
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not greeting.done()
-    greeting.cancel()
+    assert not task.done()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await greeting
-    with pytest.raises(cygrpc.ExecuteBatchError):  # an error without a cancellation is a bug
-        await ResponseWriter(cast("Any", LostClient()), 0.001).send_headers(())
+        await task
+
+
+async def answer_empty(request: object, context: object) -> pb.CancelResponse:
+    return pb.CancelResponse()
+
+
+class NoLimits:
+    """A request reader that has read the request."""
+
+    async def first(self, requests: object, context: object, *, is_long: bool) -> object:
+        return pb.CancelRequest()
 
 
 async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
+from lineclear.scheduler.grpc_api.response_writer import write_only
 from lineclear.status_codec import to_status
 
 log = structlog.get_logger()
@@ -99,7 +100,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def unary(requests: AsyncIterator[Any], context: Context) -> None:
             response = await handler.unary_unary(await self._reading.first(requests, context, is_long=is_long), context)
             _check_size(response)
-            await context.write(response)
+            await write_only(context, response)
 
         if handler.request_streaming:
             assert handler.response_streaming, "no method has a request stream and a single response"

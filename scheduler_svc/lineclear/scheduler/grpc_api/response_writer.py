@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -39,12 +39,7 @@ class ResponseWriter:
 
     async def send_headers(self, metadata: Sequence[tuple[str, str]]) -> None:
         """Send the headers before the first message."""
-        try:
-            await self._context.send_initial_metadata(tuple(metadata))
-        except cygrpc.ExecuteBatchError:
-            # The call has ended. gRPC cancels this task for it, possibly a moment later.
-            await asyncio.sleep(self._limit_seconds)
-            raise
+        await _await_cancellation(self._context.send_initial_metadata(tuple(metadata)), self._limit_seconds)
         self._is_open = True
 
     async def write(self, message: Message) -> None:
@@ -69,6 +64,20 @@ class ResponseWriter:
         self._first.add_done_callback(_ignore_result)
         await asyncio.shield(self._first)
         self._is_open = True
+
+
+async def write_only(context: Context, message: Message | bytes, cancel_seconds: float = 20.0) -> None:
+    """Send the only message of a unary call. A hang-up cancels this task, within `cancel_seconds`."""
+    await _await_cancellation(context.write(message), cancel_seconds)
+
+
+async def _await_cancellation(sending: Awaitable[None], seconds: float) -> None:
+    """Await `sending`. If it fails because the call has ended, wait for gRPC to cancel this task, a moment later."""
+    try:
+        await sending
+    except cygrpc.ExecuteBatchError:
+        await asyncio.sleep(seconds)
+        raise
 
 
 def _ignore_result(task: asyncio.Task[None]) -> None:
