@@ -169,14 +169,15 @@ SCRIPTS = {
         < worker_lost 7: its connection closed
         < anomaly: its connection closed
     """,
-    "a worker that rejoins closes its old connection": """
+    "a worker joins again after its old connection closed": """
         > 7 connects
         > 7 sends hello 1
         < worker_joined 7
         > 9 connects
-        > 7 closes and 9 sends hello 1
+        > 7 closes
         < worker_lost 7: its connection closed
         < anomaly: its connection closed
+        > 9 sends hello 1
         < worker_joined 9
     """,
     "last messages count after the plan socket closed": """

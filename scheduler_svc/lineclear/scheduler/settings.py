@@ -95,7 +95,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """Let tenants use each other's cached prefixes. The time to the first token then shows a tenant whether another has
     sent the same prompt."""
     share_stats_across_tenants: bool = SECURITY.field(False)
-    """Let tenants see totals and times of all requests, which reveal the load of other tenants. Ignored with
+    """Let tenants see totals and times of all requests. They reveal the load of other tenants. Ignored with
     admin_listen."""
 
     # --- connections ---
