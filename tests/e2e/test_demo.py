@@ -16,8 +16,8 @@ from support.service import DEMO_MODEL
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.kernels import library as kernels
-from lineclear.worker.kernels.library import library_name
+from lineclear.worker.kernels import native_library as kernels
+from lineclear.worker.kernels.native_library import library_name
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings

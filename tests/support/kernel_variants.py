@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lineclear.worker.kernels import library as kernels
-from lineclear.worker.kernels.library import library_name
+from lineclear.worker.kernels import native_library as kernels
+from lineclear.worker.kernels.native_library import library_name
 
 LIBRARIES = kernels.candidates()
 needs_kernels = pytest.mark.skipif(not LIBRARIES, reason="no C++ compiler built any kernels here")

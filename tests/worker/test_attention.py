@@ -16,7 +16,7 @@ from lineclear.worker.attention.base import AttentionBackend, Batch, Chunk, Laye
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.registry import BACKENDS, choose
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
-from lineclear.worker.kernels.library import ELEMENTS, NONE
+from lineclear.worker.kernels.native_library import ELEMENTS, NONE
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 CASES = [

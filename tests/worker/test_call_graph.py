@@ -12,7 +12,7 @@ from support.kernel_variants import needs_kernels
 from torch import Tensor
 
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
-from lineclear.worker.kernels.library import selected_library
+from lineclear.worker.kernels.native_library import selected_library
 
 pytestmark = needs_kernels
 

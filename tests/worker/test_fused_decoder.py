@@ -15,7 +15,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.cpu.fused_decoder import FAMILIES
-from lineclear.worker.kernels.library import NONE
+from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.cpu.int8_linear import pack_int8, quantize
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels import library as kernels
+from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import to_int8, wrap_model

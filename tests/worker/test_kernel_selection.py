@@ -11,8 +11,8 @@ from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.worker.kernels import library as kernels
-from lineclear.worker.kernels.library import library_name, selected_library
+from lineclear.worker.kernels import native_library as kernels
+from lineclear.worker.kernels.native_library import library_name, selected_library
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lineclear.worker.attention import cpu_native
 from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
-from lineclear.worker.kernels.library import ELEMENTS, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
 pytestmark = pytest.mark.usefixtures("each_library")
 DTYPES = [torch.float32, torch.bfloat16]

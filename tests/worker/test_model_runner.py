@@ -14,7 +14,7 @@ from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.kernels.library import NONE
+from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner

@@ -12,7 +12,7 @@ from support.families import WIDE, tiny_model
 
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker import self_test
-from lineclear.worker.kernels.library import NONE, selected_library
+from lineclear.worker.kernels.native_library import NONE, selected_library
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model

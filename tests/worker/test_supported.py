@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.cpu.fused_decoder import FAMILIES
-from lineclear.worker.kernels import library
+from lineclear.worker.kernels import native_library
 from lineclear.worker.model.verified_families import VERIFIED
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_families_are_those_of_the_code() -> None:
 
 
 def test_kernel_libraries_are_those_of_the_code() -> None:
-    assert list(table("library")) == [*(name for name, _ in library._X86), "aarch64"]
+    assert list(table("library")) == [*(name for name, _ in native_library._X86), "aarch64"]
 
 
 def test_attention_backends_are_those_of_the_code() -> None:

@@ -8,7 +8,7 @@ from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
 
 from lineclear.worker.cpu import linear
-from lineclear.worker.kernels import library as kernels
+from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model
 

@@ -45,7 +45,7 @@ def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) 
         standby.run_in_background(lambda: _prepare(settings))
         standby.wait_until_promoted()
     with _importing():
-        from .kernels.library import NONE, library_name
+        from .kernels.native_library import NONE, library_name
         from .model.loaded_model import ModelFilesChanged, ModelRefused
         from .runner_factory import make_runner
         from .self_test import SelfTestFailed

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.library import ELEMENTS, selected_library
+from .kernels.native_library import ELEMENTS, selected_library
 
 _ARGMAX_WIDTH = 128
 

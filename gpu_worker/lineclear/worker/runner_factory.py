@@ -12,7 +12,7 @@ from lineclear.process.settings_base import ConfigurationError
 from . import self_test
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
 from .host_info import usable_cores
-from .kernels import library as kernels
+from .kernels import native_library as kernels
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, pointer, pointer_to
-from lineclear.worker.kernels.library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 
 from .base import AttentionBackend, Batch, LayerSpec
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lineclear.worker.attention.base import AttentionBackend, IntArray
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
-from lineclear.worker.kernels.library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 
 from .linear import Linear, Packer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
-from lineclear.worker.kernels.library import ELEMENTS, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
 from .linear import Linear, fused_weights
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
-from lineclear.worker.kernels.library import LANES, prefers_bf16_gemm, selected_library
+from lineclear.worker.kernels.native_library import LANES, prefers_bf16_gemm, selected_library
 
 
 class Linear(ABC):

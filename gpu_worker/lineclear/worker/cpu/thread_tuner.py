@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from lineclear.worker import host_info
-from lineclear.worker.kernels.library import selected_library
+from lineclear.worker.kernels.native_library import selected_library
 
 from .thread_policy import ThreadPolicy
 

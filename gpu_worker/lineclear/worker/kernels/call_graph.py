@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
-from .library import FUNCTIONS
+from .native_library import FUNCTIONS
 
 DynamicInt = ctypes.c_int64
 """An integer argument whose `value` may change between two replays."""

@@ -22,7 +22,7 @@ from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.kernels.library import prefers_bf16_gemm_for_few_rows
+from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 
 from .compatibility_probe import (
