@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from service.serving import (
+    Serving,
     error_of,
     serving,
     text_request,
@@ -23,6 +24,12 @@ from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.session import Session
 from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
+
+
+def new_session(s: Serving) -> Session:
+    """Return a session whose output is read by calling `next_response`."""
+    arguments = s.service.requests, ANONYMOUS, "", s.service._model.require, InternalError, monotonic
+    return Session(*arguments, deadline=None, max_requests=9999)
 
 
 async def test_message_without_commands_ends_the_session(tmp_path: Path) -> None:
@@ -91,12 +98,7 @@ async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: 
                 wrong = text_request(sampling={"top_p": 7.0})
                 yield pb.SessionRequest(submits=[command(handle + n, wrong) for n in range(per_message)])
 
-        service = s.service
-        session = Session(
-            *(service.requests, ANONYMOUS, "", service._model.require, InternalError, monotonic),
-            deadline=None,
-            max_requests=9999,
-        )
+        session = new_session(s)
         listening = asyncio.ensure_future(session.run(commands()))
         await until(lambda: num_read >= 256)
         for _ in range(10):
@@ -108,6 +110,26 @@ async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: 
             failed += len(message.events)
         assert failed == 1000
         await listening
+
+
+async def test_unread_cancellations_do_not_fill_the_queue(tmp_path: Path) -> None:
+    """A cancelled request leaves the queue before its client reads of it, so that others are admitted."""
+    async with serving(tmp_path, max_queue_size=4) as s:
+        handles = range(4)
+
+        async def commands() -> AsyncIterator[pb.SessionRequest]:
+            cancels = [pb.CancelCommand(handle=handle) for handle in handles]
+            yield pb.SessionRequest(submits=[command(handle) for handle in handles], cancels=cancels)
+
+        session = new_session(s)
+        await session.run(commands())
+        other = s.generate(text_request())
+        await until(lambda: bool(s.engine.submitted) or other.done())
+        assert not other.done(), await other.code()
+        failed = await session.next_response()
+        assert failed is not None
+        assert [event.handle for event in failed.events] == [*handles]
+        other.cancel()
 
 
 async def test_large_commands_leave_loop_time_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

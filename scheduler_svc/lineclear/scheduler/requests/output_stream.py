@@ -73,7 +73,7 @@ class OutputStream:
     """One request's unread output, for one reader: it awaits `wait`, or is called through `subscribe`.
 
     `engine_id` is the request's name in the engine. `text` is None for answers without text. The first `num_received`
-    tokens reached the client from another server. `queue_place` is released when the request starts.
+    tokens reached the client from another server. `queue_place` is released when the request starts or fails.
     """
 
     __slots__ = (
@@ -241,12 +241,13 @@ class OutputStream:
         self._fail(error)
 
     def close(self, error: LineclearError) -> None:
-        """End the reading: release the place in the queue, and cancel the request if the engine still has it."""
+        """End the reading, and cancel the request if the engine still has it."""
         self._subscriber = None
-        self._queue_place.release(started=False)
         self.cancel(error)
 
     def _fail(self, error: LineclearError) -> None:
+        # Not when the client reads of it: unread failures would fill the queue.
+        self._queue_place.release(started=False)
         if self._end is None and self._error is None:
             self._error = error
             self._wake()
