@@ -125,6 +125,21 @@ async def test_hang_up_before_the_headers_is_no_incident() -> None:
         await ResponseWriter(client, 0.001).send_headers(())
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_hang_up_during_a_stream_is_no_incident(is_first: bool) -> None:
+    class LostClient:
+        async def send_initial_metadata(self, metadata: object) -> None:
+            pass
+
+        async def write(self, message: object) -> None:
+            raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch", "8", ())
+
+    writer = ResponseWriter(cast("Any", LostClient()), BOUND_SECONDS)
+    if not is_first:
+        await writer.send_headers(())
+    await check_cancellation(writer.write(pb.GenerateResponse()))
+
+
 async def test_hang_up_before_a_unary_response_is_no_incident() -> None:
     class LostClient:
         async def write(self, message: object) -> None:

@@ -44,6 +44,9 @@ class ResponseWriter:
 
     async def write(self, message: Message) -> None:
         """Send a message. Return once the transport has it. Raises SlowConsumer."""
+        await _await_cancellation(self._write(message), self._limit_seconds)
+
+    async def _write(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._limit_seconds):
                 if self._is_open:
