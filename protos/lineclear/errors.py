@@ -272,7 +272,7 @@ class DeadlineUnreachable(DeadlineExceeded):
 
 
 class Cancelled(LineclearError):
-    """The client cancelled the request."""
+    """The client cancelled the request. A CANCELLED without a reason comes from gRPC, which refused the call: retry."""
 
     code = "CANCELLED"
     reason = "CANCELLED"

@@ -34,6 +34,8 @@ from service.small_tokenizers import byte_level, save
 from support.sockets import free_ports
 from support.toy import expected
 
+from lineclear.client import Client
+from lineclear.errors import LineclearError
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.messages import Sampling
@@ -64,7 +66,8 @@ _AFTER_SECONDS = 1.0  # for the server to release memory
 def canary(target: str) -> None:
     """Read one answer after another until standard input ends, at least one. Print each as a line of JSON.
 
-    Print `reading` when the first token of the first answer arrives.
+    Print `reading` when the first token of the first answer arrives. It uses the bundled client, which sends a call
+    again that gRPC itself has refused.
     """
     stopped = [False]
 
@@ -73,11 +76,7 @@ def canary(target: str) -> None:
         stopped[0] = True
 
     threading.Thread(target=wait, daemon=True).start()
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=_PROMPT), sampling={"seed": _SEED, "max_tokens": _TOKENS, "ignore_eos": True}
-    )
-    with grpc.insecure_channel(target) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with Client(target) as client:
         is_first = True
         asked = time.monotonic()
         while is_first or not stopped[0]:
@@ -86,18 +85,19 @@ def canary(target: str) -> None:
             before, error = None, ""
             first = None
             try:
-                for response in stub.Generate(request):
-                    now = time.monotonic()
-                    if is_first:
-                        is_first = False
-                        print("reading", flush=True)
-                    if response.token_ids:
-                        gaps += [] if before is None else [now - before]
-                        first = now - asked if first is None else first
-                        before = now
-                        tokens += response.token_ids
-            except grpc.RpcError as failure:
-                error = failure.code().name
+                with client.stream(_PROMPT, seed=_SEED, max_tokens=_TOKENS, ignore_eos=True) as stream:
+                    for delta in stream:
+                        now = time.monotonic()
+                        if is_first:
+                            is_first = False
+                            print("reading", flush=True)
+                        if delta.token_ids:
+                            gaps += [] if before is None else [now - before]
+                            first = now - asked if first is None else first
+                            before = now
+                            tokens += delta.token_ids
+            except LineclearError as failure:
+                error = failure.reason
             is_first = False
             ended = time.monotonic()
             longest = max([first or 0.0, *gaps, ended - (before or asked)])
@@ -142,6 +142,7 @@ def judge(answers: Sequence[dict[str, Any]], right: Sequence[int]) -> dict[str, 
     return {
         "gap_ms": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "max": quantile(gaps, 1.0)},
         "answers": len(answers),
+        "errors": sorted({answer["error"] for answer in answers if answer["error"]}),
         "lost": sum(bool(answer["error"]) or len(answer["tokens"]) < len(right) for answer in answers),
         "altered": sum(answer["tokens"] != list(right[: len(answer["tokens"])]) for answer in answers),
         "stood_still": sum(answer["longest"] > _STANDSTILL_SECONDS for answer in answers),

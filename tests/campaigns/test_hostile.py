@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def test_canary_reads_beside_hostile_callers(folder: Path) -> None:
     try:
         for kind in ("calm", "slow_template", "detokenize_flood", "cancel_storm", "frames_of_resets"):
             found = campaign.run(kind, 1.0)
-            assert hostile.faults(found) == [], found
+            assert hostile.faults(found) == [], json.dumps(found)
     finally:
         exit_code = campaign.end()
     assert exit_code == 0
@@ -55,12 +56,14 @@ def test_lost_and_altered_answers_are_counted() -> None:
     assert hostile.judge([good, good], right) == {
         "gap_ms": {"p50": 20.0, "p99": 20.0, "max": 20.0},
         "answers": 2,
+        "errors": [],
         "lost": 0,
         "altered": 0,
         "stood_still": 0,
     }
     cut = {**good, "tokens": right[:2], "error": "UNAVAILABLE"}
     assert hostile.judge([good, cut], right)["lost"] == 1
+    assert hostile.judge([good, cut], right)["errors"] == ["UNAVAILABLE"]
     assert hostile.judge([good, {**good, "tokens": [1, 2, 4]}], right)["altered"] == 1
     assert hostile.judge([{**good, "tokens": [*right, 4]}], right)["altered"] == 1
     assert hostile.judge([good, {**good, "longest": 30.0}], right)["stood_still"] == 1
