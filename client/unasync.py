@@ -23,7 +23,7 @@ REPLACEMENTS = [
     (r"The client for asyncio, and the source of `_sync`: after a change run `client/unasync\.py`",
      "The client for threads"),
     (r"_async\.", "_sync."),
-    (r"\b(async_)(?=sleep)", ""),
+    (r"\b(async_)(?=sleep|call\b)", ""),
     (r"\b(unary|stream|close)_async\b", r"\1"),
     (r"\basync (?=(def|with|for)\b)", ""),
     (r"\bawait ", ""),

@@ -50,7 +50,7 @@ TABLE: Final = (
     ExitCodeRow(
         ExitCode.NEGATIVE,
         COMMAND,
-        "some of several prompts failed; `health`: the server is not serving; `result --cancel`: nothing to"
+        "some of several prompts failed; `health`: the server is not serving; `cancel`: nothing to"
         " cancel; `lineclear-scheduler replay`: a decision differs",
         "",
     ),

@@ -298,8 +298,9 @@ def test_submit_and_result(cli: Any, server: Any) -> None:
     assert json.loads(cli("result", name, "--json").stdout)["usage"]["completion_tokens"] == 3
     now = json.loads(cli("result", name, "--no-wait", "--json").stdout)
     assert (now["state"], now["text"], now["token_ids"]) == ("running", "one two three", [100, 101, 102])
-    assert cli("result", name, "--cancel").exit_code == 0
-    assert cli("result", name, "--cancel").exit_code == 1
+    assert cli("cancel", name).exit_code == 0
+    again = cli("cancel", name, "--json")
+    assert (again.exit_code, json.loads(again.stdout)) == (1, {"request_id": name, "found": False})
     assert cli("result", name).exit_code not in (0, 1, 2)
 
 

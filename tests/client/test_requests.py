@@ -30,7 +30,7 @@ def test_every_schema_field_is_a_parameter() -> None:
     stops = {"strings": "stop", "token_ids": "stop_token_ids", "include_stop_string": "include_stop_string"}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
-    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change"}
+    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "on_delta", "on_token"}
     elsewhere = {"text", "token_ids", "chat", "sampling", "stop", "output"}
     elsewhere.add("resume")  # the clients do that by themselves
     assert (fields(pb.GenerateRequest) - elsewhere) | fields(pb.OutputOptions) | own == REQUEST_FIELDS

@@ -47,3 +47,34 @@ def test_durations_become_seconds_and_lists_tuples() -> None:
     assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
     stats = results.from_proto(results.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
     assert stats.step_seconds.p99 == 2.0
+
+
+def generation(completion_tokens: int, decode_seconds: float, e2e_seconds: float, resumes: int = 0) -> Any:
+    return results.Generation(
+        text="", token_ids=(), finish_reason=results.FinishReason.LENGTH, matched_stop=None,
+        usage=results.Usage(completion_tokens=completion_tokens), started=results.Started(request_id="r"),
+        timings=results.Timings(decode_time_seconds=decode_seconds, e2e_latency_seconds=e2e_seconds), resumes=resumes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("completion_tokens", "decode_seconds", "e2e_seconds", "resumes", "rate"),
+    [
+        (5, 2.0, 9.0, 0, 2.0),
+        (1, 0.0, 0.5, 0, 2.0),
+        (0, 0.0, 1.0, 0, None),
+        (5, 2.0, 9.0, 1, None),
+        (2, 0.0, 1.0, 0, None),
+    ],
+)
+def test_tokens_per_second(
+    completion_tokens: int, decode_seconds: float, e2e_seconds: float, resumes: int, rate: float | None
+) -> None:
+    answer = generation(completion_tokens, decode_seconds, e2e_seconds, resumes)
+    assert answer.tokens_per_second == rate
+    assert answer.to_dict()["tokens_per_second"] == rate
+
+
+def test_generation_has_the_id_of_its_request() -> None:
+    answer = generation(1, 0.0, 1.0)
+    assert answer.request_id == answer.to_dict()["request_id"] == "r"

@@ -44,6 +44,9 @@ class Threaded:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(self.client.generate, *args, **params))
 
+    async def cancel(self, request_id: str) -> bool:
+        return await asyncio.to_thread(self.client.cancel, request_id)
+
     async def close(self) -> None:
         await asyncio.to_thread(self.client.close)
         self._threads.shutdown(wait=False)
@@ -287,3 +290,23 @@ async def test_too_large_request_fails_alone(tmp_path: Path, connect: Open) -> N
         assert list((await neighbour).token_ids) == SMILE_IDS
         assert len(s.service._sessions) == 1
         await finish(s, first)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+@pytest.mark.parametrize("submitted", [False, True])
+async def test_cancel_by_id_ends_the_request(tmp_path: Path, kind: str, submitted: bool) -> None:
+    """The id is enough, whichever client has the request."""
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
+        if submitted:
+            answer = asyncio.ensure_future((await client.submit("x", request_id="mine")).result())
+        else:
+            answer = asyncio.ensure_future(client.generate("x", request_id="mine"))
+        s.engine.start(await s.engine.next_request(1))
+        other: Any = Threaded(s.server.address) if kind == "sync" else AsyncClient(s.server.address)
+        assert await other.cancel("mine") is True
+        with pytest.raises(Cancelled):
+            await answer
+        if not submitted:  # the end of a submitted request is kept
+            assert await other.cancel("mine") is False
+        assert await other.cancel("unknown") is False
+        await other.close()

@@ -138,16 +138,11 @@ def result(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait for the complete answer, or show the answer so far.")
     ] = True,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request or drop its answer.")] = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Show a submitted answer once it is complete, or with --no-wait the answer so far."""
     with connection.client() as client:
         submitted = client.submitted(request_id)
-        if cancel:
-            if not submitted.cancel():
-                raise typer.Exit(ExitCode.NEGATIVE)
-            return
         if wait:
             found = submitted.result()
             output.show_json(found.to_dict()) if json_lines else output.show(f"{found.text}\n")
@@ -159,6 +154,21 @@ def result(
         output.show_json(values | ({} if error is None else {"error": error}))
     else:
         output.show(f"{snapshot.text}\n")
+
+
+@command(epilog="Example: lineclear cancel ID || echo 'no such request'")
+def cancel(
+    connection: Connection,
+    request_id: Annotated[str, typer.Argument(help="The id that `submit` showed, or that of any running request.")],
+    json_lines: Json = False,
+) -> None:
+    """Cancel a request, or drop its kept answer: exit code 1 if the server does not have it."""
+    with connection.client() as client:
+        found = client.cancel(request_id)
+    if json_lines:
+        output.show_json({"request_id": request_id, "found": found})
+    if not found:
+        raise typer.Exit(ExitCode.NEGATIVE)
 
 
 @command(name="chat", epilog="Example: lineclear chat --system 'Answer in one sentence.'")

@@ -8,7 +8,7 @@ from typing import Unpack, get_args
 from lineclear.v1 import inference_pb2 as pb
 
 from .channel import Pairs
-from .requests import Metadata, OnModelChange, Params, Prompt, Request, Sampling, Unset, pairs
+from .requests import Metadata, OnDelta, OnModelChange, OnToken, Params, Prompt, Request, Sampling, Unset, pairs
 from .retry import OnWait, RetryPolicy, RetryState
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -26,6 +26,8 @@ class CallOptions:
     retry: RetryPolicy
     on_wait: OnWait | None = None
     on_model_change: OnModelChange = "error"
+    on_delta: OnDelta | None = None
+    on_token: OnToken | None = None
 
     @property
     def may_restart(self) -> bool:
@@ -76,6 +78,8 @@ class ClientConfig:
             retry=self.retry,
             on_wait=self.on_wait,
             on_model_change=_checked(request.on_model_change or self.on_model_change),
+            on_delta=request.on_delta,
+            on_token=request.on_token,
         )
 
     def attaching(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import inspect
 import queue
 import threading
 import time
@@ -20,6 +21,19 @@ T = TypeVar("T")
 
 async_sleep = asyncio.sleep
 sleep = time.sleep
+
+
+async def async_call(callback: Callable[[T], object], value: T) -> None:
+    """Call a function of the user, and await its result if that is awaitable."""
+    if inspect.isawaitable(result := callback(value)):
+        await result
+
+
+def call(callback: Callable[[T], object], value: T) -> None:
+    """Call a function of the user. Raises TypeError for a coroutine function."""
+    if inspect.iscoroutine(result := callback(value)):
+        result.close()
+        raise TypeError("a callback of a Client is a plain function; AsyncClient takes coroutine functions")
 
 
 class AsyncEvent(asyncio.Event):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
+
+from .results import Delta
 
 Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 
@@ -30,6 +32,11 @@ UNSET: Final = Unset.UNSET
 
 OnModelChange: TypeAlias = Literal["error", "restart"]
 """What happens to an answer whose model is replaced: it raises ModelChanged, or it starts over."""
+
+OnDelta: TypeAlias = Callable[[Delta], object]
+"""Called with each piece of an answer, by its reader. An AsyncClient awaits what it returns if that is awaitable."""
+OnToken: TypeAlias = Callable[[int], object]
+"""Called with each token id, as `OnDelta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,8 @@ class Params(TypedDict, total=False):
     token_timings: bool | None
     timeout_seconds: float | None
     metadata: Metadata
+    on_delta: OnDelta | None
+    on_token: OnToken | None
 
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sampling))
@@ -121,6 +130,10 @@ class Request:
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
     answer. `on_model_change`: by default that of the client.
+
+    `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
+    the answer and before a loop over the stream gets the delta. If one raises, the request is cancelled and the reader
+    gets the exception.
     """
 
     prompt: Prompt
@@ -139,6 +152,8 @@ class Request:
     token_timings: bool | None = None
     timeout_seconds: float | Unset | None = UNSET
     metadata: Metadata = ()
+    on_delta: OnDelta | None = None
+    on_token: OnToken | None = None
 
     @classmethod
     def of(cls, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:

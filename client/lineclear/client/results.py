@@ -142,9 +142,28 @@ class Generation:
     resumes: int = 0
     restarts: int = 0
 
+    @property
+    def request_id(self) -> str:
+        """The name of the request: the caller's, or the server's."""
+        return self.started.request_id
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first, divided by the seconds from the first to the last: 1 / mean inter-token latency.
+
+        With a single token: 1 / `timings.e2e_latency_seconds`. None without tokens, and for a resumed answer, whose
+        timings are those of the last part only.
+        """
+        tokens = self.usage.completion_tokens
+        seconds = self.timings.decode_time_seconds if tokens > 1 else self.timings.e2e_latency_seconds
+        if self.resumes or not tokens or seconds <= 0:
+            return None
+        return max(tokens - 1, 1) / seconds
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for json.dumps, without the fields that were not requested."""
-        plain = dataclasses.asdict(self)
+        plain = {"request_id": self.request_id, **dataclasses.asdict(self)}
+        plain["tokens_per_second"] = self.tokens_per_second
         for name in ("logprobs", "token_times_seconds"):
             if not plain[name]:
                 del plain[name]

@@ -75,8 +75,7 @@ class AsyncSubmitted:
 
     async def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
         """Cancel the request or drop its answer. Returns False if the server does not have the request."""
-        request = pb.CancelRequest(request_id=self.request_id)
-        return (await self._client._unary(rpc_methods.CANCEL, request, timeout_seconds, self._metadata)).found
+        return await self._client._cancel(self.request_id, timeout_seconds, self._metadata)
 
 
 class AsyncClient:
@@ -268,6 +267,14 @@ class AsyncClient:
         """Return the request that this or another client submitted. Makes no call."""
         return AsyncSubmitted(self, request_id, self._config.metadata if metadata is None else pairs(metadata))
 
+    async def cancel(self, request_id: str, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """Cancel a request of this client or of another one with the same token. Returns False if there is none.
+
+        `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
+        request that has ended is deleted.
+        """
+        return await self._cancel(request_id, timeout_seconds, self._config.metadata)
+
     async def tokenize(
         self,
         prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
@@ -322,6 +329,10 @@ class AsyncClient:
                 if error.code in method.error_responses:
                     return method.error_responses[error.code]
                 await async_sleep(attempts.pause_after(error))
+
+    async def _cancel(self, request_id: str, timeout_seconds: float | Unset | None, metadata: Pairs) -> bool:
+        request = pb.CancelRequest(request_id=request_id)
+        return (await self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found
 
     def _run_batch(
         self,

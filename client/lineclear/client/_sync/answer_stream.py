@@ -14,7 +14,7 @@ from lineclear.v1 import inference_pb2 as pb
 from .. import rpc_methods
 from ..answer_assembler import AnswerAssembler
 from ..call_settings import CallOptions
-from ..concurrency import Event
+from ..concurrency import Event, call
 from ..results import Delta, Generation
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
@@ -41,6 +41,7 @@ class Stream:
         self._call: Call[pb.GenerateResponse] | None = None
         self._stop = Event()  # set by cancel(); it also ends a pause between calls
         self._canceller = Canceller(self.cancel)
+        self._has_callbacks = options.on_delta is not None or options.on_token is not None
         message = options.message
         self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
         self._has_responses = False  # from the first response on, the next call resumes the answer
@@ -115,7 +116,10 @@ class Stream:
         if self._ended:
             raise StopIteration
         with self._canceller.guard():
-            return self._next(self._call)
+            delta = self._next(self._call)
+        if self._has_callbacks:
+            self._call_back(delta)
+        return delta
 
     def cancel(self) -> None:
         """Cancel the request. A loop over the stream ends with Cancelled. Safe from any thread."""
@@ -154,6 +158,19 @@ class Stream:
             self._ended = True
             raise
         raise StopIteration
+
+    def _call_back(self, delta: Delta) -> None:
+        options = self._options
+        try:
+            if options.on_delta is not None:
+                call(options.on_delta, delta)
+            if options.on_token is not None:
+                for token_id in delta.token_ids:
+                    call(options.on_token, token_id)
+        except BaseException:
+            self.cancel()
+            self._ended = True
+            raise
 
     def _add(self, message: pb.GenerateResponse | None) -> Delta | None:
         """Add a response, or None at the end of the stream, to the answer.

@@ -76,8 +76,7 @@ class Submitted:
 
     def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
         """Cancel the request or drop its answer. Returns False if the server does not have the request."""
-        request = pb.CancelRequest(request_id=self.request_id)
-        return (self._client._unary(rpc_methods.CANCEL, request, timeout_seconds, self._metadata)).found
+        return self._client._cancel(self.request_id, timeout_seconds, self._metadata)
 
 
 class Client:
@@ -265,6 +264,14 @@ class Client:
         """Return the request that this or another client submitted. Makes no call."""
         return Submitted(self, request_id, self._config.metadata if metadata is None else pairs(metadata))
 
+    def cancel(self, request_id: str, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """Cancel a request of this client or of another one with the same token. Returns False if there is none.
+
+        `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
+        request that has ended is deleted.
+        """
+        return self._cancel(request_id, timeout_seconds, self._config.metadata)
+
     def tokenize(
         self,
         prompt: str | Sequence[ChatMessage] | Sequence[dict[str, str]],
@@ -317,6 +324,10 @@ class Client:
                 if error.code in method.error_responses:
                     return method.error_responses[error.code]
                 sleep(attempts.pause_after(error))
+
+    def _cancel(self, request_id: str, timeout_seconds: float | Unset | None, metadata: Pairs) -> bool:
+        request = pb.CancelRequest(request_id=request_id)
+        return (self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found
 
     def _run_batch(
         self,
