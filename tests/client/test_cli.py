@@ -52,7 +52,8 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
         "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.5",
         "--logit-bias", "5=1.5", "--logit-bias", "6=-2", "--allowed-token-ids", "1,2", "--banned-token-ids", "3",
         "--seed", "7", "--min-tokens", "1", "--ignore-eos", "--stop", "a", "--stop", "b", "--stop-token-ids", "8, 9",
-        "--include-stop-string", "--priority", "0", "--top-logprobs", "2", "--token-timings", "--header", "a=b=c",
+        "--eos-token-ids", "3", "--include-stop-string", "--priority", "0", "--expected-tokens", "4",
+        "--top-logprobs", "2", "--token-timings", "--header", "a=b=c",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert server.requests == [
@@ -65,8 +66,9 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
                 "allowed_token_ids": [1, 2], "banned_token_ids": [3], "seed": 7, "min_tokens": 1, "max_tokens": 9,
                 "ignore_eos": True,
             },
-            stop={"strings": ["a", "b"], "token_ids": [8, 9], "include_stop_string": True},
+            stop={"strings": ["a", "b"], "token_ids": [8, 9], "eos_token_ids": [3], "include_stop_string": True},
             priority=0,
+            expected_tokens=4,
             output={"logprobs": True, "top_logprobs": 2, "token_timings": True},
         )
     ]  # fmt: skip

@@ -18,7 +18,7 @@ EVERYTHING: dict[str, Any] = {
     "temperature": 0.5, "top_k": 40, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logit_bias": {5: 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
     "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"],
-    "stop_token_ids": [7], "include_stop_string": True,
+    "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ def fields(message: Any) -> set[str]:
 
 
 def test_every_schema_field_is_a_parameter() -> None:
-    stops = {"strings": "stop", "token_ids": "stop_token_ids", "include_stop_string": "include_stop_string"}
+    stops = {"strings": "stop", "token_ids": "stop_token_ids"}
+    stops |= {name: name for name in ("include_stop_string", "eos_token_ids")}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
     own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "on_delta", "on_token"}
@@ -45,15 +46,17 @@ def test_params_match_sampling_and_request() -> None:
 
 
 def test_every_parameter_sets_its_field() -> None:
-    message = Request.of("hi", **EVERYTHING, request_id="a", priority=0, top_logprobs=2, token_timings=True).to_proto()
-    assert (message.text, message.request_id, message.priority) == ("hi", "a", 0)
+    message = Request.of("hi", **EVERYTHING, request_id="a", priority=0, expected_tokens=4, top_logprobs=2).to_proto()
+    assert (message.text, message.request_id, message.priority, message.expected_tokens) == ("hi", "a", 0, 4)
     assert message.sampling == sampling_pb2.SamplingParams(
         temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=-0.5, logit_bias=[sampling_pb2.LogitBias(token_id=5, bias=1.5)], allowed_token_ids=[1, 2],
         banned_token_ids=[3], seed=2**64 - 1, min_tokens=1, max_tokens=9, ignore_eos=True,
     )  # fmt: skip
-    assert message.stop == sampling_pb2.StopConditions(strings=["x", "y"], token_ids=[7], include_stop_string=True)
-    assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2, token_timings=True)
+    assert message.stop == sampling_pb2.StopConditions(
+        strings=["x", "y"], token_ids=[7], eos_token_ids=[8], include_stop_string=True
+    )
+    assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2)
 
 
 def test_none_leaves_a_field_unset() -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 from core.harness import CoreHarness, make_request
 
+from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Sequence
 
@@ -111,3 +112,33 @@ def test_absent_tenants_are_forgotten() -> None:
     assert 0 < len(order.dump()["debtors"]) <= 4096
     order.on_finish(stays)
     assert order.dump() == {"clock": 0, "present": {}, "debtors": {}}
+
+
+def test_tokens_beyond_the_expected_ones_are_charged_at_the_end() -> None:
+    """Both tenants always have two requests; "a" expects one token where it takes eight."""
+    harness = one_by_one()
+    expected, submitted = {"a": 1, "b": 8}, Counter[str]()
+    while sum(submitted.values()) < 60:
+        ended = Counter(e.request_id[0] for e in harness.events if isinstance(e, Finished))
+        for tenant in expected:
+            while submitted[tenant] < ended[tenant] + 2:
+                name = f"{tenant}{submitted[tenant]}"
+                harness.submit(name, 4, 8, tenant=tenant, expected_tokens=expected[tenant])
+                submitted[tenant] += 1
+        harness.step()
+    assert abs(submitted["a"] - submitted["b"]) <= 2
+
+
+def test_shares_follow_expected_tokens_while_they_are_right() -> None:
+    """Tenant "a" allows a hundred tokens and expects four, so its requests cost as little as those of "b"."""
+    harness = one_by_one()
+    for number in range(10):
+        harness.submit(f"a{number}", 4, 100, tenant="a", expected_tokens=4, seed=number)
+        harness.submit(f"b{number}", 4, 4, tenant="b")
+    names = []
+    while len(names) < 12:
+        harness.step()
+        if len(harness.started()) > len(names):
+            names = harness.started()
+            harness.core.finish_at_stop_string(names[-1], 1, harness.now)
+    assert Counter(name[0] for name in names) == {"a": 6, "b": 6}

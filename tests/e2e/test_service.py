@@ -59,6 +59,17 @@ def test_stop_string_ends_the_answer(service: Service) -> None:
     assert stopped.token_ids == answer.token_ids[: len(stopped.token_ids)]
 
 
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_own_end_of_sequence_equals_generate(service: Service, prompt: str) -> None:
+    eos = reference(prompt, 24)[10]
+    loaded, tokenizer = model()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    wanted = loaded.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=eos)[0]
+    answer = service.client.generate(prompt, temperature=0.0, max_tokens=24, eos_token_ids=[eos])
+    assert list(answer.token_ids) == wanted[inputs["input_ids"].shape[1] :].tolist()
+    assert (answer.finish_reason, answer.matched_stop) == ("stop_eos", eos)
+
+
 def test_repeated_prompt_hits_the_prefix_cache(service: Service) -> None:
     prompt = "A very long sentence about the sea, the sky and the ships that sail between them. " * 4
     first = service.client.generate(prompt, max_tokens=2, temperature=0.0)

@@ -107,6 +107,22 @@ def _cases() -> Iterator[Bad]:
         yield Bad(f"stop {token_id}", request(stop={"token_ids": [2, 3, token_id]}), VOCAB, ("stop.token_ids[2]",))
     for count in (17, 1000):
         yield Bad(f"{count} stop tokens", request(stop={"token_ids": [2] * count}), INVALID, ("stop.token_ids",))
+    for token_id in HUGE_IDS:
+        yield Bad(f"eos {token_id}", request(stop={"eos_token_ids": [2, token_id]}), VOCAB, ("stop.eos_token_ids[1]",))
+    yield Bad("17 eos tokens", request(stop={"eos_token_ids": [2] * 17}), INVALID, ("stop.eos_token_ids",))
+    yield Bad(
+        "eos tokens to ignore",
+        request(sampling={"ignore_eos": True}, stop={"eos_token_ids": [2]}),
+        INVALID,
+        ("stop.eos_token_ids",),
+    )
+    yield Bad(
+        "only own eos tokens are allowed, before min_tokens",
+        request(sampling={"allowed_token_ids": [9], "min_tokens": 1}, stop={"eos_token_ids": [9]}),
+        INVALID,
+        ("sampling.allowed_token_ids",),
+    )
+    yield Bad("expected_tokens=0", request(expected_tokens=0), INVALID, ("expected_tokens",))
     for count in (9, 10_000):
         yield Bad(f"{count} stops", request(stop={"strings": ["x"] * count}), INVALID, ("stop.strings",))
     for string in ("", "x" * 65, "é" * 33, "😀" * 17, "x" * 100_000):

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, serving, text_request
+from service.session_driver import Caller
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits, QueuePlace
+from lineclear.scheduler.security.identity import share
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
@@ -154,6 +156,39 @@ async def test_core_gets_hashed_tenants(tmp_path: Path) -> None:
         assert not any("acme" in share for share in shares)
         for call in (*calls, other):
             call.cancel()
+        await s.idle()
+
+
+def named(handle: int, tenant: str) -> pb.SessionRequest:
+    return pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=IDS, tenant=tenant)])
+
+
+async def test_session_names_a_tenant_per_request(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue_size_per_tenant=2) as s:
+        caller = Caller(s, **tenant("a"))
+        await caller.send(named(1, "b"), named(2, "b"), named(3, "b"), named(4, ""), named(5, "a"), named(6, "a"))
+        await caller.until(lambda: len(caller.failed) == 2)
+        assert {handle: error.reason for handle, error in caller.failed.items()} == dict.fromkeys((3, 6), "QUEUE_FULL")
+        await s.engine.next_request(4)
+        assert [request.tenant for request in s.engine.submitted] == [share(name) for name in "bbaa"]
+        await caller.send(named(7, "x" * 100))
+        await s.engine.next_request(5)
+        assert s.engine.submitted[4].tenant == share("x" * 64)
+        caller.call.cancel()
+        await s.idle()
+        assert s.service.quota.num_tenants == 0
+
+
+async def test_proven_tenant_is_not_renamed_in_a_session(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alice alice-token-0123456789abcdef\n")
+    path.chmod(0o600)
+    async with serving(tmp_path, token_file=str(path)) as s:
+        caller = Caller(s, metadata=(("authorization", "Bearer alice-token-0123456789abcdef"),))
+        await caller.send(named(1, "bob"))
+        await s.engine.next_request(1)
+        assert s.engine.submitted[0].tenant == share("alice")
+        caller.call.cancel()
         await s.idle()
 
 

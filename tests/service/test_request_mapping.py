@@ -9,11 +9,15 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from service.serving import (
     EOS,
+    HELLO,
+    HELLO_IDS,
     TOKENIZER,
     error_of,
     read_all,
     serving,
+    text_of,
     text_request,
+    tokens_of,
 )
 from service.session_driver import Caller
 
@@ -165,3 +169,33 @@ async def test_ignore_eos_keeps_the_requests_stop_tokens(tmp_path: Path) -> None
         await read_all(s.generate(request))
         assert s.engine.submitted[0].eos_ids == frozenset()
         assert s.engine.submitted[0].sampling.stop_ids == (9,)
+
+
+async def test_own_eos_tokens_replace_the_models(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [HELLO_IDS[0], EOS, 9]
+        responses = await read_all(s.generate(text_request(stop={"token_ids": [7], "eos_token_ids": [9]})))
+        request = s.engine.submitted[0]
+        assert (request.eos_ids, request.stop_ids) == (frozenset({9}), frozenset({7}))
+        assert request.sampling.stop_ids == (7, 9)
+        finished = responses[-1].finished
+        assert (finished.finish_reason, finished.matched_token_id) == (pb.FINISH_REASON_STOP_EOS, 9)
+        assert tokens_of(responses) == [HELLO_IDS[0], EOS, 9]
+        assert text_of(responses) == "He"
+
+
+async def test_expected_tokens_are_at_most_max_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        for expected in (None, 3, 1000):
+            await read_all(s.generate(text_request(expected_tokens=expected, sampling={"max_tokens": 9})))
+        assert [request.expected_tokens for request in s.engine.submitted] == [0, 3, 9]
+
+
+async def test_resumed_answer_is_expected_to_grow(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [5, 6, 7, 8]
+        resume = pb.Resume(token_ids=[5, 6, 7], model_fingerprint=HELLO.model_fingerprint)
+        greedy = {"max_tokens": 9, "temperature": 0.0}
+        await read_all(s.generate(text_request(expected_tokens=2, sampling=greedy, resume=resume)), 3)
+        assert s.engine.submitted[0].expected_tokens == 4

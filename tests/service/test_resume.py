@@ -32,6 +32,12 @@ CASES = [
     Case("plain", IDS),
     Case("end of sequence", [*IDS, EOS]),
     Case("stop token", [*IDS[:9], 7], {"stop": {"token_ids": [7]}}, {"silent_ids": frozenset({7, EOS})}),
+    Case(
+        "own end of sequence",
+        [*IDS[:9], EOS, 7],
+        {"stop": {"eos_token_ids": [7]}, "sampling": {"min_tokens": 3}},
+        {"silent_ids": frozenset({7})},
+    ),
     Case("stop string", IDS, {"stop": {"strings": ["STOP"]}}, {"stops": StopStrings(["STOP"])}),
     Case(
         "kept stop string",

@@ -2,8 +2,8 @@
 
 The bounds are those of docs/architecture.md. The order `fair` has two more. While two tenants have requests waiting,
 the tokens they start with differ by at most the largest request of each. And a request waits for no more tokens of
-another tenant's later requests than its own tenant had charged before it, plus one of their requests. Tokens credited
-to a tenant count for it in both.
+another tenant's later requests than its own tenant had charged before it, plus one of their requests. The difference
+between charge and use of a tenant's ended requests counts for it in both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Waiting:
 
     ahead: float
     """Tokens that its tenant had charged before it."""
-    credited: Counter[str]
-    """Tokens credited by tenant, when the tenant last came back from idle."""
+    settled: Counter[str]
+    """Tokens settled by tenant, when the tenant last came back from idle."""
     later: Counter[str] = field(default_factory=Counter)
     """Tokens of later requests that started before it, by tenant."""
 
@@ -35,7 +35,7 @@ class _Waiting:
 class _Lead:
     """How many more tokens the first of two tenants started with."""
 
-    credited: Counter[str]
+    settled: Counter[str]
     tokens: int = 0
 
 
@@ -49,8 +49,8 @@ class ModelQueue:
         self._charged: Counter[str] = Counter()  # by tenant, in tokens
         self._largest: Counter[str] = Counter()
         self._last_key: dict[str, float] = {}  # of the tenant's newest request, while it has one waiting
-        self._credited: Counter[str] = Counter()
-        self._credited_before: Counter[str] = Counter()  # when the tenant last came back from idle
+        self._settled: Counter[str] = Counter()
+        self._settled_before: Counter[str] = Counter()  # when the tenant last came back from idle
         self._waiting: dict[ModelSequence, _Waiting] = {}
         self._leads: dict[tuple[str, str], _Lead] = {}  # while both tenants have a request waiting
 
@@ -74,7 +74,7 @@ class ModelQueue:
     def _charge(self, request: Request) -> float:
         tenant = request.tenant
         if tenant not in self._last_key and self._charged[tenant] <= self._clock:
-            self._credited_before[tenant] = self._credited[tenant]
+            self._settled_before[tenant] = self._settled[tenant]
         start = max(self._charged[tenant], int(self._clock))
         self._charged[tenant] = start + _size(request)
         self._largest[tenant] = max(self._largest[tenant], _size(request))
@@ -83,7 +83,7 @@ class ModelQueue:
 
     def push(self, sequence: ModelSequence) -> None:
         """Add a request that waits to start."""
-        self._waiting[sequence] = _Waiting(sequence.queue_key[0] - self._clock, self._credited_before.copy())
+        self._waiting[sequence] = _Waiting(sequence.queue_key[0] - self._clock, self._settled_before.copy())
 
     def on_start(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, isolated: bool) -> None:
         """Check and count the first start of one of the `waiting` requests; `isolated` suspects may overtake."""
@@ -96,11 +96,11 @@ class ModelQueue:
         self._forget_tenant(sequence.request.tenant, [other for other in waiting if other is not sequence])
 
     def on_finish(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, is_idle: bool) -> None:
-        """Credit the unused tokens of a request that ended; `waiting` are the requests that have not started."""
+        """Settle the charge of a request that ended; `waiting` are the requests that have not started."""
         tenant = sequence.request.tenant
         used = 0 if sequence.started_at is None else len(sequence.tokens)
         self._charged[tenant] -= _size(sequence.request) - used
-        self._credited[tenant] += _size(sequence.request) - used
+        self._settled[tenant] += abs(_size(sequence.request) - used)
         if self._waiting.pop(sequence, None) is not None:
             self._forget_tenant(tenant, waiting)
         if is_idle:
@@ -118,7 +118,7 @@ class ModelQueue:
                     tenant, entry = sequence.request.tenant, self._waiting[other]
                     require(tenant != other.request.tenant, "I14", "requests of a tenant start in order of arrival")
                     entry.later[tenant] += _size(sequence.request)
-                    bound = entry.ahead + self._slack(tenant, entry.credited)
+                    bound = entry.ahead + self._slack(tenant, entry.settled)
                     require(entry.later[tenant] <= bound, "I14", "later requests of another tenant are bounded")
             elif other.queue_key > sequence.queue_key:
                 late = sequence.arrival - other.arrival
@@ -130,7 +130,7 @@ class ModelQueue:
         if self._limits.scheduling_policy == "priority":
             return 255 * aging
         if self._limits.scheduling_policy == "shortest":
-            return sequence.max_len / 256 * aging
+            return _size(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
             return 256 * aging if request.deadline is None else request.deadline - sequence.arrival
         return 0.0
@@ -141,15 +141,15 @@ class ModelQueue:
             return
         tenants = sorted({other.request.tenant for other in waiting})
         for pair in [(a, b) for a in tenants for b in tenants if a < b]:
-            lead = self._leads.setdefault(pair, _Lead(self._credited_before.copy()))
+            lead = self._leads.setdefault(pair, _Lead(self._settled_before.copy()))
             if sequence.request.tenant in pair:
                 size = _size(sequence.request)
                 lead.tokens += size if sequence.request.tenant == pair[0] else -size
-            bound = sum(self._slack(tenant, lead.credited) for tenant in pair)
+            bound = sum(self._slack(tenant, lead.settled) for tenant in pair)
             require(abs(lead.tokens) <= bound, "I14", "waiting tenants differ by at most one request of each")
 
-    def _slack(self, tenant: str, credited: Counter[str]) -> int:
-        return self._largest[tenant] + self._credited[tenant] - credited[tenant]
+    def _slack(self, tenant: str, settled: Counter[str]) -> int:
+        return self._largest[tenant] + self._settled[tenant] - settled[tenant]
 
     def on_overtake(
         self, sequence: ModelSequence, waiting: Collection[ModelSequence], preempted: Collection[ModelSequence]
@@ -164,5 +164,5 @@ class ModelQueue:
 
 
 def _size(request: Request) -> int:
-    """Return the most tokens that the request can have."""
-    return len(request.prompt) + request.max_tokens
+    """Return the tokens that the request is expected to have."""
+    return len(request.prompt) + (request.expected_tokens or request.max_tokens)

@@ -11,7 +11,15 @@ from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.inflight_step import InflightStep, ResultTokens
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
-from lineclear.scheduler.core.policies import Adaptive, BatchingState, Continuous, DynamicTimeout, FixedSize, Priority
+from lineclear.scheduler.core.policies import (
+    Adaptive,
+    BatchingState,
+    Continuous,
+    DynamicTimeout,
+    FixedSize,
+    Priority,
+    Shortest,
+)
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
@@ -325,9 +333,32 @@ _ORDER = (
     Bug(
         "a request that was cancelled in the queue is charged",
         FairShare.on_finish,
-        replace("0 if _1 else _2", "_max_tokens(sequence.request) if _1 else _2"),
+        replace("0 if _1 else _2", "sequence.request.expected_len if _1 else _2"),
     ),
     Bug("tenants are not charged", FairShare.key, drop("account.charged += _")),
+    Bug(
+        "shortest leaves out the expected output length",
+        Shortest.key,
+        replace("request.expected_len", "(len(request.prompt) + request.max_tokens)"),
+    ),
+    Bug(
+        "fair shares leave out the expected output length",
+        FairShare.key,
+        replace("request.expected_len", "(len(request.prompt) + request.max_tokens)"),
+    ),
+    Bug(
+        "more tokens than expected are not charged",
+        FairShare.on_finish,
+        replace("sequence.request.expected_len - used", "max(0, sequence.request.expected_len - used)"),
+    ),
+    Bug(
+        "unused tokens are counted from max_tokens",
+        FairShare.on_finish,
+        replace(
+            "sequence.request.expected_len - used",
+            "len(sequence.request.prompt) + sequence.request.max_tokens - used",
+        ),
+    ),
 )
 
 _STRATEGIES = (

@@ -78,6 +78,8 @@ class Scenario:
     num_tenants: int = 1
     updates: float = 0.0
     """Share of new workers that may have another model than the last."""
+    estimated: float = 0.0
+    """Share of requests with an expected output length, right or wrong."""
 
 
 def draw(seed: int) -> Scenario:
@@ -88,7 +90,7 @@ def draw(seed: int) -> Scenario:
     scenario = theme(rng, scenario)
     # Drawn last, so that a new variant leaves the rest of a seed's scenario as it was.
     fair = 0.5 if scenario.limits.scheduling_policy == "fair" else 0.05
-    for variant, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15)):
+    for variant, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15), (_estimated, 0.3)):
         if rng.random() < share:
             scenario = variant(rng, scenario)
     return scenario
@@ -209,6 +211,11 @@ def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
     """A rolling update: some workers join with another model."""
     weights = scenario.weights | {"crash": 0.3, "replace": 0.3}
     return replace(scenario, updates=rng.choice((0.5, 1.0)), weights=weights)
+
+
+def _estimated(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests come with expected output lengths."""
+    return replace(scenario, estimated=rng.choice((0.3, 1.0)))
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -354,4 +361,6 @@ def draw_request(
             request = replace(request, model_fingerprint=fingerprint(model))
         whole = expected(request.prompt, request.sampling, max_tokens, vocab_size, model)
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
+    if scenario.estimated and rng.random() < scenario.estimated:
+        request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
     return request

@@ -186,6 +186,9 @@ class SamplingFlags:
         list[str] | None, _option(STOPPING, "End before this text. May be repeated.", "--stop", "-s", metavar="TEXT")
     ] = None
     stop_token_ids: Annotated[str | None, _option(STOPPING, "End at one of these tokens.", metavar="ID,ID,...")] = None
+    eos_token_ids: Annotated[
+        str | None, _option(STOPPING, "End-of-sequence tokens in place of the model's.", metavar="ID,ID,...")
+    ] = None
     include_stop_string: Annotated[
         bool | None,
         _option(STOPPING, "Keep the stop text in the answer.", "--include-stop-string/--no-include-stop-string"),
@@ -207,6 +210,7 @@ class SamplingFlags:
             "allowed_token_ids": numbers(self.allowed_token_ids, "--allowed-token-ids"),
             "banned_token_ids": numbers(self.banned_token_ids, "--banned-token-ids"),
             "stop_token_ids": numbers(self.stop_token_ids, "--stop-token-ids"),
+            "eos_token_ids": numbers(self.eos_token_ids, "--eos-token-ids"),
         }
         return Sampling(**given)
 
@@ -216,6 +220,9 @@ class RequestFlags:
     """The fields of `Request` other than prompt and sampling."""
 
     priority: Annotated[int | None, _option(SAMPLING, "0 (most urgent) to 255. Default 128.")] = None
+    expected_tokens: Annotated[int | None, _option(SAMPLING, "Output tokens to expect. Orders waiting requests.")] = (
+        None
+    )
     logprobs: Annotated[bool, _option(OUTPUT, "With --json: log probability of each token.", "--logprobs")] = False
     top_logprobs: Annotated[
         int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")

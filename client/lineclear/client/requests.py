@@ -75,6 +75,7 @@ class Sampling:
     ignore_eos: bool | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    eos_token_ids: Sequence[int] | None = None
     include_stop_string: bool | None = None
 
     def replace(self, **changes: Any) -> Sampling:
@@ -101,9 +102,11 @@ class Params(TypedDict, total=False):
     ignore_eos: bool | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    eos_token_ids: Sequence[int] | None
     include_stop_string: bool | None
     request_id: str | None
     priority: int | None
+    expected_tokens: int | None
     cache_salt: str | None
     model: str | None
     model_fingerprint: str | None
@@ -127,6 +130,7 @@ SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sa
 class Request:
     """A prompt and its parameters, in place of a prompt in any call.
 
+    `expected_tokens`: how long the answer will probably be; the server orders waiting requests by it.
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
     answer. `on_model_change`: by default that of the client.
@@ -140,6 +144,7 @@ class Request:
     sampling: Sampling | None = None
     request_id: str | None = None
     priority: int | None = None
+    expected_tokens: int | None = None
     cache_salt: str | None = None
     model: str | None = None
     model_fingerprint: str | None = None
@@ -184,6 +189,7 @@ class Request:
         _set_sampling(message, _merged(self.sampling, default_sampling))
         _set(message, "request_id", self.request_id)
         _set(message, "priority", self.priority)
+        _set(message, "expected_tokens", self.expected_tokens)
         _set(message, "cache_salt", self.cache_salt)
         _set(message, "model", self.model)
         _set(message, "model_fingerprint", self.model_fingerprint)
@@ -306,6 +312,8 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
         _extend(stop.strings, strings, "stop.strings")
     if sampling.stop_token_ids is not None:
         _extend(stop.token_ids, sampling.stop_token_ids, "stop.token_ids")
+    if sampling.eos_token_ids is not None:
+        _extend(stop.eos_token_ids, sampling.eos_token_ids, "stop.eos_token_ids")
     _set(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
 
 

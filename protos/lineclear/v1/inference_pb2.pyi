@@ -115,6 +115,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 64 characters of [A-Za-z0-9._:-]. Must not be
     in use by another live request, or kept answer, of the same client
@@ -139,6 +140,13 @@ class GenerateRequest(_message.Message):
     """Required model, as in GetModelResponse.model_fingerprint. Another model
     never starts the request, which fails with MODEL_CHANGED. Unset: any
     model.
+    """
+    expected_tokens: _builtins.int
+    """Number of output tokens that the client expects, at least 1. Values above
+    max_tokens count as max_tokens. Queue order, fair shares and predicted
+    waits use it, corrected by what the tenant's earlier requests used of the
+    numbers that they expected. A wrong value costs order, never tokens.
+    Unset: the server's output_length_estimator.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -181,13 +189,16 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
+        expected_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
+    _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__model_fingerprint: _TypeAlias = _typing.Literal["model_fingerprint"]  # noqa: Y015
@@ -200,6 +211,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -724,9 +737,16 @@ class SubmitCommand(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The client's number for the request. Every response about the request
     carries it. Must not be in use by another live request of the session.
+    """
+    tenant: _builtins.str
+    """Tenant that queue limits and fair shares count this request for, as the
+    call's metadata x-tenant-id names it for all requests of a call. At most
+    64 characters count. Ignored where a token or a client certificate names
+    the tenant. Empty: the tenant of the call.
     """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
@@ -747,10 +767,11 @@ class SubmitCommand(_message.Message):
         handle: _builtins.int = ...,
         request: Global___GenerateRequest | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "request", b"request", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,12 @@ class InferenceServiceStub:
     Errors of all methods: INVALID_ARGUMENT (a field is wrong),
     RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
     drains or has no worker), UNAUTHENTICATED, INTERNAL.
+
+    Tenant: the name of the token or client certificate. On an address without
+    either, the metadata x-tenant-id of a call names it, at most 64 characters;
+    in a Session, SubmitCommand.tenant names it for one request. Queue limits
+    and fair shares count by tenant. A named tenant is a claim that proves
+    nothing: it gives access to no request, answer or cached prefix.
     """
 
     @_typing.overload
@@ -100,6 +106,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors of all methods: INVALID_ARGUMENT (a field is wrong),
     RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
     drains or has no worker), UNAUTHENTICATED, INTERNAL.
+
+    Tenant: the name of the token or client certificate. On an address without
+    either, the metadata x-tenant-id of a call names it, at most 64 characters;
+    in a Session, SubmitCommand.tenant names it for one request. Queue limits
+    and fair shares count by tenant. A named tenant is a claim that proves
+    nothing: it gives access to no request, answer or cached prefix.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -157,6 +169,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors of all methods: INVALID_ARGUMENT (a field is wrong),
     RESOURCE_EXHAUSTED (a message is too large), UNAVAILABLE (the server starts,
     drains or has no worker), UNAUTHENTICATED, INTERNAL.
+
+    Tenant: the name of the token or client certificate. On an address without
+    either, the metadata x-tenant-id of a call names it, at most 64 characters;
+    in a Session, SubmitCommand.tenant names it for one request. Queue limits
+    and fair shares count by tenant. A named tenant is a claim that proves
+    nothing: it gives access to no request, answer or cached prefix.
     """
 
     @_abc_1.abstractmethod

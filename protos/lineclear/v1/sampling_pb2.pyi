@@ -196,6 +196,7 @@ class StopConditions(_message.Message):
     STRINGS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     include_stop_string: _builtins.bool
     """Keeps the matched stop string in the text. Default false."""
     @_builtins.property
@@ -210,16 +211,25 @@ class StopConditions(_message.Message):
         `token_ids` and its text is not in `text`. At most 16.
         """
 
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """End-of-sequence tokens in place of the model's: sampling one of them ends
+        the answer with FINISH_REASON_STOP_EOS. The token is in `token_ids` and
+        its text is not in `text`. At most 16. Must be empty with `ignore_eos`.
+        Empty: the model's.
+        """
+
     def __init__(
         self,
         *,
         strings: _abc.Iterable[_builtins.str] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         include_stop_string: _builtins.bool | None = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "include_stop_string", b"include_stop_string"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "include_stop_string", b"include_stop_string", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "eos_token_ids", b"eos_token_ids", "include_stop_string", b"include_stop_string", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_stop_string: _TypeAlias = _typing.Literal["include_stop_string"]  # noqa: Y015
     _WhichOneofArgType__include_stop_string: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string"]  # noqa: Y015

@@ -1,9 +1,10 @@
 """The order `fair`: waiting tenants get the same number of tokens, however many requests each of them sends.
 
 Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens. A request's key is its tenant's account when it arrives.
-Then the account is charged with all tokens that the request can take: prompt and `max_tokens`. The lowest key is next.
-The virtual clock is the highest key that has started. An account behind the clock continues from the clock, so an idle
-tenant saves up nothing. Tokens that were charged and not used are credited when the request ends, for later requests.
+Then the account is charged with the tokens that the request is expected to take: prompt and output. The lowest key is
+next. The virtual clock is the highest key that has started. An account behind the clock continues from the clock, so an
+idle tenant saves up nothing. When the request ends, the account is settled by the tokens used: later requests of the
+tenant start earlier by the unused tokens, or later by the excess.
 
 Counting tokens by tenant is the idea of VTC (Sheng et al., OSDI 2024). VTC updates its counters with every token and
 decides in each step; a key that stays lets one queue serve all orders and costs nothing between arrivals and ends.
@@ -49,7 +50,7 @@ class FairShare:
         key = account.charged
         if account.num_waiting:
             key = max(key, account.last_key)  # after a credit, still behind the tenant's own earlier requests
-        account.charged += _max_tokens(request)
+        account.charged += request.expected_len
         account.last_key = key
         account.num_waiting += 1
         account.num_live += 1
@@ -61,12 +62,12 @@ class FairShare:
         self._present[sequence.request.tenant].num_waiting -= 1
 
     def on_finish(self, sequence: Sequence) -> None:
-        """Credit the tokens that the request did not use."""
+        """Replace the charge of the request by the tokens that it used."""
         tenant = sequence.request.tenant
         account = self._present[tenant]
         account.num_waiting -= sequence.started_at is None
         used = 0 if sequence.started_at is None else len(sequence.tokens)
-        account.charged -= _max_tokens(sequence.request) - used
+        account.charged -= sequence.request.expected_len - used
         account.num_live -= 1
         if account.num_live == 0:
             del self._present[tenant]
@@ -90,7 +91,3 @@ class FairShare:
         self._clock = state["clock"]
         self._present = {tenant: _Account(**account) for tenant, account in state["present"].items()}
         self._debtors = {tenant: _Account(**account) for tenant, account in state["debtors"].items()}
-
-
-def _max_tokens(request: Request) -> int:
-    return len(request.prompt) + request.max_tokens

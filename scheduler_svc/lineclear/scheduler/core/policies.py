@@ -258,10 +258,10 @@ class Priority(Fifo):
 
 
 class Shortest(Fifo):
-    """By prompt tokens plus `max_tokens`, fewest first. A wait of `priority_aging_seconds` counts as 256 tokens."""
+    """By prompt and expected output tokens, fewest first. A wait of `priority_aging_seconds` counts as 256 tokens."""
 
     def key(self, request: Request, now: float) -> float:
-        return now + (len(request.prompt) + request.max_tokens) / 256 * self._settings.priority_aging_seconds
+        return now + request.expected_len / 256 * self._settings.priority_aging_seconds
 
 
 class Deadline(Fifo):

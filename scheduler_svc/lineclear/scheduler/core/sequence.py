@@ -25,6 +25,8 @@ class Request:
 
     `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt`. `tenant` is the
     hashed tenant id that the fair order counts by.
+    `expected_tokens` estimates the output tokens, at most `max_tokens`; 0: as many as `max_tokens`. Only the order of
+    requests depends on it.
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
     `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
@@ -41,6 +43,7 @@ class Request:
     cache_salt: bytes = b""
     tenant: str = ""
     output: tuple[int, ...] = ()
+    expected_tokens: int = 0
     model_fingerprint: str = ""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
 
@@ -48,9 +51,14 @@ class Request:
         """Return lengths, never content."""
         return f"Request({self.request_id!r}, prompt_len={len(self.prompt)}, max_tokens={self.max_tokens})"
 
+    @property
+    def expected_len(self) -> int:
+        """Expected number of prompt and output tokens."""
+        return len(self.prompt) + (self.expected_tokens or self.max_tokens)
+
     def dump(self) -> tuple[Any, ...]:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
-        sizes = len(self.prompt), len(self.output), self.max_tokens
+        sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
         return *sizes, self.priority, self.deadline, self.tenant, self.model_fingerprint, self.vocabulary
 
     @classmethod
@@ -60,6 +68,7 @@ class Request:
         prompt_len: int,
         output_len: int,
         max_tokens: int,
+        expected_tokens: int,
         priority: int,
         deadline: float | None,
         tenant: str,
@@ -78,6 +87,7 @@ class Request:
             deadline,
             tenant=tenant,
             output=(BLANK_TOKEN,) * output_len,
+            expected_tokens=expected_tokens,
             model_fingerprint=model_fingerprint,
             vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
         )

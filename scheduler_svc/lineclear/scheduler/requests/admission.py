@@ -138,7 +138,7 @@ class Admission:
             stops=validated.stops,
             include_stop_string=validated.include_stop_string,
             min_tokens=validated.sampling.min_tokens,
-            silent_ids=validated.stop_ids,
+            silent_ids=validated.silent_ids,
             keep_special=validated.keep_special,
         )
 

@@ -22,6 +22,7 @@ from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
@@ -142,7 +143,8 @@ class Session:
                 metadata={"limit": str(self._max_requests)},
             )
         seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
-        request = self._admission.admit(command.request, bounds, self._caller, self._tenant, seconds)
+        tenant = identity.tenant_of_request(self._caller, command.tenant, self._tenant)
+        request = self._admission.admit(command.request, bounds, self._caller, tenant, seconds)
         if self._deadline is not None:
             request.deadline = min(request.deadline, self._deadline)
         self._live[handle] = request
@@ -153,6 +155,7 @@ class Session:
 
     @staticmethod
     async def _submit(request: RequestContext, message: pb.GenerateRequest) -> None:
+        identity.set_flow_tenant(request.tenant)
         try:
             await request.submit(message)
         except Exception as error:

@@ -78,6 +78,10 @@ class ValidatedRequest:
     wants_text: bool
     keep_special: bool
     token_timings: bool
+    silent_ids: frozenset[int] = frozenset()
+    """Stop and end-of-sequence tokens that the request names: their text is not part of the answer."""
+    expected_tokens: int = 0
+    """Number of output tokens that the client expects; 0 if it names none."""
     received: tuple[int, ...] = ()
     """Output tokens of a resumed answer."""
     model_fingerprint: str = ""
@@ -95,11 +99,9 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     request_id = _request_id(request, violations)
     _check_prompt(request, bounds, violations)
     sampling, max_tokens = _sampling(request.sampling, bounds, violations)
-    stop_ids = frozenset(
-        checked_ids("stop.token_ids", request.stop.token_ids, MAX_STOP_IDS, bounds.vocab_size, violations)
-    )
+    stop_ids, own_eos_ids = _end_ids(request, bounds, violations)
     strings = _stop_strings(request.stop.strings, violations)
-    eos_ids = frozenset() if request.sampling.ignore_eos else bounds.eos_ids
+    eos_ids = frozenset() if request.sampling.ignore_eos else own_eos_ids or bounds.eos_ids
     _check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
     logprobs = _logprobs(request.output, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
@@ -109,6 +111,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         violations.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
+    if request.HasField("expected_tokens") and request.expected_tokens == 0:
+        violations.add("expected_tokens", "must be at least 1")
     violations.raise_if_any()
     return ValidatedRequest(
         request_id=request_id,
@@ -123,6 +127,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         wants_text=not request.output.omit_text,
         keep_special=request.output.keep_special_tokens,
         token_timings=request.output.token_timings,
+        silent_ids=stop_ids | own_eos_ids,
+        expected_tokens=request.expected_tokens,
         received=received,
         model_fingerprint=model_fingerprint,
         prompt_digest=request.resume.prompt_digest,
@@ -151,6 +157,7 @@ def resolve(
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
     if len(validated.received) > max_tokens:
         raise InvalidRequest.at("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
+    expected_tokens = max(validated.expected_tokens, len(validated.received) + 1) if validated.expected_tokens else 0
     return Request(
         request_id=key,
         prompt=tuple(prompt),
@@ -161,6 +168,7 @@ def resolve(
         priority=validated.priority,
         deadline=deadline,
         output=validated.received,
+        expected_tokens=min(expected_tokens, max_tokens),
         model_fingerprint=validated.model_fingerprint,
         vocabulary=bounds.vocabulary,
     )
@@ -320,6 +328,18 @@ def _logit_bias(
         if entry.bias not in BIAS_RANGE:
             violations.add(f"{path}[{index}].bias", f"must be {BIAS_RANGE}")
     return tuple((entry.token_id, entry.bias) for entry in entries)
+
+
+def _end_ids(
+    request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the stop tokens and the end-of-sequence tokens that the request names."""
+    stop, vocab = request.stop, bounds.vocab_size
+    if stop.eos_token_ids and request.sampling.ignore_eos:
+        violations.add("stop.eos_token_ids", "must be empty with sampling.ignore_eos")
+    stop_ids = checked_ids("stop.token_ids", stop.token_ids, MAX_STOP_IDS, vocab, violations)
+    eos_ids = checked_ids("stop.eos_token_ids", stop.eos_token_ids, MAX_STOP_IDS, vocab, violations)
+    return frozenset(stop_ids), frozenset(eos_ids)
 
 
 def _check_allowed(sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, violations: Violations) -> None:

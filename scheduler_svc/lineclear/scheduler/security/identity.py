@@ -82,9 +82,24 @@ def tenant(proven: Identity, context: grpc.aio.ServicerContext[Any, Any]) -> str
     return ""
 
 
+def tenant_of_request(proven: Identity, named: str, of_call: str) -> str:
+    """Return the tenant of one request of a Session: the proven one, else the one that the request names.
+
+    As unproven as the metadata of a call. A request that names none has the tenant of the call.
+    """
+    return proven.tenant or named[:_MAX_TENANT] or of_call
+
+
 def set_flow(tenant: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Count the work of this call and of its later tasks for `tenant`, or for its connection without a tenant."""
-    _flow.set(f"tenant:{tenant}" if tenant else context.peer())
+    _flow.set(context.peer())
+    set_flow_tenant(tenant)
+
+
+def set_flow_tenant(tenant: str) -> None:
+    """Count the work of this task for `tenant`. No effect without a tenant."""
+    if tenant:
+        _flow.set(f"tenant:{tenant}")
 
 
 def flow() -> str:
