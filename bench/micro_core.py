@@ -26,6 +26,7 @@ from lineclear.wire.messages import Sampling, StepPlan, StepResult
 
 DECODES = (1, 32, 256, 1024, 4096)
 WAITING = 100_000
+_EPOCH = 1
 _PROMPT_LEN = 2 * BLOCK_SIZE
 _OUTPUT_LEN = 1000
 _STEPS, _ROUNDS = 20, 7
@@ -37,7 +38,7 @@ class Bench:
 
     def __init__(self, limits: CoreLimits, num_slots: int, make: Callable[[CoreLimits], Scheduler] = Scheduler) -> None:
         self.core = make(limits)
-        self.core.on_worker_change(InstantRunner(num_slots).hello(1), 0.0)
+        self.core.worker_joined(InstantRunner(num_slots).hello(_EPOCH), 0.0)
         self.flights: deque[StepPlan] = deque()
         self.now = 0.0
 
@@ -49,7 +50,7 @@ class Bench:
     def fill(self) -> int:
         """Plan until the pipeline is full; return the number of rows of the new plans."""
         rows = 0
-        while (plan := self.core.plan(self.now)) is not None:
+        while (plan := self.core.plan(_EPOCH, self.now)) is not None:
             self.flights.append(plan)
             rows += plan.num_rows
         self.core.drain_events()

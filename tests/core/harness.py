@@ -59,16 +59,17 @@ class CoreHarness:
         self.join()
 
     def join(self, **worker: Any) -> None:
-        """Join a new worker."""
+        """Join a new worker in place of the last one."""
+        self.record(self.core.worker_lost(self.epoch, self.now))
         self.epoch += 1
         self.runner = ToyRunner(**self.worker | worker, is_bad=self.is_bad)
         self.flights.clear()
-        self.record(self.core.on_worker_change(self.runner.hello(self.epoch), self.now))
+        self.record(self.core.worker_joined(self.runner.hello(self.epoch), self.now))
 
     def lose(self, loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
         """Lose the worker."""
         self.flights.clear()
-        self.record(self.core.on_worker_change(None, self.now, loss))
+        self.record(self.core.worker_lost(self.epoch, self.now, loss))
 
     def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
         """Submit `make_request(...)` and return it."""
@@ -82,7 +83,7 @@ class CoreHarness:
 
     def plan(self) -> StepPlan | None:
         """Plan a step and put it in flight."""
-        plan = self.core.plan(self.now)
+        plan = self.core.plan(self.epoch, self.now)
         self.record(self.core.drain_events())
         if plan is not None:
             self.plans.append(plan)

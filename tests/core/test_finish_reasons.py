@@ -81,7 +81,7 @@ def test_cancel_in_flight_releases_slot_and_blocks() -> None:
     harness.plan()
     harness.cancel("a")
     assert harness.core.snapshot().blocks_used == 0
-    assert harness.core.plan(0.0) is None
+    assert harness.core.plan(harness.epoch, 0.0) is None
     harness.apply()
     assert harness.outputs("a") == []
 

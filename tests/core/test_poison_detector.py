@@ -21,7 +21,7 @@ def crash(harness: CoreHarness, loss: WorkerLoss = WorkerLoss.CRASHED) -> None:
 
 def slots_of(harness: CoreHarness, name: str) -> set[int]:
     """Return the slot of a request, if it has one."""
-    return {s.slot for s in harness.core._batch.running if s.request.request_id == name}
+    return {s.slot for s in harness.core._state.workers[harness.epoch].batch.running if s.request.request_id == name}
 
 
 def run_with_poison(harness: CoreHarness, name: str, loss: WorkerLoss = WorkerLoss.CRASHED) -> int:
@@ -161,5 +161,5 @@ def test_ended_suspect_is_removed(ends: str) -> None:
         harness.cancel("a")
     else:
         harness.record(harness.core.finish_at_stop_string("a", 0, harness.now))
-    assert [s.request.request_id for s in harness.core._poison] == ["b"]
+    assert [s.request.request_id for s in harness.core._state.poison] == ["b"]
     harness.run()

@@ -21,7 +21,7 @@ def loaded_harness(count: int, **sizes: object) -> CoreHarness:
     )
     for name in ("old", "older"):
         harness.core.submit(make_request(name, 4, max_tokens=100), 0.0)
-    harness.core.apply(harness.runner.launch(harness.core.plan(0.0)).result(), 0.0)  # type: ignore[arg-type]
+    harness.core.apply(harness.runner.launch(harness.core.plan(harness.epoch, 0.0)).result(), 0.0)  # type: ignore[arg-type]
     for number in range(count):
         deadline = 1e6 + number if number % 2 else None
         harness.core.submit(make_request(f"r{number}", (number % 97,), max_tokens=2, deadline=deadline), 0.0)
@@ -78,8 +78,8 @@ def test_cancel_cost_is_constant() -> None:
     total = count_calls(lambda: [harness.core.cancel(f"r{number}", None, 0.0) for number in reversed(range(count))])
     assert total < 60 * count
     invariants.check(harness.core)
-    assert len(harness.core._fresh._heap) < 200
-    assert len(harness.core._deadlines) < 200
+    assert len(harness.core._state.fresh._heap) < 200
+    assert harness.core._live.num_deadlines < 200
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -93,14 +93,14 @@ def test_steady_decode_costs_no_call_per_sequence(logprobs: bool) -> None:
             harness.core.submit(make_request(f"r{number}", 5, max_tokens=200), 0.0)
         for _ in range(3):
             _step(harness)
-        plan = harness.core.plan(0.0)
+        plan = harness.core.plan(harness.epoch, 0.0)
         assert plan is not None
         assert plan.num_rows == count
         result = harness.runner.launch(plan).result()
         if logprobs:
             result = replace(result, logprobs=(Logprobs(-1.0),) * count)
         applying = count_calls(lambda harness=harness, result=result: harness.core.apply(result, 0.0))
-        planning = count_calls(lambda harness=harness: harness.core.plan(0.0))
+        planning = count_calls(lambda harness=harness: harness.core.plan(harness.epoch, 0.0))
         costs.append((planning, applying))
     (plan_few, apply_few), (plan_many, apply_many) = costs
     assert plan_many <= plan_few + 20
@@ -112,7 +112,7 @@ def test_admission_skips_a_bounded_number_of_requests() -> None:
     for count in (20, 2000):
         harness = CoreHarness(max_queue_size=LARGE, worker_num_blocks=16, max_batch_size=8)
         harness.core.submit(make_request("old", 40, max_tokens=20), 0.0)
-        harness.core.apply(harness.runner.launch(harness.core.plan(0.0)).result(), 0.0)  # type: ignore[arg-type]
+        harness.core.apply(harness.runner.launch(harness.core.plan(harness.epoch, 0.0)).result(), 0.0)  # type: ignore[arg-type]
         for number in range(count):
             harness.core.submit(make_request(f"r{number}", 40), 0.0)
         costs.append(count_calls(lambda harness=harness: _step(harness)))
@@ -130,17 +130,16 @@ def test_containers_do_not_grow_with_history() -> None:
         core = harness.core
         containers = (
             core._live,
-            core._deadlines,
-            core._inflight,
+            core._state.workers[harness.epoch].inflight,
             core._events,
-            core._fresh._heap,
-            core._resuming._heap,
+            core._state.fresh._heap,
+            core._state.resuming._heap,
         )
-        sizes.append(sum(map(len, containers)))
+        sizes.append(sum(map(len, containers)) + core._live.num_deadlines)
     assert max(sizes[300:]) <= max(sizes[:300]) <= 300
 
 
 def _step(harness: CoreHarness) -> None:
-    plan = harness.core.plan(0.0)
+    plan = harness.core.plan(harness.epoch, 0.0)
     assert plan is not None
     harness.core.apply(harness.runner.launch(plan).result(), 0.0)

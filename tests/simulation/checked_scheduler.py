@@ -39,6 +39,7 @@ class CheckedScheduler:
         self.last_result: StepResult | None = None
         self.only_poison = not {"crash", "replace", "step_error"} & scenario.weights.keys()  # the only cause of crashes
         self._codec = scenario.codec and not checked
+        self._epoch = 0
         self._poisonous: dict[str, str] = {}  # effect of live requests on their worker
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class CheckedScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Plan a step."""
-        plan = self.core.plan(now)
+        plan = self.core.plan(self._epoch, now)
         events = self.core.drain_events()
         if plan is not None:
             self.transcript.append((now, "plan", plan))
@@ -133,17 +134,20 @@ class CheckedScheduler:
 
     def join(self, hello: Hello, now: float) -> None:
         """Join a worker in place of another or of none."""
-        self._change_worker(hello, now, WorkerLoss.CLEAN)
+        self.lose(WorkerLoss.CLEAN, now)
+        self._epoch = hello.epoch
+        events = self.core.worker_joined(hello, now)
+        self._record("worker_joined", events, now)
+        if self.oracle:
+            self.oracle.on_worker_joined(hello, now, events)
+            self._check()
 
     def lose(self, loss: WorkerLoss, now: float) -> None:
         """Lose the worker."""
-        self._change_worker(None, now, loss)
-
-    def _change_worker(self, hello: Hello | None, now: float, loss: WorkerLoss) -> None:
-        events = self.core.on_worker_change(hello, now, loss)
-        self._record("on_worker_change", events, now)
+        events = self.core.worker_lost(self._epoch, now, loss)
+        self._record("worker_lost", events, now)
         if self.oracle:
-            self.oracle.on_worker_change(hello, now, events, loss)
+            self.oracle.on_worker_lost(now, events, loss)
             self._check()
 
     def clear_prefix_cache(self) -> None:

@@ -73,7 +73,7 @@ class ModelState:
         sequence.is_running, sequence.slot = False, -1
         sequence.num_planned = sequence.num_computed = sequence.num_shared = 0
 
-    def on_worker_change(self, hello: Hello | None) -> None:
+    def change_worker(self, hello: Hello | None) -> None:
         """Join another worker, or none: running requests wait again, and no step is in flight."""
         for sequence in sorted(self.running.values(), key=lambda s: s.queue_key):
             sequence.recoveries += 1

@@ -101,9 +101,11 @@ class Oracle:
             wanted.append((Failed, sequence.request.request_id, DeadlineExceeded, sequence.stats(now)))
         self._same(events, wanted)
 
-    def on_worker_change(self, hello: Hello | None, now: float, events: list[Event], loss: WorkerLoss) -> None:
-        """Check the events of `on_worker_change`."""
-        wanted: list[object] = [] if self.state.hello is None else [WorkerLost(self.state.hello.epoch)]
+    def on_worker_lost(self, now: float, events: list[Event], loss: WorkerLoss) -> None:
+        """Check the events of `worker_lost`."""
+        if self.state.hello is None:
+            return require(events == [], "I10", "nothing happens for an unknown worker")
+        wanted: list[object] = [WorkerLost(self.state.hello.epoch)]
         isolated = self.state.record_crash(self.state.inflight) if loss is not WorkerLoss.CLEAN else None
         if isolated is not None and isolated.crash_count > 1:
             isolated.isolated_losses[loss] += 1
@@ -112,17 +114,21 @@ class Oracle:
                 self.state.remove(isolated)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, isolated.request.request_id, PoisonRequest, isolated.stats(now)))
-        self.state.on_worker_change(hello)
-        if hello is not None:
-            wanted.append(WorkerJoined(hello.epoch))
-            for sequence in list(self.state.live.values()):
-                error = self.state.rejection(sequence.request, sequence.started_on)
-                if error is None:
-                    self._set_answer(sequence)
-                else:
-                    self.state.remove(sequence)
-                    self.state.counters.requests_failed += 1
-                    wanted.append((Failed, sequence.request.request_id, error, sequence.stats(now)))
+        self.state.change_worker(None)
+        return self._same(events, wanted)
+
+    def on_worker_joined(self, hello: Hello, now: float, events: list[Event]) -> None:
+        """Check the events of `worker_joined`."""
+        wanted: list[object] = [WorkerJoined(hello.epoch)]
+        self.state.change_worker(hello)
+        for sequence in list(self.state.live.values()):
+            error = self.state.rejection(sequence.request, sequence.started_on)
+            if error is None:
+                self._set_answer(sequence)
+            else:
+                self.state.remove(sequence)
+                self.state.counters.requests_failed += 1
+                wanted.append((Failed, sequence.request.request_id, error, sequence.stats(now)))
         self._same(events, wanted)
 
     def on_step_error(self, error: StepError, now: float, events: list[Event]) -> None:

@@ -218,7 +218,8 @@ class PlanChecks:
             self.state.counters.prompt_tokens += init.prompt_len
             assert self.state.hello is not None
             sequence.started_on = self.state.hello.model_fingerprint
-            event = Started(sequence.request.request_id, init.slot, step, sequence.num_planned, sequence.started_on)
+            where = (init.slot, step, sequence.num_planned, sequence.started_on, self.state.hello.epoch)
+            event = Started(sequence.request.request_id, *where)
             require(started.pop(sequence.request.request_id, None) == event, "I11", "the first start has an event")
 
     def _apply_row(self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from simulation.mutations import Bug, always, boundary, drop, never, off_by_one, replace, swap, twice, without
 
-from lineclear.scheduler.core import limits, policies, running_batch, scheduler
+from lineclear.scheduler.core import limits, policies, result_applier, running_batch
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.inflight_step import InflightStep, ResultTokens
+from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.policies import (
@@ -21,9 +22,11 @@ from lineclear.scheduler.core.policies import (
     Shortest,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.worker_state import WorkerState
 
 _BLOCKS = (
     Bug("blocks are not released", RunningBatch.free, drop("self.pool.release(sequence.blocks)")),
@@ -91,13 +94,17 @@ _PREFIX_CACHE = (
     ),
     Bug("full blocks of a decode step are not published", DecodeBatch.completing_block, replace("list(_)", "[]")),
     Bug("the prefix cache never hits", RunningBatch.cached_prefix, never("self._prefix_cache")),
-    Bug("block keys outlive the block size", Scheduler.on_worker_change, drop("sequence.block_keys.clear()")),
+    Bug(
+        "block keys outlive the block size",
+        RunningBatch._block_content,
+        replace("sequence.block_keys.setdefault(size, [])", "sequence.block_keys.setdefault(0, [])"),
+    ),
 )
 
 _NON_FINITE_VALUES = (
     Bug(
         "a bad row is delivered",
-        scheduler._bad_samples,
+        result_applier._bad_samples,
         replace("result.bad_rows", "frozenset()"),
         times=2,
     ),
@@ -105,12 +112,12 @@ _NON_FINITE_VALUES = (
     Bug("a tainted block stays in the prefix cache", BlockPool.release_tainted, drop("self._unpublish(block)")),
     Bug(
         "a token out of the vocabulary is delivered",
-        scheduler._bad_samples,
+        result_applier._bad_samples,
         always("0 <= min(tokens) <= max(tokens) < vocab_size"),
     ),
     Bug(
         "a negative token is delivered",
-        scheduler._bad_samples,
+        result_applier._bad_samples,
         replace("not 0 <= token < vocab_size", "token >= vocab_size"),
     ),
     Bug(
@@ -125,28 +132,32 @@ _NON_FINITE_VALUES = (
 _RESULTS = (
     Bug(
         "the epoch of a result is not compared",
-        Scheduler.apply,
-        replace("(result.epoch, result.step) != (self._hello.epoch, inflight.step)", "result.step != inflight.step"),
+        ResultApplier.apply,
+        replace("self._state.workers.get(result.epoch)", "next(iter(self._state.workers.values()), None)"),
     ),
     Bug(
         "the step of a result is not compared",
-        Scheduler.apply,
-        replace("(result.epoch, result.step) != (self._hello.epoch, _)", "result.epoch != self._hello.epoch"),
+        ResultApplier.apply,
+        without("result.step != inflight.step"),
     ),
     Bug(
         "a step in flight is removed before its result is checked",
-        Scheduler.apply,
-        replace("self._inflight[0]", "self._inflight.popleft()"),
+        ResultApplier.apply,
+        replace("worker.inflight[0]", "worker.inflight.popleft()"),
     ),
     Bug(
         "a step of NaN seconds is accepted",
         InflightStep.check,
         replace('not 0.0 <= result.step_seconds < float("inf")', "result.step_seconds < 0.0"),
     ),
-    Bug("steps of a lost worker stay in flight", Scheduler.on_worker_change, drop("self._inflight.clear()")),
+    Bug(
+        "steps of a lost worker stay in flight",
+        WorkerState._clear,
+        replace("deque()", "getattr(self, 'inflight', deque())"),
+    ),
     Bug(
         "a lost sample counts as known",
-        Scheduler.on_worker_change,
+        WorkerState.leave,
         drop("sequence.num_known = len(sequence.tokens)"),
     ),
     Bug(
@@ -156,10 +167,10 @@ _RESULTS = (
     ),
     Bug(
         "rows of an earlier admission count for this one",
-        Scheduler.apply,
+        ResultApplier.apply,
         without("sequence.admission_count == admission"),
     ),
-    Bug("a wasted sample is not counted", Scheduler._append_tokens, drop("self._counters.wasted_samples += 1")),
+    Bug("a wasted sample is not counted", ResultApplier._append_tokens, drop("counters.wasted_samples += 1")),
 )
 
 _ENDS = (
@@ -179,8 +190,8 @@ _ENDS = (
     Bug("changed members are taken for the current rows", DecodeBatch.left_since, always("rows is self._cached_rows")),
     Bug(
         "a bad token is appended with the others",
-        Scheduler._append_tokens,
-        drop("self._batch.leave_decode(rows[row])"),
+        ResultApplier._append_tokens,
+        drop("batch.leave_decode(rows[row])"),
     ),
     Bug("the cached rows outlive a member", DecodeBatch.leave, drop("self._cached_rows = None")),
     Bug("a joining sequence has no row", DecodeBatch._add, drop("self._cached_rows = None")),
@@ -195,24 +206,24 @@ _ENDS = (
         DecodeBatch.num_positions,
         without("self._sum_of_offsets"),
     ),
-    Bug("one token fewer than max_tokens", Scheduler._finish_complete, off_by_one("sequence.max_len", -1)),
+    Bug("one token fewer than max_tokens", ResultApplier._finish_complete, off_by_one("sequence.max_len", -1)),
     Bug(
         "a stop token is missed at min_tokens + 1",
-        Scheduler._finish_complete,
+        ResultApplier._finish_complete,
         off_by_one("request.sampling.min_tokens"),
     ),
     Bug(
         "a stop token at max_tokens counts as length",
-        Scheduler._finish_complete,
+        ResultApplier._finish_complete,
         replace("token in sequence.stop_token_ids", "len(sequence.tokens) < sequence.max_len and _0"),
     ),
-    Bug("the end is reported twice", Scheduler.cancel, replace("[self._fail(...)]", "2 * _0")),
+    Bug("the end is reported twice", Scheduler.cancel, replace("[self._live.fail(...)]", "2 * _0")),
     Bug(
         "the statistics leave out the cut of a stop string",
         Scheduler.finish_at_stop_string,
-        replace("self._complete(_1, _2, _3, _4, num_tokens)", "self._complete(_1, _2, _3, _4)"),
+        replace("self._live.complete(_1, _2, _3, _4, num_tokens)", "self._live.complete(_1, _2, _3, _4)"),
     ),
-    Bug("an expired request runs a step longer", Scheduler.expire, boundary("self._deadlines[0][0] <= now")),
+    Bug("an expired request runs a step longer", LiveRequests.pop_expired, boundary("self._deadlines[0][0] <= now")),
 )
 
 _POISON = (
@@ -231,15 +242,15 @@ _POISON = (
     Bug("a suspect runs beside the steps of another", Scheduler.plan, never("any(...)")),
     Bug(
         "a clean loss counts as a crash",
-        Scheduler.on_worker_change,
-        replace("loss is not WorkerLoss.CLEAN", "self._inflight"),
+        Scheduler.worker_lost,
+        replace("loss is not WorkerLoss.CLEAN", "worker.inflight"),
     ),
     Bug(
         "an out-of-memory step makes no suspects",
         Scheduler.on_step_error,
-        drop("self._poison.record_crash([inflight])"),
+        drop("self._state.poison.record_crash([inflight])"),
     ),
-    Bug("finished requests stay suspects", Scheduler._free, drop("self._poison.remove(sequence)")),
+    Bug("finished requests stay suspects", LiveRequests._free, drop("state.poison.remove(sequence)")),
 )
 
 _QUEUE = (
@@ -250,7 +261,7 @@ _QUEUE = (
         limits.check_queue,
         replace("_1 > limits.max_queue_tokens", "_1 > limits.max_queue_tokens + 1"),
     ),
-    Bug("a draining server admits", Scheduler.submit, never("self._state.draining")),
+    Bug("a draining server admits", Scheduler.submit, never("state.draining")),
     Bug("the last output token needs a position", limits.check_capacity, off_by_one("total - 1")),
     Bug(
         "a sequence that was looked at is lost",
@@ -399,23 +410,23 @@ _STRATEGIES = (
     Bug(
         "a full pipeline spins",
         Scheduler.next_deadline,
-        without("len(self._inflight) < self.limits.pipeline_depth"),
+        never("worker.is_full"),
     ),
-    Bug("a past wakeup spins", Scheduler.next_deadline, without("wakeup > self._planned_at")),
+    Bug("a past wakeup spins", Scheduler.next_deadline, without("wakeup > worker.planned_at")),
     Bug(
         "the deadline of a finished request wakes",
-        Scheduler.next_deadline,
+        LiveRequests.next_deadline,
         never("self._deadlines and self._deadlines[0][2].state is State.FINISHED"),
     ),
     Bug(
         "a plan beyond the pipeline depth",
-        Scheduler.can_plan,
-        boundary("len(self._inflight) < self.limits.pipeline_depth"),
+        WorkerState.is_full,
+        boundary("len(self.inflight) >= self._limits.pipeline_depth"),
     ),
     Bug(
         "a worker change restores the token budget",
-        Scheduler.on_worker_change,
-        replace("self._step = 0", "self._step = self._halvings = 0"),
+        WorkerState.leave,
+        replace("self._clear()", "(self._clear(), self.budget.restore())"),
     ),
 )
 
@@ -436,19 +447,19 @@ _COUNTERS = (
 _MODEL = (
     Bug(
         "an answer continues on another model",
-        Scheduler.on_worker_change,
+        Scheduler.worker_joined,
         replace("started_on if _ else ''", "''"),
     ),
     Bug(
         "a request that has not started is bound to the old model",
-        Scheduler.on_worker_change,
+        Scheduler.worker_joined,
         replace("started_on if _ else ''", "started_on"),
     ),
     Bug("a request for another model is admitted", limits.check_model, never("wanted != hello.model_fingerprint")),
     Bug(
         "the model of the last worker is forgotten",
-        Scheduler.on_worker_change,
-        replace("(self._state.model_fingerprint, hello.model_fingerprint)", "('', hello.model_fingerprint)"),
+        Scheduler.worker_joined,
+        replace("(state.model_fingerprint, hello.model_fingerprint)", "('', hello.model_fingerprint)"),
     ),
 )
 
@@ -501,8 +512,8 @@ _TIES = (
     ),
     Bug(
         "the decode batch keeps its members when the worker is lost",
-        Scheduler.on_worker_change,
-        drop("self._batch.dissolve_decode()"),
+        Scheduler.worker_lost,
+        drop("worker.batch.dissolve_decode()"),
     ),
 )
 

@@ -322,10 +322,10 @@ class SimulatedRun:
         )
         require(gauges == idle, "I22", "an idle core holds no slots and blocks")
         require(self.scheduler.core.next_deadline() is None, "I22", "no wakeup is left")
-        require(self.scheduler.core.plan(self.now) is None, "I22", "nothing is planned without requests")
+        require(self.scheduler.plan(self.now) is None, "I22", "nothing is planned without requests")
         # Private containers must be bounded by the live requests.
-        require(len(self.scheduler.core._deadlines) == 0, "I23", "the heap of deadlines is empty")
-        for queue in (self.scheduler.core._fresh, self.scheduler.core._resuming):
+        require(self.scheduler.core._live.num_deadlines == 0, "I23", "the heap of deadlines is empty")
+        for queue in (self.scheduler.core._state.fresh, self.scheduler.core._state.resuming):
             require(len(queue._heap) <= 65, "I23", "the heap of a queue keeps few dropped entries")
 
 

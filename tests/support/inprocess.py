@@ -77,17 +77,18 @@ class InProcess:
     def lose_worker(self) -> None:
         """Lose the worker with its steps in flight and join it again, reset."""
         self._flights.clear()
-        self.events += self.core.on_worker_change(None, next(self._clock))
+        self.events += self.core.worker_lost(self._epoch, next(self._clock))
         self._join()
 
     def _join(self) -> None:
         self._runner.reset()
-        hello = decode(encode(self._runner.hello(next(self._epochs))))
+        self._epoch = next(self._epochs)
+        hello = decode(encode(self._runner.hello(self._epoch)))
         assert isinstance(hello, Hello)
-        self.events += self.core.on_worker_change(hello, next(self._clock))
+        self.events += self.core.worker_joined(hello, next(self._clock))
 
     def _plan(self) -> None:
-        while (plan := self.core.plan(next(self._clock))) is not None:
+        while (plan := self.core.plan(self._epoch, next(self._clock))) is not None:
             received = decode(encode(plan))
             assert isinstance(received, StepPlan)
             self.plans.append(plan)

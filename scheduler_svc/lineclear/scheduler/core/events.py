@@ -56,6 +56,8 @@ class Started:
     step: int
     cached_tokens: int
     model_fingerprint: str = ""
+    epoch: int = 0
+    """Of the worker that runs it."""
 
 
 class TokensReady(NamedTuple):

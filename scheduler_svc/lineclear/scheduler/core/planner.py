@@ -6,19 +6,11 @@ beside the decodes, without stalling them (Sarathi-Serve, Agrawal et al. 2024).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, Preempted, Started
-from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.poison_detector import PoisonDetector
-from lineclear.scheduler.core.policies import BatchingState, BatchingStrategy, PreemptionPolicy, QueueOrder
-from lineclear.scheduler.core.request_queue import RequestQueue
-from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.stats import Counters
-from lineclear.scheduler.core.step_time_model import StepTimeModel
+from lineclear.scheduler.core.shared_state import SharedState
+from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import Decodes, Row, SlotInit
 
 _MAX_SKIPPED = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
@@ -26,68 +18,15 @@ _MIN_CHUNK, _MAX_FREE_CHUNK = 8, 16
 """Prompt tokens a step may always take, even above the latency target: as many as decodes, within these bounds."""
 
 
-@dataclass(slots=True)
-class PlannerState:
-    """The state of the core that planning reads and writes."""
-
-    limits: CoreLimits
-    strategy: BatchingStrategy
-    queue_order: QueueOrder
-    preemption_policy: PreemptionPolicy
-    fresh: RequestQueue
-    """Requests that have not started."""
-    resuming: RequestQueue
-    """Requests that have started and wait again, after a preemption or a worker loss."""
-    batch: RunningBatch
-    poison: PoisonDetector
-    step_time: StepTimeModel
-    counters: Counters
-    draining: bool = False
-    refusing: bool = False
-    """A request was rejected because the queue is full, and no request has started since."""
-    model_fingerprint: str = ""
-    """Of the joined worker, or of the last one."""
-
-    def batching_state(self, now: float) -> BatchingState:
-        """Return the input of the batching strategy."""
-        oldest = self.fresh.oldest()
-        return BatchingState(
-            now=now,
-            num_waiting=len(self.fresh),
-            num_active=len(self.batch.running) + len(self.resuming),
-            num_slots=max(1, self.batch.num_slots),
-            oldest_arrival=None if oldest is None else oldest.arrival,
-            draining=self.draining,
-            refusing=self.refusing,
-            kv_tokens=self.batch.num_positions if self.strategy.reads_kv_tokens else 0,
-            model=self.step_time,
-        )
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the flags, the step time model and the policies' states."""
-        return {
-            "flags": [self.draining, self.refusing, self.model_fingerprint],
-            "step_time": self.step_time.dump(),
-            "strategy": self.strategy.dump(),
-            "queue_order": self.queue_order.dump(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a dump."""
-        self.draining, self.refusing, self.model_fingerprint = state["flags"]
-        self.step_time.load(state["step_time"])
-        self.strategy.load(state["strategy"])
-        self.queue_order.load(state["queue_order"])
-
-
 class StepPlanner:
-    """Builds one plan. After `run`, `decodes`, `chunks` and the rest hold it; without rows, nothing can run now."""
+    """Builds one plan of a worker. After `run`, `decodes`, `chunks` and the rest hold it; no rows: nothing can run."""
 
-    def __init__(self, state: PlannerState, step: int, budget: int, now: float) -> None:
+    def __init__(self, state: SharedState, worker: WorkerState, now: float) -> None:
         self._state = state
-        self._batch = state.batch
-        self._step = step
-        self._budget = budget
+        self._worker = worker
+        self._batch = worker.batch
+        self._step = worker.step + 1
+        self._budget = worker.step_tokens
         self._now = now
         self._is_short_of_blocks = False  # a running sequence waited or was preempted: no request joins in this step
         self._prompt_tokens = 0
@@ -243,7 +182,7 @@ class StepPlanner:
         decodes = self.num_tokens - self._prompt_tokens
         if decodes and self._state.limits.policy.target_inter_token_latency_seconds > 0:
             seconds = self._max_step_seconds(decodes)
-            fitting = self._state.step_time.more_within(seconds, self.num_tokens, self.kv_tokens, position)
+            fitting = self._worker.step_time.more_within(seconds, self.num_tokens, self.kv_tokens, position)
             if fitting is not None:
                 free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK)
                 tokens_left = min(tokens_left, max(free_chunk - self._prompt_tokens, int(fitting)))
@@ -256,7 +195,7 @@ class StepPlanner:
         state, policy = self._state, self._state.limits.policy
         expecting = len(state.fresh) + len(state.resuming) + len(self._batch.running) - decodes
         stretch = 1 + (policy.max_prefill_slowdown - 1) * expecting
-        decodes_alone = state.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
+        decodes_alone = self._worker.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
         return min(policy.target_inter_token_latency_seconds, stretch * decodes_alone)
 
     def _admit(self) -> None:
@@ -268,7 +207,7 @@ class StepPlanner:
         if self._is_short_of_blocks or not (state.fresh or state.resuming):
             return
         is_open = state.fresh and batch.free_slots
-        joins_left = state.strategy.max_joins(state.batching_state(self._now)) if is_open else 0
+        joins_left = self._worker.strategy.max_joins(state.batching_state(self._worker, self._now)) if is_open else 0
         skipped: list[Sequence] = []
         while batch.free_slots and self._prompt_tokens_left(0) > 0 and len(skipped) < _MAX_SKIPPED:
             sequence = self._next(joins_left > 0, skipped)
@@ -289,7 +228,7 @@ class StepPlanner:
                 other.overtaken_count += 1
             if sequence in state.fresh:
                 joins_left -= 1
-                state.strategy.on_join()
+                self._worker.strategy.on_join()
                 state.refusing = False
             self._start(sequence, shared)
 
@@ -314,6 +253,7 @@ class StepPlanner:
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
         positions = sequence.max_len - 1 if sequence.protected else sequence.num_known
         taken = self._batch.admit(sequence, shared, positions)
+        sequence.epoch = self._worker.hello.epoch
         start = sequence.num_planned
         state.counters.prefix_cache_queries += len(sequence.tokens)
         state.counters.prefix_cache_hits += start
@@ -322,8 +262,8 @@ class StepPlanner:
             sequence.started_at = self._now
             sequence.cached_tokens = start
             state.counters.prompt_tokens += sequence.prompt_len
-            request_id = sequence.request.request_id
-            self.events.append(Started(request_id, sequence.slot, self._step, start, state.model_fingerprint))
+            where = (sequence.slot, self._step, start, state.model_fingerprint, sequence.epoch)
+            self.events.append(Started(sequence.request.request_id, *where))
         request = sequence.request
         self.inits.append(
             SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)

@@ -155,7 +155,8 @@ class RunningBatch:
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, tuple[int, ...]]:
         """Return prefix-cache key and tokens of block `index`, whose tokens are all confirmed."""
-        size, keys = self.pool.block_size, sequence.block_keys
+        size = self.pool.block_size
+        keys = sequence.block_keys.setdefault(size, [])
         tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
         if index == len(keys):
             keys.append(self._block_hash(sequence.request.cache_salt, keys[-1] if keys else None, tokens))

@@ -114,6 +114,7 @@ class Sequence:
         "crash_count",
         "decode_joined_at",
         "decode_offset",
+        "epoch",
         "first_token_at",
         "in_decode_batch",
         "isolated_crashes",
@@ -155,6 +156,7 @@ class Sequence:
         self.in_decode_batch = False
         self.decode_joined_at = 0  # its first decode step
         self.decode_offset = 0  # position of its row, minus the decode step
+        self.epoch = 0  # of the worker that it runs on, or ran on last
         # While running:
         self.slot = -1
         self.blocks: list[int] = []
@@ -164,7 +166,8 @@ class Sequence:
         self.admission_count = 0  # distinguishes rows of an earlier admission
         # Always:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
-        self.block_keys: list[bytes] = []  # prefix-cache keys of the leading full blocks, made when needed
+        # Prefix-cache keys of the leading full blocks, made when needed, by block size: it may differ between workers.
+        self.block_keys: dict[int, list[bytes]] = {}
         self.num_published = 0  # leading positions in blocks that were offered to the prefix cache
         self.max_computed_before = 0  # most positions computed in earlier admissions: computing them again is counted
         self.preemptions = self.recoveries = self.overtaken_count = 0
@@ -216,7 +219,8 @@ class Sequence:
 
     def dump(self) -> list[Any]:
         """Return a copy of the state; of tokens only their number."""
-        lengths = self.state.value, len(self.tokens), tuple(self.blocks), tuple(self.block_keys)
+        keys = tuple((size, tuple(keys)) for size, keys in self.block_keys.items())
+        lengths = self.state.value, len(self.tokens), tuple(self.blocks), keys
         return [*self.request.dump(), *lengths, _plain_values(self)]
 
     @classmethod
@@ -229,7 +233,7 @@ class Sequence:
         sequence.tokens = [BLANK_TOKEN] * num_tokens
         sequence.state = State(state)
         sequence.blocks = list(blocks)
-        sequence.block_keys = [bytes.fromhex(key) for key in keys]
+        sequence.block_keys = {size: list(map(bytes.fromhex, of_size)) for size, of_size in keys}
         for name, value in fields.items():
             setattr(sequence, name, value)
         return sequence

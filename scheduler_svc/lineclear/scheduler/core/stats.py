@@ -31,16 +31,58 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreSnapshot:
-    """Counters and gauges at one moment."""
+class WorkerSnapshot:
+    """Gauges of a joined worker at one moment."""
 
-    counters: Counters
-    num_requests_waiting: int
-    num_tokens_waiting: int
+    epoch: int
+    num_slots: int
     num_requests_running: int
+    steps: int
+    """Steps planned in this epoch."""
     steps_in_flight: int
     num_blocks: int
     blocks_used: int
     blocks_cached: int
-    draining: bool
     step_time: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSnapshot:
+    """Counters and gauges at one moment. The gauges without `workers` are totals of all joined workers."""
+
+    counters: Counters
+    num_requests_waiting: int
+    num_tokens_waiting: int
+    draining: bool
+    workers: tuple[WorkerSnapshot, ...] = ()
+    """The joined workers, oldest first."""
+
+    @property
+    def num_requests_running(self) -> int:
+        """Requests with a slot."""
+        return sum(worker.num_requests_running for worker in self.workers)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Plans without result."""
+        return sum(worker.steps_in_flight for worker in self.workers)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks."""
+        return sum(worker.num_blocks for worker in self.workers)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks of running requests."""
+        return sum(worker.blocks_used for worker in self.workers)
+
+    @property
+    def blocks_cached(self) -> int:
+        """Free KV blocks that keep a prefix."""
+        return sum(worker.blocks_cached for worker in self.workers)
+
+    @property
+    def step_time(self) -> tuple[float, float, float]:
+        """Step-time model of the oldest joined worker."""
+        return self.workers[0].step_time if self.workers else (0.0, 0.0, 0.0)

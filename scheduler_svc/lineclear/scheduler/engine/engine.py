@@ -296,7 +296,7 @@ class Engine:
     def _send_plans(self, events: list[Event], now: float) -> None:
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
-        while (worker := self._workers.joined) is not None and (plan := self._core.plan(now)) is not None:
+        while (worker := self._workers.joined) is not None and (plan := self._core.plan(worker.epoch, now)) is not None:
             try:
                 self._link.send(plan)
             except WorkerGone:
@@ -366,7 +366,7 @@ class Engine:
             self._supervisor.worker_progressed()
 
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
-        events += self._core.on_worker_change(hello, now)
+        events += self._core.worker_joined(hello, now)
         log.info(
             "worker_joined",
             epoch=hello.epoch,
@@ -399,7 +399,7 @@ class Engine:
         # A stopping worker may be killed because it takes too long: no request is a suspect then.
         is_expected = self._draining or (lost.was_stopping and lost.loss is WorkerLoss.KILLED)
         loss = WorkerLoss.CLEAN if is_expected else lost.loss
-        ended = self._core.on_worker_change(None, now, loss)
+        ended = self._core.worker_lost(hello.epoch, now, loss)
         events += ended
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
             log.error("poison_request_failed", epoch=hello.epoch)

@@ -106,11 +106,17 @@ class RecordingScheduler(Scheduler):
         super().clear_prefix_cache()
         self._record("clear_prefix_cache", 0.0, [], [])
 
-    def on_worker_change(self, hello: Hello | None, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
-        events = super().on_worker_change(hello, now, loss)
-        self._vocab_size = 0 if hello is None else hello.vocab_size
-        fields = None if hello is None else {name: getattr(hello, name) for name in hello.__slots__}
-        self._record("on_worker_change", now, [fields, loss.name], self._summary(events))
+    def worker_joined(self, hello: Hello, now: float) -> list[Event]:
+        events = super().worker_joined(hello, now)
+        self._vocab_size = hello.vocab_size
+        fields = {name: getattr(hello, name) for name in hello.__slots__}
+        self._record("worker_joined", now, [fields], self._summary(events))
+        return events
+
+    def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
+        events = super().worker_lost(epoch, now, loss)
+        if events:
+            self._record("worker_lost", now, [epoch, loss.name], self._summary(events))
         return events
 
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
@@ -118,13 +124,13 @@ class RecordingScheduler(Scheduler):
         self._record("on_step_error", now, [error.epoch, error.step, error.kind.value], self._summary(events))
         return events
 
-    def plan(self, now: float) -> StepPlan | None:
-        could_plan = self.can_plan
-        plan = super().plan(now)
+    def plan(self, epoch: int, now: float) -> StepPlan | None:
+        could_plan = self.can_plan(epoch)
+        plan = super().plan(epoch, now)
         if could_plan:
             events = super().drain_events()
             self._undrained += events
-            self._record("plan", now, [], [plan_summary(plan), self._summary(events)])
+            self._record("plan", now, [epoch], [plan_summary(plan), self._summary(events)])
         return plan
 
     def drain_events(self) -> list[Event]:

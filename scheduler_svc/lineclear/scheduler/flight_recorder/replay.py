@@ -17,8 +17,9 @@ from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.scheduler import Scheduler, load_hello
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, Request
+from lineclear.scheduler.core.worker_state import load_hello
 from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary, to_json_types
 from lineclear.wire.messages import StepError, StepErrorKind, StepResult
 
@@ -114,15 +115,17 @@ class _Replayer:
         self._core.clear_prefix_cache()
         return []
 
-    def _on_worker_change(self, now: float, fields: dict[str, Any] | None, loss: str) -> Any:
-        hello = None if fields is None else load_hello(fields)
-        return event_summary(self._core.on_worker_change(hello, now, WorkerLoss[loss]), int)
+    def _worker_joined(self, now: float, fields: dict[str, Any]) -> Any:
+        return event_summary(self._core.worker_joined(load_hello(fields), now), int)
+
+    def _worker_lost(self, now: float, epoch: int, loss: str) -> Any:
+        return event_summary(self._core.worker_lost(epoch, now, WorkerLoss[loss]), int)
 
     def _on_step_error(self, now: float, epoch: int, step: int, kind: int) -> Any:
         return event_summary(self._core.on_step_error(StepError(epoch, step, StepErrorKind(kind)), now), int)
 
-    def _plan(self, now: float) -> Any:
-        plan = self._core.plan(now)
+    def _plan(self, now: float, epoch: int) -> Any:
+        plan = self._core.plan(epoch, now)
         return [plan_summary(plan), event_summary(self._core.drain_events(), int)]
 
     def _apply(
@@ -136,7 +139,7 @@ class _Replayer:
         stops: list[list[int]],
     ) -> Any:
         last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
-        tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples()]
+        tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples(epoch)]
         for row in void:
             tokens[row] = -1
         result = StepResult(epoch, step, tuple(tokens), (), frozenset(bad), step_seconds)

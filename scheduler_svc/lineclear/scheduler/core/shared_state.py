@@ -1,0 +1,80 @@
+"""The state of the core that all workers share: the queues, their order, the suspects and the counters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.poison_detector import PoisonDetector
+from lineclear.scheduler.core.policies import (
+    PREEMPTION_POLICIES,
+    QUEUE_ORDERS,
+    BatchingState,
+    PreemptionPolicy,
+    QueueOrder,
+)
+from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.stats import Counters
+from lineclear.scheduler.core.worker_state import WorkerState
+
+
+@dataclass(slots=True)
+class SharedState:
+    """The state that planning and results read and write, beside that of a worker."""
+
+    limits: CoreLimits
+    queue_order: QueueOrder
+    preemption_policy: PreemptionPolicy
+    poison: PoisonDetector
+    fresh: RequestQueue = field(default_factory=RequestQueue)
+    """Requests that have not started."""
+    resuming: RequestQueue = field(default_factory=RequestQueue)
+    """Requests that have started and wait again, after a preemption or a worker loss."""
+    workers: dict[int, WorkerState] = field(default_factory=dict)
+    """The joined workers by epoch, oldest first."""
+    counters: Counters = field(default_factory=Counters)
+    draining: bool = False
+    refusing: bool = False
+    """A request was rejected because the queue is full, and no request has started since."""
+    model_fingerprint: str = ""
+    """Of the joined workers, or of the last one."""
+
+    @classmethod
+    def of(cls, limits: CoreLimits) -> SharedState:
+        """Return the state of a new core."""
+        return cls(
+            limits=limits,
+            queue_order=QUEUE_ORDERS[limits.scheduling_policy](limits.policy),
+            preemption_policy=PREEMPTION_POLICIES[limits.preemption_policy],
+            poison=PoisonDetector(limits.max_isolated_crashes, limits.max_isolated_kills),
+        )
+
+    def batching_state(self, worker: WorkerState, now: float) -> BatchingState:
+        """Return the input of the batching strategy of `worker`."""
+        oldest, batch = self.fresh.oldest(), worker.batch
+        return BatchingState(
+            now=now,
+            num_waiting=len(self.fresh),
+            num_active=len(batch.running) + len(self.resuming),
+            num_slots=max(1, batch.num_slots),
+            oldest_arrival=None if oldest is None else oldest.arrival,
+            draining=self.draining,
+            refusing=self.refusing,
+            kv_tokens=batch.num_positions if worker.strategy.reads_kv_tokens else 0,
+            model=worker.step_time,
+        )
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of counters, flags and the queue order's state."""
+        return {
+            "counters": asdict(self.counters),
+            "flags": [self.draining, self.refusing, self.model_fingerprint],
+            "queue_order": self.queue_order.dump(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a dump."""
+        self.counters = Counters(**state["counters"])
+        self.draining, self.refusing, self.model_fingerprint = state["flags"]
+        self.queue_order.load(state["queue_order"])

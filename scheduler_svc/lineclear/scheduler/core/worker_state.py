@@ -1,0 +1,137 @@
+"""The state of the core that belongs to one worker: its running batch, its plans in flight, its step-time model.
+
+Everything else is shared by all workers: `shared_state`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from lineclear.scheduler.core.block_pool import BlockHash
+from lineclear.scheduler.core.inflight_step import InflightStep
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.policies import BatchingStrategy
+from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.stats import WorkerSnapshot
+from lineclear.scheduler.core.step_time_model import StepTimeModel
+from lineclear.scheduler.core.token_budget import TokenBudget
+from lineclear.wire.messages import Hello
+
+
+class WorkerState:
+    """A joined worker, or the place of one that was lost.
+
+    The next worker that joins takes the place with its token budget and batching strategy: after an out-of-memory step
+    a worker joins again with the same memory.
+    """
+
+    def __init__(self, limits: CoreLimits, block_hash: BlockHash, strategy: BatchingStrategy) -> None:
+        self._limits = limits
+        self.batch = RunningBatch(block_hash, limits.prefix_cache)
+        self.strategy = strategy
+        self.budget = TokenBudget()
+        self.planned_at = float("-inf")
+        """Time of the last call of `plan`."""
+        self._hello: Hello | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.step_time = StepTimeModel()
+        self.inflight: deque[InflightStep] = deque()
+        self.step = 0
+        """The last step planned in this epoch."""
+
+    def join(self, hello: Hello) -> None:
+        """Start empty, with the capacity of a worker."""
+        self._hello = hello
+        self.batch.reset(min(self._limits.max_batch_size, hello.num_slots), hello.num_blocks, hello.block_size)
+
+    def leave(self) -> list[Sequence]:
+        """Drop blocks and plans of a lost worker. Returns the sequences that ran on it, oldest first: they wait now.
+
+        Dissolve the decode batch first, so that the sequences' fields are up to date.
+        """
+        removed = self.batch.remove_all()
+        for sequence in dict.fromkeys([*removed, *(s for inflight in self.inflight for s in inflight.sampled())]):
+            sequence.num_known = len(sequence.tokens)  # samples in flight are void, and were never computed
+            sequence.max_computed_before = min(sequence.max_computed_before, sequence.num_known)
+        self._hello = None
+        self._clear()
+        return removed
+
+    @property
+    def hello(self) -> Hello:
+        """The Hello of the joined worker."""
+        assert self._hello is not None, "no worker is joined here"
+        return self._hello
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many plans are in flight as the limits allow."""
+        return len(self.inflight) >= self._limits.pipeline_depth
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that the next step may compute."""
+        max_tokens = self.hello.max_step_tokens
+        return self.budget.tokens(min(self._limits.target_batch_tokens or max_tokens, max_tokens))
+
+    def add_step(self, inflight: InflightStep) -> None:
+        """Put a planned step in flight."""
+        self.step = inflight.step
+        self.inflight.append(inflight)
+        self.budget.count_step()
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return a copy of the gauges."""
+        pool = self.batch.pool
+        return WorkerSnapshot(
+            epoch=self.hello.epoch,
+            num_slots=self.batch.num_slots,
+            num_requests_running=len(self.batch.running),
+            steps=self.step,
+            steps_in_flight=len(self.inflight),
+            num_blocks=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            step_time=self.step_time.coefficients,
+        )
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Return every sequence that a dump names, some of them more than once; some have finished."""
+        for inflight in self.inflight:
+            yield from inflight.sequences()
+            yield from inflight.chunk_samples
+        yield from self.batch.pending_sequences()
+
+    def dump(self) -> dict[str, Any]:
+        """Return a copy of the state; sequences by number."""
+        return {
+            "hello": None if self._hello is None else asdict(self._hello),
+            "step": self.step,
+            "planned_at": self.planned_at,
+            "budget": self.budget.dump(),
+            "strategy": self.strategy.dump(),
+            "step_time": self.step_time.dump(),
+            "batch": self.batch.dump(),
+            "inflight": [inflight.dump() for inflight in self.inflight],
+        }
+
+    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Restore a dump that went through JSON."""
+        self._hello = None if state["hello"] is None else load_hello(state["hello"])
+        self.step, self.planned_at = state["step"], state["planned_at"]
+        self.budget.load(state["budget"])
+        self.strategy.load(state["strategy"])
+        self.step_time.load(state["step_time"])
+        self.batch.load(state["batch"], sequences)
+        self.inflight = deque(InflightStep.load(entry, sequences) for entry in state["inflight"])
+
+
+def load_hello(fields: dict[str, Any]) -> Hello:
+    """Return the Hello of fields that went through JSON."""
+    return replace(Hello(**fields), eos_token_ids=tuple(fields["eos_token_ids"]))
