@@ -1,0 +1,1 @@
+"""Pictures of executed steps: a timeline as SVG, a Chrome trace, and the attention mask of a step. Pure functions."""

@@ -1,0 +1,83 @@
+"""Convert steps to events of the Chrome trace format, which Perfetto and chrome://tracing open.
+
+A worker is a process, a slot is a thread, a row is a slice. Queue, running requests and KV blocks are counters. Format:
+"Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .step_record import StepRecord
+
+_STEPS_THREAD = 0
+"""The thread of whole steps; slot N is thread N + 1."""
+
+
+class ChromeTrace:
+    """Converts records one by one, so that a recording of any length can be written while it grows."""
+
+    def __init__(self) -> None:
+        self._begun_seconds: float | None = None
+        self._named: set[tuple[int, int]] = set()
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def events(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        """Return the events of a step. Times count from the first record."""
+        if self._begun_seconds is None:
+            self._begun_seconds = record.time_seconds
+        begin, duration = round((record.time_seconds - self._begun_seconds) * 1e6), round(record.seconds * 1e6)
+        pid = record.worker
+        yield from self._names(record)
+        tokens = sum(row.num_tokens for row in record.rows)
+        yield _slice(f"step {record.step}", pid, _STEPS_THREAD, begin, duration, rows=len(record.rows), tokens=tokens)
+        for row in record.rows:
+            self._slots[pid, row.request] = row.slot
+            name = f"[{row.request}] {row.kind}" + (f" {row.num_tokens}" if row.num_tokens > 1 else "")
+            yield _slice(
+                name, pid, row.slot + 1, begin, duration,
+                request=row.request, start=row.start, tokens=row.num_tokens, cached=row.cached_tokens, step=record.step,
+            )  # fmt: skip
+        for what, requests in (("end", record.ended), ("preempted", record.preempted)):
+            for request in requests:
+                slot = self._slots.pop((pid, request), None)
+                if slot is not None:
+                    instant = {"name": f"[{request}] {what}", "ph": "i", "s": "t", "ts": begin + duration}
+                    yield instant | {"pid": pid, "tid": slot + 1}
+        counters = {
+            "requests": {"running": len(record.rows), "waiting": record.num_waiting},
+            "KV blocks": {"used": record.blocks_used, "cached": record.blocks_cached},
+        }
+        for name, values in counters.items():
+            yield {"name": name, "ph": "C", "pid": pid, "ts": begin, "args": values}
+
+    def _names(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        threads = {_STEPS_THREAD: "steps"} | {row.slot + 1: f"slot {row.slot}" for row in record.rows}
+        for tid, name in threads.items():
+            if (record.worker, tid) in self._named:
+                continue
+            self._named.add((record.worker, tid))
+            if tid == _STEPS_THREAD:
+                yield _metadata("process_name", record.worker, tid, name=f"worker {record.worker}")
+            yield _metadata("thread_name", record.worker, tid, name=name)
+            yield _metadata("thread_sort_index", record.worker, tid, sort_index=tid)
+
+
+def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
+
+
+def _slice(name: str, pid: int, tid: int, begin: int, duration: int, **arguments: int) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": duration, "args": arguments}
+
+
+def json_chunks(records: Iterable[StepRecord]) -> Iterator[str]:
+    """Return the file in pieces: a JSON array with an event a line. Viewers also open it without its last bracket."""
+    trace, separator = ChromeTrace(), "[\n"
+    for record in records:
+        for event in trace.events(record):
+            yield separator + json.dumps(event, separators=(",", ":"))
+            separator = ",\n"
+    yield "[]\n" if separator == "[\n" else "\n]\n"
