@@ -35,7 +35,7 @@ help: ## This list
 	@echo "MODEL, PEERS (of transformers, vllm, llama), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
 
 demo: $(STAMP) ## Serve the demo model, stream prompts, and compare with static batching
-	@$(BIN)/python demo/run.py
+	@$(BIN)/python demo/run.py $(ARGS)
 
 test: $(STAMP) ## Run every check: ruff, import-linter, mypy, pytest
 	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; \

@@ -1,22 +1,30 @@
 """Compares continuous with static batching: six prompts of different lengths through three slots.
 
-    python demo/run.py [--model DIR] [--slots N]
+    python demo/run.py [--model DIR] [--slots N] [--images DIR]
 
-Starts a `LocalServer`, sends all prompts at once over gRPC and prints the tokens as they arrive, then the admission
-log. Then runs the prompts again with static batching: same service, model and slots, but a batch starts together and no
-request joins it until its longest answer is complete.
+Starts a `LocalServer`, sends all prompts at once over gRPC and prints the tokens as they arrive. Then runs the prompts
+with static batching, in two ways: the same service with fixed batches, and transformers' `generate` on padded waves.
+Prints who enters which slot at which step, the attention mask of a step, and the comparison; writes timeline and mask
+as SVG.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+import runs
+import story
+from runs import Run
 
 from lineclear.client import AsyncClient, Generation, LocalServer, ServerStartError
 
@@ -28,30 +36,19 @@ PROMPTS = (
     ("Quantum computing differs from classical computing because", 180),
     ("The history of the Roman Empire began", 45),
 )
+CONTINUOUS = ("continuous (lineclear)", "Continuous batching, lineclear")
+STATIC = ("static (lineclear, fixed_size)", "Static batching without padding, lineclear's fixed_size")
+PADDED = ("static, padded (transformers generate)", "Static batching in padded waves, generate of transformers")
+HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Results of one pass over the prompts."""
-
-    answers: tuple[Generation, ...]
-    seconds: float
-
-    @property
-    def steps(self) -> int:
-        """Seconds from the first step with a prompt to the last token."""
-        return max(a.timings.last_step for a in self.answers) - min(a.started.first_step for a in self.answers) + 1
-
-
-def server(model: str, slots: int, strategy: str) -> LocalServer:
-    """Start a local service."""
-    which = ["--model", model] if model else ["--demo"]
-    how = ["--max-batch-size", str(slots), "--batching-strategy", strategy]
-    # Worker settings: float32, so that both ways give the same tokens.
-    exact = ["--", "--dtype", "float32"]
-    return LocalServer(*which, *how, *exact, start_timeout_seconds=START_SECONDS)
+def server(model: str, slots: int, strategy: str, threads: int) -> LocalServer:
+    """Start a local service in float32, so that each way gives the same tokens."""
+    flags = ["--model", model, "--max-batch-size", str(slots), "--batching-strategy", strategy]
+    worker = ["--", "--dtype", "float32", "--threads", str(threads)]
+    return LocalServer(*flags, *worker, start_timeout_seconds=START_SECONDS)
 
 
 class Printer:
@@ -94,17 +91,18 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
     return stream.result
 
 
-async def run(target: str, printer: Printer | None) -> Run:
-    """Run all prompts at once through a service."""
+async def run(target: str, slots: int, printer: Printer) -> Run:
+    """Send all prompts at once."""
     async with AsyncClient(target) as client:
         await client.generate(PROMPTS[0][0], max_tokens=2)  # triggers one-time initialisation
         begin = time.monotonic()
         answers = await asyncio.gather(*(stream_one(client, i, printer) for i in range(len(PROMPTS))))
-        return Run(tuple(answers), time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+    return runs.of_answers(*CONTINUOUS, answers, seconds, slots, static=False)
 
 
 async def run_static(target: str, slots: int) -> Run:
-    """Run the prompts in order, in batches of `slots`; the service waits for a full batch."""
+    """Send the prompts in order; the service waits for a full batch and runs it to its end."""
     async with AsyncClient(target) as client:
         await asyncio.gather(*(client.generate(PROMPTS[0][0], max_tokens=2) for _ in range(slots)))
         begin = time.monotonic()
@@ -112,60 +110,100 @@ async def run_static(target: str, slots: int) -> Run:
         for index in range(len(PROMPTS)):
             tasks.append(asyncio.create_task(stream_one(client, index, None)))
             await asyncio.sleep(0.005)  # keeps the order in the queue
-        return Run(tuple(await asyncio.gather(*tasks)), time.monotonic() - begin)
+        answers = await asyncio.gather(*tasks)
+        seconds = time.monotonic() - begin
+    return runs.of_answers(*STATIC, answers, seconds, slots, static=True)
 
 
-def padding(slots: int) -> int:
-    """Return the rows that padded static batches compute after the end of an answer."""
-    lengths = [max_tokens for _, max_tokens in PROMPTS]
-    batches = [lengths[i : i + slots] for i in range(0, len(lengths), slots)]
-    return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
+class PaddedWaves:
+    """The process of `padded_waves`. It loads while a service starts, and waits for `run`."""
 
-
-def report(continuous: Run, static: Run, slots: int) -> bool:
-    """Print the admission log and the comparison. Returns whether both gave the same tokens."""
-    print("\nAdmission log (continuous batching)")
-    print("  request  slot  from step  to step  tokens  queued s")
-    in_order = sorted(
-        enumerate(continuous.answers), key=lambda item: (item[1].started.first_step, item[1].started.slot)
-    )
-    for index, a in in_order:
-        print(
-            f"  [{index + 1}]      {a.started.slot:4}  {a.started.first_step:9}  {a.timings.last_step:7}"
-            f"  {a.usage.completion_tokens:6}  {a.timings.queue_time_seconds:8.3f}"
+    def __init__(self, model: str, slots: int, threads: int) -> None:
+        self._slots = slots
+        script = str(Path(__file__).with_name("padded_waves.py"))
+        arguments = ["--model", model, "--slots", str(slots), "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-    tokens = sum(a.usage.completion_tokens for a in continuous.answers)
-    same = [a.token_ids for a in continuous.answers] == [a.token_ids for a in static.answers]
-    print(f"\nSame {len(PROMPTS)} prompts, same model, {slots} slots, {tokens} output tokens")
-    print("               steps  padded tokens  seconds  tokens/s")
-    for name, result, padded in (("continuous", continuous, 0), ("static", static, padding(slots))):
-        rate = tokens / result.seconds
-        print(f"  {name:11} {result.steps:6}  {padded:13}  {result.seconds:7.2f}  {rate:8.1f}")
-    steps, seconds = static.steps / continuous.steps, static.seconds / continuous.seconds
-    print(f"  ratio       {steps:6.2f}                 {seconds:7.2f}")
-    print(f"\nBoth outputs are {'equal' if same else 'NOT EQUAL'}, token for token.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def wait_until_loaded(self) -> None:
+        """Wait for the model, and for the process to become idle."""
+        self._version = self._read()["version"]
+
+    def run(self) -> Run:
+        """Run all prompts in waves."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": PROMPTS}) + "\n")
+        self._process.stdin.flush()
+        found = self._read()
+        name, what = PADDED
+        return runs.of_waves(name, f"{what} {self._version}", found["waves"], found["seconds"], self._slots)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"transformers ended with exit code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def report(all_runs: Sequence[Run], images: Path) -> bool:
+    """Print the story. Return whether all ways gave the same tokens."""
+    print("\nAdmission log: who enters which slot at which step")
+    for one in all_runs:
+        print("\n".join(story.admission_log(one)))
+    print(f"\n{story.mask(all_runs[0], shutil.get_terminal_size((100, 24)).columns)}")
+    count, first = len(PROMPTS), all_runs[0]
+    print(f"Same {count} prompts, model, machine and threads; {first.slots} slots, {first.tokens} output tokens")
+    print("\n".join(story.comparison(all_runs)))
+    same = story.tokens_are_equal(all_runs)
+    print(f"\nThe {len(all_runs)} outputs are {'equal' if same else 'NOT EQUAL'}, token for token.")
+    images.mkdir(parents=True, exist_ok=True)
+    for name, svg in story.pictures(all_runs).items():
+        (images / name).write_text(svg, encoding="utf-8")
+    print(f"Pictures: {images / 'timeline.svg'} and mask.svg")
+    print("\nWhere to go next")
+    for command, what in story.NEXT:
+        print(f"  {command:56} {what}")
     return same
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both ways; return 0 if they gave the same tokens."""
+    """Run all ways; return 0 if they gave the same tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="a model directory; the bundled demo model by default")
+    parser.add_argument(
+        "--model", type=Path, default=HERE / "model", help="a model directory; the demo model by default"
+    )
     parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="threads of each way; 0: its own choice")
+    parser.add_argument(
+        "--images", type=Path, default=HERE.parent / "build" / "demo", help="where to write the pictures"
+    )
     options = parser.parse_args(arguments)
-    model = str(Path(options.model).resolve()) if options.model else ""
-    print(f"Starting the service: continuous batching, {options.slots} slots")
+    model, slots, threads = str(options.model.resolve()), options.slots, options.threads
+    print(f"Starting the service: continuous batching, {slots} slots")
     try:
         # One event loop for both: gRPC may still use the first one after its work is done.
         with asyncio.Runner() as runner:
-            with server(model, options.slots, "continuous") as service:
-                continuous = runner.run(run(service.target, Printer()))
-            print("\nStarting the service again: static batching, for comparison")
-            with server(model, options.slots, "fixed_size") as service:
-                static = runner.run(run_static(service.target, options.slots))
+            with server(model, slots, "continuous", threads) as service:
+                continuous = runner.run(run(service.target, slots, Printer()))
+            print("\nThe same prompts with static batching: fixed batches in the service, then transformers' generate")
+            with PaddedWaves(model, slots, threads) as waves:
+                with server(model, slots, "fixed_size", threads) as service:
+                    waves.wait_until_loaded()
+                    static = runner.run(run_static(service.target, slots))
+                padded = waves.run()
     except ServerStartError as error:
         raise SystemExit(str(error)) from None
-    return 0 if report(continuous, static, options.slots) else 1
+    return 0 if report((continuous, static, padded), options.images) else 1
 
 
 if __name__ == "__main__":
