@@ -33,7 +33,8 @@ REPLACEMENTS = [
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\basyncio\.Lock\b", "threading.Lock"),
     (r"^import asyncio$", "import threading"),
-    (r"\bAsyncGenerator\[Outcome, None\]", "Generator[Outcome, None, None]"),
+    (r"\bAsyncGenerator\[tuple\[int, Outcome\], None\]", "Generator[tuple[int, Outcome], None, None]"),
+    (r"\bAwaitable\[int\]", "int"),
     (r"\bAsync(?=[A-Z])", ""),
 ]  # fmt: skip
 

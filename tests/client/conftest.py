@@ -62,6 +62,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self.ended = threading.Event()  # a call of Generate ended, however it did
         self.health_answers: list[bytes | grpc.StatusCode] = [b"\x08\x01"]  # the last one stays
         self.health_asked: list[bytes] = []
+        self.max_batch_size = 0
         self.open = 0
         self.most_open = 0
         self._lock = threading.Lock()
@@ -154,7 +155,10 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
 
     def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:
         return pb.GetModelResponse(
-            model_id="tiny", context_length=512, eos_token_ids=[2, 7], limits=pb.Limits(num_blocks=99)
+            model_id="tiny",
+            context_length=512,
+            eos_token_ids=[2, 7],
+            limits=pb.Limits(num_blocks=99, max_batch_size=self.max_batch_size),
         )
 
     def GetStats(self, request: pb.GetStatsRequest, context: grpc.ServicerContext) -> pb.GetStatsResponse:

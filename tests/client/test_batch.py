@@ -14,6 +14,7 @@ from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear import errors
 from lineclear.client import AsyncClient, Client, Request
+from lineclear.client.testing import FakeTransport
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -37,6 +38,88 @@ def test_concurrency_requests_run_at_once(server: Any, client: Any) -> None:
     server.script = script
     assert len(client.generate_batch(iter("abcdefghij"), concurrency=5)) == 10
     assert server.most_open == 5
+
+
+def gated(server: Any, count: int) -> None:
+    """Have the server answer when exactly `count` calls are in their handlers together."""
+    gate = threading.Barrier(count)
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        gate.wait(PATIENCE_SECONDS)
+        yield server.finished(0)
+
+    server.script = script
+
+
+def test_default_concurrency_is_the_slots_of_the_server(server: Any, client: Any) -> None:
+    server.max_batch_size = 3
+    gated(server, 3)
+    assert len(client.generate_batch("abcdefghi")) == 9
+    assert server.most_open == 3
+
+
+def test_default_concurrency_without_an_answer(server: Any) -> None:
+    """The server has no GetModel, as a fake one might."""
+    fake = FakeTransport("ok")
+    fake.model.limits.max_batch_size = 5
+
+    def no_model(method: Any, *args: Any, **more: Any) -> Any:
+        raise errors.Unsupported("no GetModel")
+
+    fake.unary = no_model  # type: ignore[method-assign]
+    assert len(Client(transport=fake).generate_batch("abc")) == 3
+
+
+def test_mapping_gives_a_dict(server: Any, client: Any) -> None:
+    prompts = {"first": "one two", ("second", 2): Request.of("three", max_tokens=3)}
+    answers = client.generate_batch(prompts)
+    assert {key: answer.text for key, answer in answers.items()} == {"first": "one two", ("second", 2): "three"}
+    assert list(answers) == list(prompts)
+    assert client.generate_batch({}) == {}
+
+
+def test_mapping_with_a_failure(client: Any) -> None:
+    outcomes = client.generate_batch({"good": "a", "bad": "\ud800"}, return_exceptions=True)
+    assert {key: type(outcome).__name__ for key, outcome in outcomes.items()} == {
+        "good": "Generation", "bad": "MalformedMessage",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_answers_as_completed(server: Any, kind: str) -> None:
+    """The first prompt is answered after the answers to the others were read."""
+    go_on, seen = threading.Event(), []
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.text == "slow":
+            assert go_on.wait(PATIENCE_SECONDS)
+        if request.text == "bad":
+            server.fail(context, errors.PromptTooLong("too long"))
+        yield server.finished(0)
+
+    def see(key: object, outcome: object) -> None:
+        seen.append((key, type(outcome).__name__))
+        if len(seen) == 3:
+            go_on.set()
+
+    server.script = script
+    prompts = {"s": "slow", "a": "x", "b": "bad", "c": "y"}
+    if kind == "sync":
+        with Client(server.target) as client:
+            for key, outcome in client.as_completed(prompts):
+                see(key, outcome)
+            assert sorted(index for index, _ in client.as_completed(iter("xyz"))) == [0, 1, 2]
+    else:
+
+        async def scenario() -> None:
+            async with AsyncClient(server.target) as client:
+                async for key, outcome in client.as_completed(prompts):
+                    see(key, outcome)
+                assert sorted([index async for index, _ in client.as_completed(iter("xyz"))]) == [0, 1, 2]
+
+        asyncio.run(scenario())
+    assert seen[-1] == ("s", "Generation")
+    assert sorted(seen[:3]) == [("a", "Generation"), ("b", "PromptTooLong"), ("c", "Generation")]
 
 
 def test_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:

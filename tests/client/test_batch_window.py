@@ -7,25 +7,27 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.batch_window import OrderedWindow, Outcome, checked_concurrency
+from lineclear.client.batch_window import BatchWindow, Outcome, checked_window, default_concurrency
+from lineclear.client.results import Model, from_proto
 from lineclear.errors import InternalError
+from lineclear.v1 import inference_pb2 as pb
 
 
 def outcome(index: int) -> Outcome:
     return InternalError(str(index))
 
 
-def take(batch: OrderedWindow[Any]) -> tuple[int, Any] | None:
+def take(batch: BatchWindow[Any]) -> tuple[int, Any] | None:
     return batch.take(batch.read()) if batch.has_room else None
 
 
-def due(batch: OrderedWindow[Any]) -> list[str]:
+def due(batch: BatchWindow[Any]) -> list[str]:
     turn = batch.read_outcomes()
-    return [] if turn is None else [str(error) for error in turn.due]
+    return [] if turn is None else [str(error) for _, error in turn.due]
 
 
 def test_outcomes_are_read_in_the_order_of_the_items() -> None:
-    batch = OrderedWindow("abc", window=3)
+    batch = BatchWindow("abc", window=3)
     assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
     batch.put(1, outcome(1))
     assert due(batch) == []
@@ -41,7 +43,7 @@ def test_outcomes_are_read_in_the_order_of_the_items() -> None:
 
 def test_items_are_read_no_further_than_the_window() -> None:
     read = []
-    batch = OrderedWindow((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
+    batch = BatchWindow((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
     assert batch.total is None
     assert [take(batch), take(batch), take(batch)] == [(0, 0), (1, 1), None]
     batch.put(1, outcome(1))
@@ -53,7 +55,7 @@ def test_items_are_read_no_further_than_the_window() -> None:
 
 
 def test_error_of_the_items_ends_the_batch() -> None:
-    batch = OrderedWindow((1 / n for n in (1, 0)), window=5)
+    batch = BatchWindow((1 / n for n in (1, 0)), window=5)
     take(batch)
     assert take(batch) is None
     assert isinstance(batch.failure, ZeroDivisionError)
@@ -64,7 +66,7 @@ def test_bug_ends_the_batch_and_failure_is_an_outcome() -> None:
     for return_exceptions, error, ends in (
         (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
     ):  # fmt: skip
-        batch = OrderedWindow("abc", 3, return_exceptions)
+        batch = BatchWindow("abc", 3, return_exceptions)
         take(batch)
         batch.put(0, error)
         turn = batch.read_outcomes()
@@ -73,7 +75,7 @@ def test_bug_ends_the_batch_and_failure_is_an_outcome() -> None:
 
 
 def test_first_failure_counts() -> None:
-    batch = OrderedWindow("ab", 2, return_exceptions=False)
+    batch = BatchWindow("ab", 2, return_exceptions=False)
     for _ in "ab":
         take(batch)
     first = outcome(1)
@@ -85,28 +87,49 @@ def test_first_failure_counts() -> None:
 
 
 def test_read_outcomes_is_none_without_news() -> None:
-    batch = OrderedWindow("a", 1)
+    batch = BatchWindow("a", 1)
     assert batch.read_outcomes() == ([], None, False)  # nothing is complete: reported once
     assert batch.read_outcomes() is None
     take(batch)
     assert batch.read_outcomes() is None
     done = outcome(0)
     batch.put(0, done)
-    assert batch.read_outcomes() == ([done], None, False)  # the end of the items is not known yet
+    assert batch.read_outcomes() == ([(0, done)], None, False)  # the end of the items is not known yet
     assert batch.read_outcomes() is None
     take(batch)
     assert batch.read_outcomes() == ([], None, True)
 
 
 def test_number_of_workers() -> None:
-    assert [OrderedWindow(items, 1).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
+    assert [BatchWindow(items, 9).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
+    assert BatchWindow(iter(""), 3).workers(4) == 3
+
+
+def test_outcomes_are_read_as_they_come() -> None:
+    batch = BatchWindow("abc", window=2, in_order=False)
+    assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), None]
+    batch.put(1, outcome(1))
+    assert due(batch) == ["1"]
+    assert take(batch) == (2, "c")  # no outcome waits for that of 0
+    batch.put(2, outcome(2))
+    batch.put(0, outcome(0))
+    assert due(batch) == ["2", "0"]
+    assert take(batch) is None
+    assert batch.done
+
+
+@pytest.mark.parametrize(("slots", "concurrency"), [(1, 1), (8, 8), (4096, 256), (0, 32), (None, 32)])
+def test_default_concurrency_is_the_number_of_slots(slots: int | None, concurrency: int) -> None:
+    message = pb.GetModelResponse(limits=pb.Limits(max_batch_size=slots))
+    assert default_concurrency(None if slots is None else from_proto(Model, message)) == concurrency
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_completion_is_read_in_order(seed: int) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_random_completion_is_read_once(seed: int, in_order: bool) -> None:
     dice = random.Random(seed)
     count, window = dice.randrange(40), dice.randrange(1, 8)
-    batch, out, running = OrderedWindow(range(count), window), [], []
+    batch, out, running = BatchWindow(range(count), window, in_order=in_order), [], []
     while not batch.done:
         if running and dice.random() < 0.5:
             batch.put(index := running.pop(dice.randrange(len(running))), outcome(index))
@@ -114,12 +137,13 @@ def test_random_completion_is_read_in_order(seed: int) -> None:
             running.append(taken[0])
         assert len(running) <= window
         out += due(batch)
-    assert out == [str(n) for n in range(count)]
+    assert (out if in_order else sorted(out, key=int)) == [str(n) for n in range(count)]
 
 
 def test_a_window_is_at_least_as_wide_as_the_concurrency() -> None:
-    assert checked_concurrency(4, None) >= 32
-    assert checked_concurrency(4, 4) == 4
-    for wrong in ((0, None), (4, 3)):
+    assert checked_window(4, None) >= 32
+    assert checked_window(4, 4) == 4
+    assert checked_window(None, 3) == 3
+    for wrong in ((0, None), (4, 3), (None, 0)):
         with pytest.raises(ValueError, match="at least"):
-            checked_concurrency(*wrong)
+            checked_window(*wrong)

@@ -20,6 +20,10 @@ def threads(client: Client, unknown: bool) -> None:
     reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=True)])
     reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=False)])
     reveal_type([outcome for outcome in client.iter_batch(["a"], return_exceptions=unknown)])
+    reveal_type(client.generate_batch({"k": "a"}))
+    reveal_type(client.generate_batch({5: "a"}, return_exceptions=True))
+    reveal_type([pair for pair in client.as_completed({5: "a"})])
+    reveal_type([pair for pair in client.as_completed(["a"])])
 
 async def loop(client: AsyncClient, unknown: bool) -> None:
     reveal_type(await client.generate_batch(["a"]))
@@ -30,6 +34,10 @@ async def loop(client: AsyncClient, unknown: bool) -> None:
     reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=True)])
     reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=False)])
     reveal_type([outcome async for outcome in client.iter_batch(["a"], return_exceptions=unknown)])
+    reveal_type(await client.generate_batch({"k": "a"}))
+    reveal_type(await client.generate_batch({5: "a"}, return_exceptions=True))
+    reveal_type([pair async for pair in client.as_completed({5: "a"})])
+    reveal_type([pair async for pair in client.as_completed(["a"])])
 """
 ANSWERS = "list[Generation]"
 OUTCOMES = "list[Generation | LineclearError]"
@@ -57,7 +65,9 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_batch_types(checked: list[str]) -> None:
     shown = [match[1] for line in checked if (match := re.search(r'Revealed type is "(.*)"', line))]
     found = [re.sub(r"[a-z_]+\.", "", kind) for kind in shown]
-    assert found == [ANSWERS, ANSWERS, OUTCOMES, OUTCOMES, OUTCOMES, OUTCOMES, ANSWERS, OUTCOMES] * 2
+    pairs = ["list[tuple[int, Generation | LineclearError]]"] * 2
+    by_key = ["dict[str, Generation]", "dict[int, Generation | LineclearError]", *pairs]
+    assert found == [ANSWERS, ANSWERS, OUTCOMES, OUTCOMES, OUTCOMES, OUTCOMES, ANSWERS, OUTCOMES, *by_key] * 2
 
 
 def test_unknown_keyword_is_a_type_error(checked: list[str]) -> None:

@@ -63,7 +63,9 @@ class Entries(Protocol):
     def __iter__(self) -> Iterator[Entry]: ...
 
 
-def several(client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int, progress: bool) -> int:
+def several(
+    client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int | None, progress: bool
+) -> int:
     """Run all prompts, write one line of JSON for each in order, and return the number of failures.
 
     Raises the error of a server that is unavailable; --resume continues after the lines written. Raises DataLoss if

@@ -56,8 +56,10 @@ def generate(
         typer.Option("--resume", help="Continue after the results in --out.", rich_help_panel="Many prompts"),
     ] = False,
     concurrency: Annotated[
-        int, typer.Option(help="Requests at once.", min=1, max=4096, rich_help_panel="Many prompts")
-    ] = 32,
+        int | None,
+        typer.Option(help="Requests at once. Default: the number of slots of the server.", min=1, max=4096,
+                     show_default=False, rich_help_panel="Many prompts"),
+    ] = None,
 ) -> None:  # fmt: skip
     """Generate the continuation of a prompt and stream it.
 

@@ -1,19 +1,28 @@
-"""The window of a batch: requests start and finish in any order, and their outcomes leave in the order of the items."""
+"""The window of a batch: its requests start and finish in any order.
+
+Their outcomes leave in the order of the items, or as they finish.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
-from .results import Generation
+from .results import Generation, Model
 
 Item = TypeVar("Item")
 Outcome = Generation | LineclearError
 
 ALL_AT_ONCE = 2**62
 """The window of a batch that returns all answers together."""
+
+DEFAULT_CONCURRENCY = 32
+"""Requests of a batch at a time if the number of slots of the server is unknown."""
+_MOST_SLOTS = 256
+"""More requests at a time than this only if the caller says so."""
 
 
 class Read(NamedTuple, Generic[Item]):
@@ -26,20 +35,24 @@ class Read(NamedTuple, Generic[Item]):
 class WindowRead(NamedTuple):
     """The outcomes that are ready for the reader."""
 
-    due: list[Outcome]
+    due: list[tuple[int, Outcome]]
+    """Each with the index of its item."""
     failure: BaseException | None
     """The error that ended the batch."""
     is_last: bool
 
 
-class OrderedWindow(Generic[Item]):
-    """Items are taken with `take`, outcomes added with `put` in any order and read in order with `read_outcomes`.
+class BatchWindow(Generic[Item]):
+    """Items are taken with `take`, outcomes added with `put` in any order and read with `read_outcomes`.
 
-    At most `window` items are running or wait for an earlier outcome. Items are read one by one, as needed. A failed
-    request is an outcome; with `return_exceptions` False it ends the batch. Not safe for threads by itself.
+    At most `window` items are running or wait to be read. Items are read one by one, as needed. A failed request is an
+    outcome; with `return_exceptions` False it ends the batch. With `in_order` an outcome waits for those of earlier
+    items. Not safe for threads by itself.
     """
 
-    def __init__(self, items: Iterable[Item], window: int, return_exceptions: bool = True) -> None:
+    def __init__(
+        self, items: Iterable[Item], window: int, return_exceptions: bool = True, in_order: bool = True
+    ) -> None:
         assert window >= 1
         self.total: int | None = len(items) if isinstance(items, Sized) else None
         self.is_in_memory = isinstance(items, (list, tuple))  # reading them never blocks
@@ -51,6 +64,7 @@ class OrderedWindow(Generic[Item]):
         self._items: Iterator[Item] = iter(items)
         self._window = window
         self._return_exceptions = return_exceptions
+        self._in_order = in_order
         self._taken = 0
         self._num_read = 0
         self._reported = -1  # `completed` at the last read_outcomes
@@ -67,7 +81,8 @@ class OrderedWindow(Generic[Item]):
         return self.failure is not None or (self.exhausted and self._num_read == self._taken)
 
     def workers(self, concurrency: int) -> int:
-        """Return the number of workers: `concurrency`, or fewer for fewer items, and at least one."""
+        """Return the number of workers: `concurrency`, or fewer for fewer items or a small window, and at least one."""
+        concurrency = min(concurrency, self._window)
         return concurrency if self.total is None else max(1, min(concurrency, self.total))
 
     @property
@@ -98,7 +113,7 @@ class OrderedWindow(Generic[Item]):
     def put(self, index: int, outcome: Generation | BaseException) -> None:
         """Add the outcome of an item. An error other than a LineclearError, such as a bug, ends the batch."""
         assert index not in self._waiting
-        assert self._num_read <= index < self._taken
+        assert index < self._taken
         if not isinstance(outcome, Outcome):
             self.fail(outcome)
             return
@@ -120,20 +135,31 @@ class OrderedWindow(Generic[Item]):
         if not self.done and self.completed == self._reported:
             return None
         self._reported = self.completed
-        due = []
-        while self._num_read in self._waiting:
-            due.append(self._waiting.pop(self._num_read))
-            self._num_read += 1
+        due = self._due()
+        self._num_read += len(due)
         return WindowRead(due, self.failure, self.done)
 
+    def _due(self) -> list[tuple[int, Outcome]]:
+        if not self._in_order:
+            due, self._waiting = list(self._waiting.items()), {}
+            return due
+        ready = itertools.takewhile(self._waiting.__contains__, itertools.count(self._num_read))
+        return [(index, self._waiting.pop(index)) for index in ready]
 
-def checked_concurrency(concurrency: int, window: int | None) -> int:
+
+def checked_window(concurrency: int | None, window: int | None) -> int:
     """Return the size of the window, by default large enough that one slow answer does not idle the other workers.
 
     Raises ValueError if `concurrency` is below 1 or above `window`.
     """
-    if concurrency < 1:
+    if concurrency is not None and concurrency < 1:
         raise ValueError("concurrency must be at least 1")
-    if window is not None and window < concurrency:
+    if window is not None and window < (concurrency or 1):
         raise ValueError("window must be at least concurrency")
-    return window or max(256, 8 * concurrency)
+    return window or max(256, 8 * (concurrency or _MOST_SLOTS))
+
+
+def default_concurrency(model: Model | None) -> int:
+    """Return the number of slots of the server, so that its batch is full and its queue is left to others."""
+    slots = 0 if model is None else model.limits.max_batch_size
+    return min(slots, _MOST_SLOTS) or DEFAULT_CONCURRENCY

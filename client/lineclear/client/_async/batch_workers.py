@@ -1,14 +1,14 @@
-"""Run the requests of a batch at the same time and return their answers in the order of the prompts."""
+"""Run the requests of a batch at the same time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Generic, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Generic, TypeVar
 
 from lineclear.errors import Cancelled
 
-from ..batch_window import Item, OrderedWindow, Outcome, Read
+from ..batch_window import BatchWindow, Item, Outcome, Read
 from ..concurrency import AsyncCondition, AsyncReader, AsyncWorkers
 from ..fork_guard import OwnerProcess
 from ..progress import Display
@@ -16,17 +16,20 @@ from ..results import Generation
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 
-Answer = TypeVar("Answer", bound=Outcome, covariant=True)
+Answer = TypeVar("Answer", covariant=True)
 
 
 class AsyncBatchResults(AsyncIterator[Answer], Generic[Answer]):
-    """The answers of a batch, in the order of the prompts. The first read starts the batch; one reader at a time.
+    """The answers of a batch. The first read starts the batch; one reader at a time.
 
     A failed request yields its LineclearError. With `return_exceptions=False` the loop raises it instead.
     """
 
-    def __init__(self, workers: AsyncBatchWorkers[Item], display: Display) -> None:
+    def __init__(
+        self, workers: AsyncBatchWorkers[Item], display: Display, shown: Callable[[int, Outcome], Answer]
+    ) -> None:
         self._workers = workers
+        self._shown = shown
         self._owner = OwnerProcess()
         self._outcomes = workers.outcomes(display)
         self._cancel = workers.cancel
@@ -36,7 +39,7 @@ class AsyncBatchResults(AsyncIterator[Answer], Generic[Answer]):
         self._owner.enter()
         try:
             with self._canceller.guard():
-                return cast("Answer", await anext(self._outcomes))
+                return self._shown(*await anext(self._outcomes))
         except BaseException:
             self._canceller.close()
             raise
@@ -60,10 +63,13 @@ class AsyncBatchWorkers(Generic[Item]):
     """
 
     def __init__(
-        self, window: OrderedWindow[Item], concurrency: int, open_stream: Callable[[Item], AsyncStream]
+        self,
+        window: BatchWindow[Item],
+        concurrency: Callable[[], Awaitable[int]],
+        open_stream: Callable[[Item], AsyncStream],
     ) -> None:
         self._window = window
-        self._num_workers = window.workers(concurrency)
+        self._concurrency = concurrency
         self._open_stream = open_stream
         self._owner = OwnerProcess()
         self._changed = AsyncCondition()  # guards _running and the window
@@ -72,12 +78,12 @@ class AsyncBatchWorkers(Generic[Item]):
         self._reader = AsyncReader[Read[Item]](window.read)
         self._workers = AsyncWorkers()
 
-    async def outcomes(self, display: Display) -> AsyncGenerator[Outcome, None]:
-        """Yield the outcomes in order, and update `display` whenever more requests are complete."""
+    async def outcomes(self, display: Display) -> AsyncGenerator[tuple[int, Outcome], None]:
+        """Yield each outcome with the index of its item, and update `display` when more requests are complete."""
         window = self._window
         self._owner.enter()
         try:
-            for number in range(self._num_workers):
+            for number in range(window.workers(await self._concurrency())):
                 self._workers.start(f"lineclear-{number}", self._work)
             while True:
                 with self._changed:

@@ -1,15 +1,15 @@
 # Generated from _async/batch_workers.py by client/unasync.py. Do not edit.
-"""Run the requests of a batch at the same time and return their answers in the order of the prompts."""
+"""Run the requests of a batch at the same time."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from lineclear.errors import Cancelled
 
-from ..batch_window import Item, OrderedWindow, Outcome, Read
+from ..batch_window import BatchWindow, Item, Outcome, Read
 from ..concurrency import Condition, Reader, Workers
 from ..fork_guard import OwnerProcess
 from ..progress import Display
@@ -17,17 +17,18 @@ from ..results import Generation
 from ..sigint import Canceller
 from .answer_stream import Stream
 
-Answer = TypeVar("Answer", bound=Outcome, covariant=True)
+Answer = TypeVar("Answer", covariant=True)
 
 
 class BatchResults(Iterator[Answer], Generic[Answer]):
-    """The answers of a batch, in the order of the prompts. The first read starts the batch; one reader at a time.
+    """The answers of a batch. The first read starts the batch; one reader at a time.
 
     A failed request yields its LineclearError. With `return_exceptions=False` the loop raises it instead.
     """
 
-    def __init__(self, workers: BatchWorkers[Item], display: Display) -> None:
+    def __init__(self, workers: BatchWorkers[Item], display: Display, shown: Callable[[int, Outcome], Answer]) -> None:
         self._workers = workers
+        self._shown = shown
         self._owner = OwnerProcess()
         self._outcomes = workers.outcomes(display)
         self._cancel = workers.cancel
@@ -37,7 +38,7 @@ class BatchResults(Iterator[Answer], Generic[Answer]):
         self._owner.enter()
         try:
             with self._canceller.guard():
-                return cast("Answer", next(self._outcomes))
+                return self._shown(*next(self._outcomes))
         except BaseException:
             self._canceller.close()
             raise
@@ -60,9 +61,14 @@ class BatchWorkers(Generic[Item]):
     The caller's iterable may block, so one worker at a time reads it, and in a thread unless the items are in memory.
     """
 
-    def __init__(self, window: OrderedWindow[Item], concurrency: int, open_stream: Callable[[Item], Stream]) -> None:
+    def __init__(
+        self,
+        window: BatchWindow[Item],
+        concurrency: Callable[[], int],
+        open_stream: Callable[[Item], Stream],
+    ) -> None:
         self._window = window
-        self._num_workers = window.workers(concurrency)
+        self._concurrency = concurrency
         self._open_stream = open_stream
         self._owner = OwnerProcess()
         self._changed = Condition()  # guards _running and the window
@@ -71,12 +77,12 @@ class BatchWorkers(Generic[Item]):
         self._reader = Reader[Read[Item]](window.read)
         self._workers = Workers()
 
-    def outcomes(self, display: Display) -> Generator[Outcome, None, None]:
-        """Yield the outcomes in order, and update `display` whenever more requests are complete."""
+    def outcomes(self, display: Display) -> Generator[tuple[int, Outcome], None, None]:
+        """Yield each outcome with the index of its item, and update `display` when more requests are complete."""
         window = self._window
         self._owner.enter()
         try:
-            for number in range(self._num_workers):
+            for number in range(window.workers(self._concurrency())):
                 self._workers.start(f"lineclear-{number}", self._work)
             while True:
                 with self._changed:
