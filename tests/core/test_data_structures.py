@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request, Sequence
+from lineclear.scheduler.core.sorted_keys import SortedKeys
 from lineclear.wire.messages import Sampling
 
 _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -165,14 +166,54 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.head() is min(self.waiting, key=lambda s: s.queue_key, default=None)
         assert self.queue.oldest() is (self.waiting[0] if self.waiting else None)
         assert self.queue.num_tokens == sum(len(s.tokens) for s in self.waiting)
         assert all((s in self.queue) == (s in self.waiting) for s in (*self.waiting, *self.away))
-        assert len(self.queue._heap) <= 4 * len(self.waiting) + 200
+        assert self.queue.expected_len == sum(s.request.expected_len for s in self.waiting)
+        for sequence in (*self.waiting, *self.away):
+            key = sequence.queue_key
+            assert self.queue.num_before(key) == sum(s.queue_key < key for s in self.waiting)
+
+
+class Keys(RuleBasedStateMachine):
+    """Many keys, so that lists are halved and emptied, against a sorted list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = SortedKeys()
+        self.model: list[tuple[float, int]] = []
+        self.number = 0
+
+    @rule(count=st.integers(1, 3000), spread=st.integers(1, 50))
+    def add(self, count: int, spread: int) -> None:
+        for _ in range(count):
+            self.number += 1
+            key = (float(self.number * 7919 % spread), self.number)
+            self.keys.add(key)
+            self.model.append(key)
+        self.model.sort()
+
+    @rule(begin=st.floats(0, 1), share=st.floats(0, 1))
+    def remove(self, begin: float, share: float) -> None:
+        first = int(begin * len(self.model))
+        last = first + int(share * (len(self.model) - first))
+        for key in self.model[first:last]:
+            self.keys.remove(key)
+        del self.model[first:last]
+
+    @invariant()
+    def holds(self) -> None:
+        assert list(self.keys) == self.model
+        assert len(self.keys) == len(self.model)
+        for index, key in list(enumerate(self.model))[:: max(1, len(self.model) // 20)]:
+            assert self.keys.rank(key) == index
+        with pytest.raises(KeyError):
+            self.keys.remove((1.0, -1))
 
 
 TestPool = Pool.TestCase
 TestPool.settings = _SETTINGS
 TestQueue = Queue.TestCase
 TestQueue.settings = _SETTINGS
+TestKeys = Keys.TestCase
+TestKeys.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)

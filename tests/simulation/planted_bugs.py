@@ -26,6 +26,7 @@ from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.sorted_keys import SortedKeys
 from lineclear.scheduler.core.worker_state import WorkerState
 
 _BLOCKS = (
@@ -264,15 +265,15 @@ _QUEUE = (
     Bug("a draining server admits", Scheduler.submit, never("state.draining")),
     Bug("the last output token needs a position", limits.check_capacity, off_by_one("total - 1")),
     Bug(
-        "a sequence that was looked at is lost",
+        "the first of the queue is passed over",
         RequestQueue.first,
-        replace("found", "found[1:]", role="iter"),
+        replace("self", "list(self)[1:]"),
     ),
     Bug("a token that arrives while waiting is not counted", RequestQueue.grow, drop("self.num_tokens += 1")),
     Bug(
-        "the heap returns removed sequences",
-        RequestQueue.head,
-        never("self._heap and self._heap[0][2] not in self"),
+        "a new key goes to the end",
+        SortedKeys.add,
+        always("key > keys[-1]"),
     ),
 )
 

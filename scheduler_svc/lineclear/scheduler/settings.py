@@ -5,6 +5,7 @@ The number of blocks and the context length are no settings: the worker reports 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -142,6 +143,10 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """Longest wait for a batch to fill. It holds for strategies that wait; for fixed_size only if it is set."""
     scheduling_policy: SchedulingPolicy = BATCHING.field("fifo")
     """Order of waiting requests. fair gives tenants equal numbers of tokens."""
+    output_length_estimator: str = BATCHING.field("learned")
+    """Estimator of output lengths. It serves the orders shortest and fair, and predicted waits. learned takes the mean
+    of the tenant's last answers, none takes max_tokens. module:factory loads another one from the Python path. A
+    request may name its own expected_tokens."""
     priority_aging_seconds: float = BATCHING.field(30.0, gt=0, le=86_400)
     """Waiting time that raises a request by one priority. It prevents starvation."""
     target_inter_token_latency_ms: float = BATCHING.field(200.0, gt=0, le=60_000)
@@ -280,6 +285,13 @@ class SchedulerSettings(settings_base.ProcessSettings):
     def _is_an_address(cls, value: str) -> str:
         if value:
             parse_address(value)
+        return value
+
+    @field_validator("output_length_estimator")
+    @classmethod
+    def _is_an_estimator(cls, value: str) -> str:
+        if value not in ("none", "learned") and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError("give none, learned, or module:factory")
         return value
 
     @field_validator("worker_command")

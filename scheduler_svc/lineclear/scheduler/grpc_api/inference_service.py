@@ -30,6 +30,7 @@ from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.detached import DetachedRequests
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
+from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Canceller
 from lineclear.scheduler.requests.queue_limits import QueueLimiter
@@ -102,6 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._stats = ServerStats(clock())
         self.quota = QueueLimiter(settings_limits.quota_limits(settings), clock)
+        self._lengths = OutputLengths(load_estimator(settings.output_length_estimator))
         self._sessions: set[Session] = set()
         self._is_closed = False
         self._incident = partial(incident, f"/{NAME}: a request")
@@ -123,6 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self.tokenizers,
             self.streams,
             engine,
+            self._lengths,
             self.quota,
             self._stats,
             self._pacer,

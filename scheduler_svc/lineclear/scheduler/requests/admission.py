@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
+from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
 from lineclear.scheduler.requests.request_context import RequestContext, RequestServices, Submitter
@@ -40,6 +41,7 @@ class Admission:
         tokenizers: TokenizerPool,
         streams: OutputRouter,
         engine: Submitter,
+        lengths: OutputLengths,
         quota: QueueLimiter,
         stats: ServerStats,
         pacer: LoopPacer,
@@ -49,7 +51,7 @@ class Admission:
         self._settings = settings
         self._quota = quota
         self._pacer = pacer
-        self._services = RequestServices(tokenizers, streams, engine, stats, incident, clock, {})
+        self._services = RequestServices(tokenizers, streams, engine, lengths, stats, incident, clock, {})
 
     def __iter__(self) -> Iterator[RequestContext]:
         """Iterate over a copy of the live requests, so that the caller may close them."""

@@ -15,6 +15,7 @@ from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests import model_identity, validation
+from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
@@ -45,6 +46,7 @@ class RequestServices:
     tokenizers: TokenizerPool
     streams: OutputRouter
     engine: Submitter
+    lengths: OutputLengths
     stats: ServerStats
     incident: Callable[[BaseException], LineclearError]
     clock: Callable[[], float]
@@ -121,9 +123,14 @@ class RequestContext:
         self.prompt_digest = prompt_digest(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
         request = validation.resolve(self.validated, self.output.engine_id, prompt, self.deadline, self.bounds)
-        request = replace(request, cache_salt=self.cache_salt, tenant=identity.share(self.tenant))
         self._queue_place.add_tokens(len(request.prompt))
         self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
+        request = replace(
+            request,
+            cache_salt=self.cache_salt,
+            tenant=identity.share(self.tenant),
+            expected_tokens=self._services.lengths.expect(self._shape(), len(request.output)),
+        )
         if request.output:
             if self._text is not None:
                 await self._services.tokenizers.replay(self._text, request.output)
@@ -162,11 +169,16 @@ class RequestContext:
         num_made_here = end.completion_tokens - len(self.validated.received)
         timings = request_timings(end.stats, self.arrival, num_made_here, self._services.clock())
         self._services.stats.add_finished(timings)
+        self._services.lengths.learn(self._shape(), end.completion_tokens)
         return timings
 
     def incident(self, error: BaseException) -> LineclearError:
         """Log a bug and return the error that the client gets for it."""
         return self._services.incident(error)
+
+    def _shape(self) -> AnswerShape:
+        tenant = identity.share(self.tenant)
+        return AnswerShape(tenant, self.prompt_tokens, self.max_tokens, self.validated.expected_tokens)
 
     def _finish_resumed(self, reason: FinishReason, matched_token_id: int | None) -> None:
         """Complete a resumed answer of which only the end is missing."""

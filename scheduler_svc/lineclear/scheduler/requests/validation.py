@@ -157,7 +157,6 @@ def resolve(
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
     if len(validated.received) > max_tokens:
         raise InvalidRequest.at("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
-    expected_tokens = max(validated.expected_tokens, len(validated.received) + 1) if validated.expected_tokens else 0
     return Request(
         request_id=key,
         prompt=tuple(prompt),
@@ -168,7 +167,6 @@ def resolve(
         priority=validated.priority,
         deadline=deadline,
         output=validated.received,
-        expected_tokens=min(expected_tokens, max_tokens),
         model_fingerprint=validated.model_fingerprint,
         vocabulary=bounds.vocabulary,
     )
