@@ -128,6 +128,7 @@ async def _stream(client: AsyncClient, job: Job, timed: Run) -> None:
         async for delta in stream:
             if delta.token_ids:
                 timed.tokens(job.id, len(delta.token_ids))
+                timed.answer(job.id, delta.token_ids)
 
 
 async def _warm_up(client: AsyncClient) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -242,6 +243,7 @@ class Run:
         self.workload = workload
         self.times: dict[str, list[float]] = {job.id: [] for job in workload.jobs}
         self.arrivals = {job.id: job.arrival_seconds for job in workload.jobs}
+        self._answers: dict[str, list[int]] = {}
         self._cpu = cpu_times()
         self.began_at = time.perf_counter()
 
@@ -256,6 +258,10 @@ class Run:
     def tokens(self, job_id: str, count: int) -> None:
         """Record `count` more tokens of an answer."""
         self.times[job_id].extend([self.now()] * count)
+
+    def answer(self, job_id: str, token_ids: Iterable[int]) -> None:
+        """Record more token ids of an answer, so that `end` adds a digest of all answers to the settings."""
+        self._answers.setdefault(job_id, []).extend(token_ids)
 
     def end(
         self,
@@ -280,7 +286,7 @@ class Run:
             contender=contender,
             model=model,
             workload=self.workload.describe(),
-            settings=settings,
+            settings=settings | ({"answers_sha256": self._digest()} if self._answers else {}),
             makespan_seconds=makespan,
             output_tokens=count,
             output_tokens_per_second=count / makespan,
@@ -300,6 +306,10 @@ class Run:
             machine=machine(),
             versions=versions(),
         )
+
+    def _digest(self) -> str:
+        answers = [(job.id, self._answers.get(job.id)) for job in self.workload.jobs]
+        return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 
 
 def write(result: Result, path: Path | None) -> None:

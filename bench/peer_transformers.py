@@ -133,6 +133,7 @@ class _Clock(StoppingCriteria):
 def waves(model: Path, workload: Workload, dtype: str, size: int) -> Result:
     """Run padded batches of `size` in order of arrival, each until its longest answer ends."""
     loaded, load_seconds = _load(model, dtype)
+    loaded.generation_config.eos_token_id = None  # it would replace the None of each call
     with torch.inference_mode():
         _wave(loaded, [Job("warm", _WARM_UP, 4)])
         timed = Run(workload)
@@ -143,17 +144,18 @@ def waves(model: Path, workload: Workload, dtype: str, size: int) -> Result:
                 time.sleep(max(0.0, todo[0].arrival_seconds - timed.now()))
                 continue
             todo = todo[len(due) :]
-            times = _wave(loaded, due)
-            for job in due:  # tokens after a job's own end do not count
+            times, answers = _wave(loaded, due)
+            for job, token_ids in zip(due, answers, strict=True):  # tokens after a job's own end do not count
                 timed.times[job.id] = [at - timed.began_at for at in times[: job.max_tokens]]
+                timed.answer(job.id, token_ids[: job.max_tokens])
         makespan = timed.now()
     settings = {"attention": "sdpa", "wave": size, "dtype": dtype, "threads": torch.get_num_threads()}
     name = f"transformers waves of {size}"
     return timed.end(name, model.name, settings, load_seconds=load_seconds, makespan_seconds=makespan)
 
 
-def _wave(model: Any, jobs: Sequence[Job]) -> list[float]:
-    """Return the time of each token of the batch."""
+def _wave(model: Any, jobs: Sequence[Job]) -> tuple[list[float], list[list[int]]]:
+    """Return the time of each token of the batch, and the tokens of each row, padding at the end included."""
     width = max(len(job.prompt) for job in jobs)
     ids = torch.zeros(len(jobs), width, dtype=torch.long)
     mask = torch.zeros(len(jobs), width, dtype=torch.long)
@@ -163,8 +165,9 @@ def _wave(model: Any, jobs: Sequence[Job]) -> list[float]:
     clock = _Clock()
     longest = max(job.max_tokens for job in jobs)
     config = _greedy(longest, None)
-    model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([clock]))
-    return clock.times
+    stopping = StoppingCriteriaList([clock])
+    found = model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=stopping)
+    return clock.times, found[:, width:].tolist()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
