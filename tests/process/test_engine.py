@@ -327,7 +327,8 @@ def test_stop_ends_the_thread_and_returns_the_link(num_stops: int) -> None:
     with EngineHarness() as harness:
         for _ in range(num_stops):
             harness.engine.stop()
-        assert list(harness.link.receive(WorkerRegistry(WorkerTimeouts(), lambda count: 0.0), time.monotonic())) == []
+        registry = WorkerRegistry(WorkerTimeouts(), lambda epoch, count: 0.0)
+        assert list(harness.link.receive(registry, time.monotonic())) == []
         harness.engine.submit(request(1))  # into the void, without harm
 
 

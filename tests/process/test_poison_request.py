@@ -9,7 +9,8 @@ from support.toy_worker import ToyOptions
 
 from lineclear.errors import PoisonRequest
 from lineclear.scheduler.core.events import Failed
-from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 POISON = 96
 

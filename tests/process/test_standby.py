@@ -17,9 +17,9 @@ from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
 from lineclear.process.standby import PROMOTED, READY, Standby, StandbyLine
-from lineclear.scheduler.engine import worker_process
-from lineclear.scheduler.engine import worker_supervisor as supervisor_module
-from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine import worker_process, worker_slot
+from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.messages import Hello
 
 OPTIONS = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004)
@@ -96,7 +96,7 @@ def test_standby_crash_costs_no_stream_and_no_budget() -> None:
 
 
 def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "_PROMOTION_SECONDS", 0.2)
+    monkeypatch.setattr(worker_slot, "_PROMOTION_SECONDS", 0.2)
     with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:

@@ -44,6 +44,7 @@ from lineclear.wire.messages import (
     StepResult,
 )
 
+LIMIT = "1 workers are joined to this scheduler, and --max-workers is 1"
 OUT_OF_MEMORY = StepError(7, 1, StepErrorKind.OUT_OF_MEMORY)
 
 
@@ -61,7 +62,9 @@ class Station:
     def __init__(self) -> None:
         self.directory = short_directory()
         self.link = WorkerLink(self.directory)
-        self.workers = WorkerRegistry(WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS), lambda count: 0.0)
+        self.workers = WorkerRegistry(
+            WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS), lambda epoch, count: 0.0, max_workers=1
+        )
         self.is_timing_out = True
         self.context = bare_context()
         self._peers: list[Peer] = []
@@ -154,7 +157,7 @@ def test_unknown_epoch_is_sent_rejoin(station: Station, message: Message) -> Non
 def test_results_of_an_ended_epoch_are_dropped(station: Station) -> None:
     peer = station.joined(7)
     now = time.monotonic()
-    station.link.perform(station.workers.on_bad_result("9 tokens", now))
+    station.link.perform(station.workers.on_bad_result(station.workers[7], "9 tokens", now))
     station.link.perform(station.workers.on_kill_answer(7, False, now))
     assert peer.receive() == Rejoin(7)
     peer.send(StepResult(7, 1, (5,)), Heartbeat(7, 1), hello(7))
@@ -165,10 +168,12 @@ def test_a_second_worker_is_refused_while_the_first_is_there(station: Station) -
     first = station.joined(7)
     second = station.peer(9)
     second.send(hello(9))
-    assert station.settle(0.1, until=lambda: station.workers.counters.refused_joins > 0) == [JoinRefused(hello(9))]
+    assert station.settle(0.1, until=lambda: station.workers.counters.refused_joins > 0) == [
+        JoinRefused(hello(9), LIMIT)
+    ]
     answer = second.receive()
     assert isinstance(answer, Goodbye)
-    assert "another worker is joined" in answer.reason
+    assert answer.reason == LIMIT
     station.link.send(plan(7))
     assert first.receive() == plan(7)
     assert station.workers.counters.refused_joins == 1
@@ -188,7 +193,7 @@ def test_last_messages_after_the_plan_socket_closed_count(station: Station) -> N
     peer = station.joined(7)
     station.is_timing_out = False
     peer.plans.close()
-    assert station.settle(0.0, until=lambda: station.workers.joined is None) == []
+    assert station.settle(0.0, until=lambda: not station.workers.joined) == []
     peer.send(StepResult(7, 3, (5,)), Goodbye(7, "told to stop"))
     assert station.expect(2) == [StepResult(7, 3, (5,)), lost(7, "it left: told to stop")]
     successor = station.joined(9)
@@ -523,7 +528,7 @@ def test_free_place_is_offered_to_each_waiting_worker(station: Station) -> None:
     first, waiting = station.joined(7), [station.peer(epoch) for epoch in (9, 11)]
     for peer, epoch in zip(waiting, (9, 11), strict=True):
         peer.send(hello(epoch))
-        assert station.expect(1) == [JoinRefused(hello(epoch))]
+        assert station.expect(1) == [JoinRefused(hello(epoch), LIMIT)]
         assert isinstance(peer.receive(), Goodbye)
     first.close()
     assert station.expect(1) == [lost(7, CLOSED, WorkerLoss.KILLED)]

@@ -11,7 +11,7 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
 from lineclear.scheduler.engine.worker_events import Joined, JoinRefused, JoinRejected, Lost, Output, Send
 from lineclear.scheduler.engine.worker_registry import MAX_SESSIONS, WorkerRegistry
-from lineclear.scheduler.engine.worker_session import WorkerState
+from lineclear.scheduler.engine.worker_session import LAST_MESSAGES_SECONDS, WorkerState
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Heartbeat, Rejoin, StepError, StepErrorKind, StepResult, Stopping
 
@@ -97,6 +97,99 @@ SCRIPTS = {
         7.1 reachable    | joined 7
     """,
 }
+SEVERAL = {
+    "workers of one model join side by side": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        11.3 hello       |
+        11.3 reachable   | joined 11
+        9.2 goodbye      | lost 9: it left: done · Rejoin 9
+        13.2 hello       |
+        13.2 reachable   | joined 13
+    """,
+    "another model waits until all have left": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        11.3 other hello |
+        11.3 reachable   | Goodbye 11 · refused 11
+        7.1 goodbye      | lost 7: it left: done · Rejoin 7
+        13.4 hello       |
+        13.4 reachable   | joined 13
+        9.2 goodbye      | lost 9: it left: done · Rejoin 9
+        13.4 goodbye     | lost 13: it left: done · Rejoin 13 · Rejoin 11
+        15.3 other hello |
+        15.3 reachable   | joined 15
+        17.1 hello       |
+        17.1 reachable   | Goodbye 17 · refused 17
+    """,
+    "another model supersedes the last one that is cut off": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        7.1 unreachable  |
+        9.2 other hello  |
+        9.2 reachable    | lost 7: its connection closed · Rejoin 7 · joined 9
+    """,
+    "a worker of the same model leaves the one that is cut off alone": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        7.1 unreachable  |
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        7.1 result       | StepResult 7
+        a moment         | lost 7: its connection closed · Rejoin 7
+    """,
+    "a process joins once": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        11.1 hello       |
+        11.1 reachable   | Goodbye 11 · refused 11
+        9.2 goodbye      | lost 9: it left: done · Rejoin 9
+        7.1 goodbye      | lost 7: it left: done · Rejoin 7 · Rejoin 11
+    """,
+    "each worker is lost for itself": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        11.3 hello       |
+        11.3 reachable   | joined 11
+        exit 2           | lost 9: its process ended · Goodbye 9
+        7.1 result       | StepResult 7
+        7.1 exception    | StepError 7 · lost 7: a step failed: exception, kill
+        11.3 result      | StepResult 11
+        9.2 result       | Goodbye 9
+        7.1 spared       | Rejoin 7
+        13.1 hello       |
+        13.1 reachable   | joined 13
+        silence          | lost 11: it was silent for 5.0 s, kill · lost 13: it was silent for 5.0 s, kill
+    """,
+    "a stopping worker is released while others serve": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        7.1 stopping     | Stopping 7
+        retire           |
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        retire           | lost 7: it was stopped, and its requests continue on other workers · Goodbye 7
+        9.2 stopping     | Stopping 9
+        retire           |
+    """,
+    "workers that stop together keep one": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        9.2 hello        |
+        9.2 reachable    | joined 9
+        7.1 stopping     | Stopping 7
+        9.2 stopping     | Stopping 9
+        retire           |
+    """,
+}
 
 
 def described(output: Output) -> str:
@@ -105,7 +198,7 @@ def described(output: Output) -> str:
             return f"{type(message).__name__} {message.epoch}"
         case Joined(of):
             return f"joined {of.epoch}"
-        case JoinRefused(of):
+        case JoinRefused(of, _):
             return f"refused {of.epoch}"
         case JoinRejected(of):
             return f"rejected {of.epoch}"
@@ -117,8 +210,10 @@ def described(output: Output) -> str:
 class Player:
     """Carries out the left side of a line, a millisecond after the one before."""
 
-    def __init__(self) -> None:
-        self.workers = WorkerRegistry(WorkerTimeouts(), lambda num_tokens: 0.0, text_fingerprint="ours")
+    def __init__(self, max_workers: int = 1) -> None:
+        self.workers = WorkerRegistry(
+            WorkerTimeouts(), lambda epoch, num_tokens: 0.0, max_workers=max_workers, text_fingerprint="ours"
+        )
         self.now = 100.0
 
     def play(self, line: str) -> list[Output]:
@@ -128,13 +223,20 @@ class Player:
             case ["silence"]:
                 self.now += 5.0
                 return workers.check(self.now)
+            case ["a", "moment"]:
+                self.now += LAST_MESSAGES_SECONDS
+                return workers.check(self.now)
+            case ["retire"]:
+                return workers.retire(self.now)
             case ["exit", instance]:
                 return workers.on_process_exit(int(instance), WorkerLoss.KILLED, self.now)
-        name, what = line.split()
+        name, what = line.strip().split(maxsplit=1)
         epoch, instance = map(int, name.split("."))
         match what:
-            case "hello":
-                return workers.on_message(hello(epoch, instance=instance, pid=instance), self.now)
+            case "hello" | "other hello":
+                model = what.removesuffix("hello")
+                said = replace(hello(epoch, instance=instance, pid=instance), model_fingerprint=model)
+                return workers.on_message(said, self.now)
             case "reachable" | "unreachable":
                 probed = [s for s in workers.to_probe(have_connections_changed=True) if s.epoch == epoch]
                 return [o for s in probed for o in workers.on_probe(s, what == "reachable", self.now)]
@@ -156,11 +258,49 @@ def player() -> Player:
     return Player()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_transcript(player: Player, name: str) -> None:
-    lines = [line.strip().partition("|") for line in SCRIPTS[name].strip().splitlines()]
+def check(script: str, player: Player) -> None:
+    lines = [line.strip().partition("|") for line in script.strip().splitlines()]
     played = [(left, " · ".join(map(described, player.play(left)))) for left, _, _ in lines]
     assert played == [(left, right.strip()) for left, _, right in lines]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_transcript_of_one_place(name: str) -> None:
+    check(SCRIPTS[name], Player(max_workers=1))
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_transcript_of_several_workers(name: str) -> None:
+    check(SEVERAL[name], Player(max_workers=64))
+
+
+def test_limit_of_joined_workers() -> None:
+    player = Player(max_workers=2)
+    for epoch in (7, 9, 11):
+        player.play(f"{epoch}.{epoch} hello")
+    played = [[described(o) for o in player.play(f"{epoch}.{epoch} reachable")] for epoch in (7, 9, 11)]
+    assert played == [["joined 7"], ["joined 9"], ["Goodbye 11", "refused 11"]]
+
+
+def test_index_is_the_smallest_that_is_free() -> None:
+    player = Player(max_workers=64)
+
+    def indices() -> list[tuple[int, int | None, int, str]]:
+        return [(f.hello.epoch, f.index, f.joins, f.state) for f in player.workers.figures(player.now)]
+
+    for epoch in (7, 9, 11):
+        player.play(f"{epoch}.{epoch} hello"), player.play(f"{epoch}.{epoch} reachable")
+    assert indices() == [(7, 0, 1, "joined"), (9, 1, 1, "joined"), (11, 2, 1, "joined")]
+    player.play("9.9 goodbye"), player.play("13.13 hello"), player.play("13.13 reachable")
+    player.play("15.15 other hello"), player.play("15.15 reachable"), player.play("7.7 stopping")
+    assert indices() == [
+        *((7, 0, 1, "stopping"), (13, 1, 2, "joined"), (11, 2, 1, "joined")),
+        (15, None, 0, "waiting"),
+    ]
+    player.play("11.11 exception")
+    assert indices()[2] == (11, 2, 1, "unhealthy")
+    assert not player.workers.status.is_unhealthy  # the others serve
+    assert player.workers.has_hung
 
 
 def test_status_follows_the_worker(player: Player) -> None:
@@ -205,16 +345,17 @@ def test_worker_with_other_files_is_rejected(player: Player) -> None:
 
 def test_bad_result_is_a_clean_loss(player: Player) -> None:
     player.play("7.1 hello"), player.play("7.1 reachable")
-    (output,) = player.workers.on_bad_result("9 tokens", 101.0)
+    (output,) = player.workers.on_bad_result(player.workers[7], "9 tokens", 101.0)
     reason = "it sent a result that cannot be: 9 tokens"
     assert output == Lost(hello(7, instance=1, pid=1), reason, WorkerLoss.CLEAN, True, False)
 
 
 def test_unsent_plan_cuts_the_worker_off(player: Player) -> None:
     player.play("7.1 hello"), player.play("7.1 reachable")
-    assert player.workers.on_unsent_plan(101.0) == []
-    assert player.workers.joined is None
-    assert player.workers.serving is not None
+    (session,) = player.workers.joined
+    assert player.workers.on_unsent_plan(session, 101.0) == []
+    assert player.workers.joined == ()
+    assert player.workers.serving == (session,)
 
 
 def test_stale_messages_are_counted(player: Player) -> None:

@@ -24,6 +24,7 @@ from lineclear.scheduler.engine.worker_events import (
     Refused,
     Rejected,
     Replaced,
+    Retired,
     Send,
     Spared,
     Superseded,
@@ -61,7 +62,16 @@ S = WorkerState
 EVENTS: dict[type[Event], Event] = {
     type(event): event
     for event in (
-        *(Accepted(), Refused(), Rejected(), Replaced(), PlaceFreed(), Superseded(), Received(HEARTBEAT)),
+        *(
+            Accepted(),
+            Refused("full"),
+            Rejected(),
+            Replaced(),
+            PlaceFreed(),
+            Superseded(),
+            Retired(),
+            Received(HEARTBEAT),
+        ),
         *(
             EpochEnded("done"),
             WorkerFailed("late", WorkerLoss.CRASHED),
@@ -75,7 +85,7 @@ EVENTS: dict[type[Event], Event] = {
 }
 PATHS: dict[WorkerState, list[Event]] = {
     S.CONNECTING: [],
-    S.WAITING: [Refused()],
+    S.WAITING: [Refused("full")],
     S.JOINED: [Accepted()],
     S.CUT_OFF: [Accepted(), Disconnected()],
     S.UNHEALTHY: [Accepted(), WorkerFailed("late", WorkerLoss.CRASHED)],
@@ -88,7 +98,8 @@ LEGAL = {
     S.CONNECTING: "Accepted:JOINED Refused:WAITING Rejected:GONE Replaced:ENDED Received:CONNECTING "
     "Disconnected:CONNECTING TimedOut:ENDED ProcessExited:GONE",
     S.WAITING: "Rejected:GONE Replaced:ENDED PlaceFreed:ENDED Received:WAITING ProcessExited:GONE",
-    S.JOINED: "Received:JOINED EpochEnded:ENDED WorkerFailed:UNHEALTHY Disconnected:CUT_OFF ProcessExited:GONE",
+    S.JOINED: "Received:JOINED EpochEnded:ENDED Retired:ENDED WorkerFailed:UNHEALTHY Disconnected:CUT_OFF "
+    "ProcessExited:GONE",
     S.CUT_OFF: "Superseded:ENDED Received:CUT_OFF EpochEnded:ENDED WorkerFailed:UNHEALTHY TimedOut:ENDED "
     "ProcessExited:GONE",
     S.UNHEALTHY: "Superseded:ENDED Received:UNHEALTHY Disconnected:ENDED Condemned:CONDEMNED Spared:UNHEALTHY "
@@ -158,13 +169,21 @@ def test_unknown_epoch_is_over_from_the_start() -> None:
 # --- outputs --------------------------------------------------------------------------------------------------------
 
 
+def test_retired_worker_is_a_clean_loss() -> None:
+    lost, goodbye = session_in(S.JOINED).handle(Retired(), 91.0)
+    assert lost == Lost(
+        HELLO, "it was stopped, and its requests continue on other workers", WorkerLoss.CLEAN, False, False
+    )
+    assert goodbye == Send(Goodbye(3, "its requests continue on other workers"))
+
+
 def test_join_outputs() -> None:
     assert new_session().handle(Accepted(), 91.0) == [Joined(HELLO)]
-    refusal = Send(Goodbye(3, "another worker is joined to this scheduler"))
-    assert new_session().handle(Refused(), 91.0) == [refusal, JoinRefused(HELLO)]
+    refusal = Send(Goodbye(3, "full"))
+    assert new_session().handle(Refused("full"), 91.0) == [refusal, JoinRefused(HELLO, "full")]
     again = new_session()
     again.was_refused = True
-    assert again.handle(Refused(), 91.0) == [refusal]
+    assert again.handle(Refused("full"), 91.0) == [refusal]
     assert session_in(S.WAITING).handle(PlaceFreed(), 91.0) == [Send(Rejoin(3))]
 
 

@@ -21,7 +21,8 @@ from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.messages import Hello
 
 FOR_EVER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -123,7 +124,7 @@ async def test_any_number_of_crashes_with_progress_is_survived() -> None:
         pid = supervisor.pid
         assert pid is not None
         supervisor.worker_joined(hello(pid))
-        supervisor.worker_progressed()
+        supervisor.worker_progressed(hello(pid))
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
     await until(lambda: supervisor.num_starts == 21)

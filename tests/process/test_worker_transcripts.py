@@ -79,11 +79,11 @@ SCRIPTS = {
         < worker_joined 7
         > 9 connects
         > 9 sends hello 2
-        < 9 gets Goodbye: another worker is joined to this scheduler
+        < 9 gets Goodbye: 1 workers are joined to this scheduler, and --max-workers is 1
         < join_refused 9
         > 11 connects
         > 11 sends hello 2
-        < 11 gets Goodbye: another worker is joined to this scheduler
+        < 11 gets Goodbye: 1 workers are joined to this scheduler, and --max-workers is 1
         > 7 sends goodbye
         < worker_lost 7: it left: done
         < 7 gets Rejoin
@@ -154,7 +154,7 @@ SCRIPTS = {
         < 7 gets StepPlan 1
         > 9 connects
         > 9 sends hello 1
-        < 9 gets Goodbye: another worker is joined to this scheduler
+        < 9 gets Goodbye: this process is joined with an older epoch
         < join_refused 9
         > 7 sends goodbye
         < worker_lost 7: it left: done
@@ -400,7 +400,7 @@ def acts(script: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_transcript(name: str) -> None:
     anomalies: list[str] = []
-    harness = EngineHarness(core=CoreLimits(pipeline_depth=1), on_anomaly=anomalies.append)
+    harness = EngineHarness(core=CoreLimits(pipeline_depth=1), max_workers=1, on_anomaly=anomalies.append)
     with structlog.testing.capture_logs() as lines, harness, peers(harness.directory) as peer:
         player = Player(harness, peer, lines, anomalies)
         for event, expected in acts(SCRIPTS[name]):

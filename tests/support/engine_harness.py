@@ -28,7 +28,8 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
@@ -99,6 +100,7 @@ class EngineHarness:
         directory: Path | None = None,
         core: CoreLimits | Scheduler | None = None,
         timeouts: WorkerTimeouts | None = None,
+        max_workers: int = 1,
         max_inbox: int = 4096,
         check_every_steps: int = 1,
         options: ToyOptions | None = None,
@@ -133,6 +135,7 @@ class EngineHarness:
             clock,
             # A worker that misses heartbeats for some seconds on a busy machine is not hung.
             timeouts=timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+            max_workers=max_workers,
             max_inbox=max_inbox,
             check_every_steps=check_every_steps,
             on_anomaly=on_anomaly,
@@ -197,9 +200,13 @@ class EngineHarness:
         if self.supervisor is not None:
             self.supervisor.crashes_explained()
 
-    def worker_progressed(self) -> None:
+    def worker_waits(self, hello: Hello) -> None:
         if self.supervisor is not None:
-            self.supervisor.worker_progressed()
+            self.supervisor.worker_waits(hello)
+
+    def worker_progressed(self, hello: Hello) -> None:
+        if self.supervisor is not None:
+            self.supervisor.worker_progressed(hello)
 
     def _died(self, error: BaseException) -> None:
         with self._changed:

@@ -1,7 +1,8 @@
 """Connection between a supervisor and its standby worker, which has imported everything and waits for promotion.
 
-Each message is one byte: the standby is ready, the supervisor promotes it, the standby acknowledges and starts as a
-worker. A closed connection means that the other process has exited. Linux only.
+Messages: the standby is ready (one byte), the supervisor promotes it with the further flags of the worker that it
+replaces (a line), the standby acknowledges (one byte) and starts as that worker. A closed connection means that the
+other process has exited. Linux only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _VARIABLE = "LINECLEAR_STANDBY"  # the standby's descriptor of the connection
 _LOW_PRIORITY = 10
@@ -42,10 +43,10 @@ class StandbyLine:
         """Close the standby's end in this process, after the standby was spawned or failed to spawn."""
         self._theirs.close()
 
-    def promote(self) -> None:
-        """Promote the standby. Does nothing if it has exited."""
+    def promote(self, flags: Sequence[str] = ()) -> None:
+        """Promote the standby, with flags beyond those it was started with. Does nothing if it has exited."""
         with contextlib.suppress(OSError):
-            self._ours.send(PROMOTE)
+            self._ours.send(PROMOTE + "\0".join(flags).encode() + b"\n")
 
     def receive(self) -> bytes:
         """Return the messages of the standby once `fileno` is readable; empty if it has exited."""
@@ -96,13 +97,18 @@ class Standby:
         if failures:
             raise failures[0]
 
-    def wait_until_promoted(self) -> None:
-        """Report that this process is ready and block until it is promoted. Exits if the supervisor is gone."""
+    def wait_until_promoted(self) -> list[str]:
+        """Report that this process is ready, block until it is promoted, and return the further flags.
+
+        Exits if the supervisor is gone.
+        """
         with contextlib.suppress(OSError):
             self._line.send(READY)
-            if self._line.recv(1) == PROMOTE:
+            with self._line.makefile("rb") as lines:
+                line = lines.readline()
+            if line.startswith(PROMOTE) and line.endswith(b"\n"):
                 with contextlib.suppress(OSError):
                     self._line.send(PROMOTED)
                 self._line.close()
-                return
+                return [flag.decode() for flag in line[1:-1].split(b"\0") if flag]
         os._exit(0)

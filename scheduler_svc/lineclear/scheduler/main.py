@@ -29,7 +29,8 @@ from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits, WorkerSupervisor
+from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.model_dir import demo_directory, model_directory, require_model
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController

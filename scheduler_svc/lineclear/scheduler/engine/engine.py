@@ -1,7 +1,7 @@
 """The engine thread: owns the core and carries requests in, plans out, results in and events out.
 
-The core decides what runs, `WorkerRegistry` which worker may join, `WorkerSession` when it is lost. `WorkerLink` sends
-and receives, the supervisor starts and kills processes.
+The core decides what runs, `WorkerRegistry` which workers may join, `WorkerSession` when one is lost. `WorkerLink`
+sends and receives, the supervisor starts and kills processes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Protocol
 
 import structlog
 
-from lineclear.errors import LineclearError, PoisonRequest, QueueFull
+from lineclear.errors import LineclearError, PoisonRequest
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed, RequestStats
+from lineclear.scheduler.core.events import Event, Failed
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
 from lineclear.scheduler.engine.engine_stats import (
     MAX_STEP_TIMES,
     EngineCounters,
@@ -32,16 +32,17 @@ from lineclear.scheduler.engine.engine_stats import (
     StepTime,
     WorkerStatus,
 )
+from lineclear.scheduler.engine.supervisor_interface import Supervisor
 from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, JoinRejected, Lost, Output
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepResult, Stopping
 
 log = structlog.get_logger()
 
-_MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the results of running ones
 _SNAPSHOT_SECONDS = 0.05
 _SUSPENDED_SECONDS = 1.0
 _STOP_SECONDS = 10.0
@@ -49,23 +50,6 @@ _STOP_SECONDS = 10.0
 
 class EngineStuck(Exception):
     """The engine's thread does not end. Only the end of the process ends it."""
-
-
-class Supervisor(Protocol):
-    """Owner of the worker processes, as the engine uses it: on its thread, without blocking."""
-
-    def worker_joined(self, hello: Hello) -> None:
-        """A worker has joined."""
-
-    def worker_broken(self, hello: Hello, reason: str) -> bool:
-        """Kill this worker; return whether that is being done. Its process may not join again then."""
-        ...
-
-    def worker_progressed(self) -> None:
-        """The joined worker has made progress, in the sense of `crash_budget`. Once for each worker."""
-
-    def crashes_explained(self) -> None:
-        """The last crashes were the fault of a request, which has failed now."""
 
 
 class Engine:
@@ -90,6 +74,7 @@ class Engine:
         *,
         timeouts: WorkerTimeouts | None = None,
         text_fingerprint: str = "",
+        max_workers: int = 1,
         max_inbox: int = 4096,
         check_every_steps: int = 64,
         on_rejected: Callable[[Hello], None] = lambda hello: None,
@@ -103,15 +88,16 @@ class Engine:
         self._publish = publish
         self._clock = clock
         self._workers = WorkerRegistry(
-            timeouts or WorkerTimeouts(), self._predicted_seconds, text_fingerprint=text_fingerprint
+            timeouts or WorkerTimeouts(),
+            self._predicted_seconds,
+            max_workers=max_workers,
+            text_fingerprint=text_fingerprint,
         )
         self._supervisor = supervisor
-        self._max_inbox = max_inbox
         self._check_every_steps = check_every_steps
         self._on_rejected, self._on_anomaly, self._on_fatal = on_rejected, on_anomaly, on_fatal
         self._num_unchecked_steps = 0
-        self._inbox: deque[Callable[[float], list[Event]]] = deque()
-        self._refused: deque[Request] = deque()
+        self._inbox = CommandInbox(max_inbox, link.wake)
         self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
         self._is_released = False  # a stopping worker may exit at once: its results are not needed any longer
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
@@ -150,42 +136,38 @@ class Engine:
 
         `request_id` must not be in use: the Failed of a duplicate would look like that of the original.
         """
-        if len(self._inbox) < self._max_inbox:
-            self._inbox.append(partial(self._submit, request))
-        else:
-            self._refused.append(request)
-        self._link.wake()
+        self._inbox.submit(request, partial(self._submit, request))
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
         """End a live request with Failed(error or Cancelled)."""
-        self._enqueue(partial(self._core.cancel, request_id, error))
+        self._inbox.add(partial(self._core.cancel, request_id, error))
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         """Complete a live request after `num_tokens` output tokens: its text has a stop string there."""
-        self._enqueue(partial(self._core.finish_at_stop_string, request_id, num_tokens))
+        self._inbox.add(partial(self._core.finish_at_stop_string, request_id, num_tokens))
 
     def drain(self) -> None:
         """Refuse new requests from now on; live ones run to their end."""
-        self._enqueue(self._drain)
+        self._inbox.add(self._drain)
 
     def release_worker(self) -> None:
         """Let a stopping worker exit at once: its further results are not needed."""
-        self._enqueue(self._release)
+        self._inbox.add(self._release)
 
     def clear_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
-        self._enqueue(lambda now: self._core.clear_prefix_cache())
+        """Empty the prefix cache of each worker."""
+        self._inbox.add(lambda now: self._core.clear_prefix_cache())
 
     def set_log_level(self, level: str) -> None:
-        """Have the worker log from `level` upwards, and every worker that joins later."""
-        self._enqueue(partial(self._set_log_level, LogLevel[level.upper()]))
+        """Have each worker log from `level` upwards, also those that join later."""
+        self._inbox.add(partial(self._set_log_level, LogLevel[level.upper()]))
 
     def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
-        """Handle the exit of a process. If it is the joined worker, its requests run again on the next one.
+        """Handle the exit of a process. The requests of a joined worker continue on the others, or on the next one.
 
         `exit_code` is negative for a signal, None if unknown.
         """
-        self._enqueue(partial(self._worker_exited, pid, exit_code))
+        self._inbox.add(partial(self._worker_exited, pid, exit_code))
 
     def call_on_engine_thread(self, call: Callable[[], object]) -> None:
         """Call `call()` on the engine's thread, between two changes of the core. It must not raise or block."""
@@ -193,7 +175,7 @@ class Engine:
         def command(now: float) -> None:
             call()
 
-        self._enqueue(command)
+        self._inbox.add(command)
 
     def snapshot(self) -> EngineSnapshot:
         """Return counters and gauges of a moment ago. Never waits for the engine."""
@@ -206,13 +188,8 @@ class Engine:
 
     @property
     def worker_status(self) -> WorkerStatus:
-        """Which worker is joined, at this moment."""
+        """Which workers are joined, at this moment."""
         return self._workers.status
-
-    def _enqueue(self, command: Callable[[float], list[Event] | None]) -> None:
-        # Not bounded by max_inbox: each admitted request adds only a few of these.
-        self._inbox.append(lambda now: command(now) or [])
-        self._link.wake()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -234,47 +211,34 @@ class Engine:
             log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
             self._workers.extend_deadlines(now)
         self._next_wakeup = math.inf
-        events = self._run_commands(now)
+        events = self._inbox.run(now)
         for fact in self._link.receive(self._workers, now):
             self._handle(fact, events, now)
         self._check_workers(events, now)
         events += self._core.expire(now)
-        self._send_log_level()
+        for worker in self._workers.joined:
+            self._send_log_level(worker)
+        self._release_stopping(events, now)  # before the plans, so that its requests continue in this iteration
         self._send_plans(events, now)
-        self._send_goodbye()
         if events:
             begin = time.perf_counter()
             self._publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
         self._check_invariants()
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._is_idle:
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._workers.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
             self._next_wakeup = min(self._workers.next_check(now), _or_infinity(self._core.next_deadline()))
             self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._workers.serving is None or self._workers.serving.is_idle
-
     # --- commands ---------------------------------------------------------------------------------------------------
-
-    def _run_commands(self, now: float) -> list[Event]:
-        events: list[Event] = []
-        for _ in range(min(len(self._inbox), _MAX_COMMANDS_PER_ITERATION)):
-            events += self._inbox.popleft()(now)
-        while self._refused:
-            message = f"{self._max_inbox} commands are unread, the limit that follows from --max-queue-size"
-            error = QueueFull(message, retry_after_seconds=1.0)
-            events.append(_refusal(self._refused.popleft(), error, now))
-        return events
 
     def _submit(self, request: Request, now: float) -> list[Event]:
         try:
             return self._core.submit(request, now)
         except LineclearError as error:
-            return [_refusal(request, error, now)]
+            return [refusal(request, error, now)]
 
     def _drain(self, now: float) -> None:
         self._draining = True
@@ -294,33 +258,44 @@ class Engine:
     # --- plans and results ------------------------------------------------------------------------------------------
 
     def _send_plans(self, events: list[Event], now: float) -> None:
+        """Send each joined worker one plan after the other, in turns, until none can run more."""
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
-        while (worker := self._workers.joined) is not None and (plan := self._core.plan(worker.epoch, now)) is not None:
-            try:
-                self._link.send(plan)
-            except WorkerGone:
-                self._handle_all(self._workers.on_unsent_plan(now), events, now)
-            else:
-                worker.plan_sent(plan, now)
+        workers = self._workers.joined
+        if len(workers) > 1:  # each iteration another worker is first to admit requests
+            first = self._counters.iterations % len(workers)
+            workers = (*workers[first:], *workers[:first])
+        while workers:
+            workers = tuple(worker for worker in workers if self._send_plan(worker, events, now))
         events += self._core.drain_events()
         encode_seconds = self._link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
 
+    def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
+        """Send a worker its next plan; return False if it gets no further one now."""
+        plan = self._core.plan(worker.epoch, now)
+        if plan is None:
+            return False
+        try:
+            self._link.send(plan)
+        except WorkerGone:
+            self._handle_all(self._workers.on_unsent_plan(worker, now), events, now)
+            return False
+        worker.plan_sent(plan, now)
+        return True
+
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
-        worker = self._workers.serving
-        assert worker is not None, "the registry returns results of the serving worker only"
+        worker = self._workers[result.epoch]
         begin = time.perf_counter()
         try:
             events += self._core.apply(result, now)
         except BadResult as error:
-            self._handle_all(self._workers.on_bad_result(str(error), now), events, now)
+            self._handle_all(self._workers.on_bad_result(worker, str(error), now), events, now)
             return
         self._counters.apply_seconds += time.perf_counter() - begin
         self._num_unchecked_steps += 1
         timing = worker.result_applied(result, now)
-        if worker.take_progress(now):
-            self._supervisor.worker_progressed()
+        self._report_progress(worker, now)
         if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
         self._step_times.append(timing.time)
@@ -328,7 +303,7 @@ class Engine:
     def _check_invariants(self) -> None:
         """Check the core now and then, after the plans and events of this iteration are sent."""
         unchecked, every = self._num_unchecked_steps, self._check_every_steps
-        if every and unchecked and (unchecked >= every or self._is_idle):
+        if every and unchecked and (unchecked >= every or self._workers.is_idle):
             begin = time.perf_counter()
             invariants.check(self._core, with_waiting_prompts=False)
             self._num_unchecked_steps = 0
@@ -354,16 +329,21 @@ class Engine:
                 self._on_lost(fact, events, now)
             case Stopping():
                 log.info("worker_stopping", epoch=fact.epoch, num_live=self._core.num_live)
-            case JoinRefused(hello):
-                hint = "another worker is joined; this one may join after it"
+            case JoinRefused(hello, reason):
+                hint = f"{reason}; this one may join after it"
                 log.warning("join_refused", epoch=hello.epoch, pid=hello.pid, hint=hint)
+                self._supervisor.worker_waits(hello)
             case JoinRejected(hello):
                 self._on_rejected(hello)
 
     def _check_workers(self, events: list[Event], now: float) -> None:
         self._handle_all(self._workers.check(now), events, now)
-        if (worker := self._workers.joined) is not None and worker.take_progress(now):
-            self._supervisor.worker_progressed()
+        for worker in self._workers.joined:
+            self._report_progress(worker, now)
+
+    def _report_progress(self, worker: WorkerSession, now: float) -> None:
+        if worker.take_progress(now) and worker.hello is not None:
+            self._supervisor.worker_progressed(worker.hello)
 
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
@@ -412,41 +392,45 @@ class Engine:
             is_being_killed = self._supervisor.worker_broken(hello, lost.reason)
             self._handle_all(self._workers.on_kill_answer(hello.epoch, is_being_killed, now), events, now)
 
-    def _send_log_level(self) -> None:
-        worker, level = self._workers.joined, self._log_level
-        if worker is None or level is None or worker.log_level is level:
+    def _send_log_level(self, worker: WorkerSession) -> None:
+        level = self._log_level
+        if level is None or worker.log_level is level:
             return
         if self._link.send_control(SetLogLevel(worker.epoch, level)):
             worker.log_level = level
 
-    def _send_goodbye(self) -> None:
-        """Release a stopping worker once no request is left to run."""
-        worker = self._workers.joined
-        if worker is None or not worker.is_stopping or worker.is_released:
+    def _release_stopping(self, events: list[Event], now: float) -> None:
+        """Release stopping workers: those whose requests can continue on others, or all once no request is left."""
+        if not self._workers.has_stopping:
             return
-        if self._is_released or not self._core.num_live:
-            worker.is_released = self._link.send_control(Goodbye(worker.epoch, "no request is left to run"))
+        if not self._draining:
+            self._handle_all(self._workers.retire(now), events, now)
+        if not self._is_released and self._core.num_live:
+            return
+        for worker in self._workers.joined:
+            if worker.is_stopping and not worker.is_released:
+                worker.is_released = self._link.send_control(Goodbye(worker.epoch, "no request is left to run"))
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
-    def _predicted_seconds(self, num_tokens: int) -> float:
-        base, per_token, _ = self._snapshot.core.step_time
-        return base + per_token * num_tokens
+    def _predicted_seconds(self, epoch: int, num_tokens: int) -> float:
+        for worker in self._snapshot.core.workers:
+            if worker.epoch == epoch:
+                base, per_token, _ = worker.step_time
+                return base + per_token * num_tokens
+        return 0.0  # no step is done yet
 
     def _take_snapshot(self, now: float) -> None:
         self._snapshot_at = now
         self._snapshot = EngineSnapshot(
             core=self._core.snapshot(),
             worker=self._workers.status,
+            workers=self._workers.figures(now),
             step_times=tuple(self._step_times),
             counters=copy(self._counters),
             link=copy(self._link.counters),
             membership=copy(self._workers.counters),
         )
-
-
-def _refusal(request: Request, error: LineclearError, now: float) -> Failed:
-    return Failed(request.request_id, error, RequestStats(now, len(request.prompt), ended_at=now))
 
 
 def _or_infinity(moment: float | None) -> float:

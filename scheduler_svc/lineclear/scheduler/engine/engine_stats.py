@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,6 +10,38 @@ from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.wire.messages import Hello
 
 MAX_STEP_TIMES = 1024
+RATE_SECONDS = 10
+
+
+class TokenRate:
+    """Counts tokens by second for `RATE_SECONDS`."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._counts: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
+
+    def __len__(self) -> int:
+        """Return the seconds with tokens that are kept."""
+        return len(self._counts)
+
+    def add(self, count: int, now: float) -> None:
+        """Count tokens."""
+        second = int(now)
+        if self._counts and self._counts[-1][0] == second:
+            self._counts[-1] = (second, self._counts[-1][1] + count)
+        else:
+            self._counts.append((second, count))
+        self._expire(now)
+
+    def per_second(self, now: float) -> float:
+        """Return the rate over the last ten seconds, or since the start (at least one second)."""
+        self._expire(now)
+        window_seconds = min(max(now - self._since, 1.0), float(RATE_SECONDS))
+        return sum(count for _, count in self._counts) / window_seconds
+
+    def _expire(self, now: float) -> None:
+        while self._counts and self._counts[0][0] <= now - RATE_SECONDS - 1:
+            self._counts.popleft()
 
 
 class StepTime(NamedTuple):
@@ -59,18 +92,35 @@ class MembershipCounters:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Which worker is joined. The service, health and statistics all read this value."""
+    """Which workers are joined. The service, health and statistics all read this value."""
 
     hello: Hello | None = None
-    """Of the joined worker."""
+    """Of the joined worker with the longest context, the oldest of several."""
     last_hello: Hello | None = None
-    """Of the joined worker, or of the one before."""
+    """The same, or the last one before all workers were lost."""
     num_joins: int = 0
     """Workers that have joined so far."""
     is_unhealthy: bool = False
-    """A worker that has to be killed is still connected."""
+    """A worker that has to be killed is still connected, and no worker is joined."""
     is_stopping: bool = False
-    """The joined worker has received SIGTERM: it runs until no request is left or its drain timeout is over."""
+    """Each joined worker has received SIGTERM: it runs until no request is left or its drain timeout is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFigures:
+    """One worker that serves, waits or hangs."""
+
+    hello: Hello
+    state: str
+    """`joined`, `stopping`, `cut_off`, `unhealthy`, `condemned` or `waiting`."""
+    index: int | None = None
+    """Smallest number that no other serving worker has; None before it has joined."""
+    joins: int = 0
+    """Workers that have joined with this index so far, this one included."""
+    num_steps: int = 0
+    """Steps since it joined."""
+    tokens_per_second: float = 0.0
+    """Sampled tokens over the last ten seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +129,8 @@ class EngineSnapshot:
 
     core: CoreSnapshot
     worker: WorkerStatus = field(default_factory=WorkerStatus)
+    workers: tuple[WorkerFigures, ...] = ()
+    """Those that have joined first, by index."""
     step_times: tuple[StepTime, ...] = ()
     """The last MAX_STEP_TIMES, oldest first."""
     counters: EngineCounters = field(default_factory=EngineCounters)

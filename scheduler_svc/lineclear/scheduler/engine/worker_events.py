@@ -18,7 +18,9 @@ class Accepted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Another worker is joined."""
+    """The workers that are joined leave no place for this one, as `reason` says."""
+
+    reason: str
 
 
 class Rejected(NamedTuple):
@@ -30,11 +32,15 @@ class Replaced(NamedTuple):
 
 
 class PlaceFreed(NamedTuple):
-    """The joined worker is lost."""
+    """A joined worker is lost, and the waiting one may join."""
 
 
 class Superseded(NamedTuple):
-    """Another worker joins."""
+    """A worker joins that takes the place: the same process, another model, or the last free place."""
+
+
+class Retired(NamedTuple):
+    """The worker is stopping, and its requests continue on other workers."""
 
 
 class Received(NamedTuple):
@@ -85,6 +91,7 @@ Event = (
     | Replaced
     | PlaceFreed
     | Superseded
+    | Retired
     | Received
     | EpochEnded
     | WorkerFailed
@@ -111,9 +118,10 @@ class Joined(NamedTuple):
 
 
 class JoinRefused(NamedTuple):
-    """A worker waits for the place of the joined one."""
+    """A worker waits until it may join."""
 
     hello: Hello
+    reason: str
 
 
 class JoinRejected(NamedTuple):

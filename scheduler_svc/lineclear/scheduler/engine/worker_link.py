@@ -188,7 +188,7 @@ class WorkerLink:
         for _ in range(_MAX_FRAMES_PER_RECEIVE):
             if not _is_readable(self._results):
                 break
-            message = self._decode(self._results.recv_multipart(zmq.NOBLOCK), is_fatal=workers.joined is None)
+            message = self._decode(self._results.recv_multipart(zmq.NOBLOCK), is_fatal=not workers.joined)
             if isinstance(message, Hello):
                 self._schedule_probes(now)  # a plan may not reach it yet: its other socket may be a moment behind
             if message is not None:
@@ -200,7 +200,7 @@ class WorkerLink:
         is_due = bool(self._probes) and now >= self._probes[0]
         while self._probes and self._probes[0] <= now:
             self._probes.popleft()
-        if is_due or workers.status.is_unhealthy:
+        if is_due or workers.has_hung:
             for session in workers.to_probe(have_connections_changed=is_due):
                 yield from self.perform(workers.on_probe(session, self.is_reachable(session.epoch), now))
         if workers.is_connecting and not self._probes:

@@ -1,13 +1,19 @@
-"""Which workers exist and which one may join: the sessions by epoch. Pure, like the sessions themselves."""
+"""Which workers exist and which of them may join: the sessions by epoch. Pure, like the sessions themselves.
+
+Workers of one model join and serve side by side. A worker of another model waits until those have left.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine import worker_events as events
-from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerStatus
+from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerFigures, WorkerStatus
 from lineclear.scheduler.engine.worker_events import EpochMessage, Event, JoinRejected, Output
 from lineclear.scheduler.engine.worker_session import WorkerSession, WorkerState
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
@@ -15,41 +21,66 @@ from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopp
 
 S = WorkerState
 _HUNG_CHECK_SECONDS = 0.5
-MAX_SESSIONS = {S.CONNECTING: 16, S.WAITING: 16, S.ENDED: 64, S.GONE: 64}
+MAX_SESSIONS = {S.CONNECTING: 64, S.WAITING: 64, S.ENDED: 64, S.GONE: 64}
 """Sessions kept for each state; the oldest are forgotten. Other states are rare and need no limit."""
 
 
 class WorkerRegistry:
-    """The sessions of all workers, of which one at a time is joined. Owned by the engine thread.
+    """The sessions of all workers, of which at most `max_workers` are joined. Owned by the engine thread.
 
-    A worker whose Hello names another `text_fingerprint` than this one is rejected; empty: not compared.
+    `predict(epoch, num_tokens)` returns the seconds that a step of a worker should take. A worker whose Hello names
+    another `text_fingerprint` than this one is rejected; empty: not compared.
     """
 
     def __init__(
-        self, timeouts: WorkerTimeouts, predict: Callable[[int], float], *, text_fingerprint: str = ""
+        self,
+        timeouts: WorkerTimeouts,
+        predict: Callable[[int, int], float],
+        *,
+        max_workers: int = 64,
+        text_fingerprint: str = "",
     ) -> None:
         self.counters = MembershipCounters()
         self.status = WorkerStatus()
         """Immutable and replaced on every change: other threads read it."""
         self.is_connecting = False
         """A worker has said Hello that no plan can reach yet."""
-        self.serving: WorkerSession | None = None
-        """The session whose results are applied: joined, or just cut off."""
+        self.has_hung = False
+        """A worker that has to be killed is still connected."""
+        self.has_stopping = False
+        """A joined worker is stopping."""
+        self.joined: tuple[WorkerSession, ...] = ()
+        """The sessions that plans are sent to, the oldest first."""
+        self.serving: tuple[WorkerSession, ...] = ()
+        """The sessions whose results are applied: joined, or just cut off."""
         self._timeouts = timeouts
         self._predict = predict
+        self._max_workers = max_workers
         self._text_fingerprint = text_fingerprint
         self._sessions: dict[int, WorkerSession] = {}
         self._active: list[WorkerSession] = []  # that time or a probe may change
-        self._num_joins = 0
+        self._num_joins: Counter[int] = Counter()  # by index
 
     def __len__(self) -> int:
         """Return how many sessions are remembered."""
         return len(self._sessions)
 
+    def __getitem__(self, epoch: int) -> WorkerSession:
+        """Return the session of an epoch that has joined."""
+        return self._sessions[epoch]
+
     @property
-    def joined(self) -> WorkerSession | None:
-        """The session that plans are sent to."""
-        return self.serving if self.serving is not None and self.serving.state is S.JOINED else None
+    def is_idle(self) -> bool:
+        """No plan is without its result."""
+        return all(session.is_idle for session in self.serving)
+
+    def figures(self, now: float) -> tuple[WorkerFigures, ...]:
+        """Return the figures of all workers that serve, hang or wait."""
+        shown = sorted(
+            (s for s in self._in(S.JOINED, S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED, S.WAITING)),
+            key=lambda session: (not session.has_joined, session.index),
+        )
+        return tuple(self._figures_of(session, now) for session in shown)
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -78,16 +109,21 @@ class WorkerRegistry:
             return self._admit(session, now)
         return []
 
-    def on_unsent_plan(self, now: float) -> list[Output]:
-        """The joined worker could not be sent a plan."""
-        assert self.joined is not None
-        return self._handle(self.joined, events.Disconnected(), now)
+    def on_unsent_plan(self, session: WorkerSession, now: float) -> list[Output]:
+        """A joined worker could not be sent a plan."""
+        return self._handle(session, events.Disconnected(), now)
 
-    def on_bad_result(self, problem: str, now: float) -> list[Output]:
-        """The core has refused a result of the serving worker."""
-        assert self.serving is not None
+    def on_bad_result(self, session: WorkerSession, problem: str, now: float) -> list[Output]:
+        """The core has refused a result of a serving worker."""
         failed = events.WorkerFailed(f"it sent a result that cannot be: {problem}", WorkerLoss.CLEAN)
-        return self._handle(self.serving, failed, now)
+        return self._handle(session, failed, now)
+
+    def retire(self, now: float) -> list[Output]:
+        """Release the stopping workers whose requests can continue on others."""
+        if self.status.is_stopping:
+            return []  # there are no others
+        stopping = [session for session in self.joined if session.is_stopping]
+        return [output for session in stopping for output in self._handle(session, events.Retired(), now)]
 
     def on_kill_answer(self, epoch: int, is_being_killed: bool, now: float) -> list[Output]:
         """Handle whether the supervisor kills the process of a lost worker."""
@@ -101,9 +137,10 @@ class WorkerRegistry:
 
     def on_process_exit(self, pid: int, loss: WorkerLoss, now: float) -> list[Output]:
         """Handle the exit of a process that the supervisor has started."""
+        # Workers in separate containers may share a pid: a process that has never joined is not known by it.
+        ended = {s.hello.instance: s.hello for s in self._sessions.values() if s.hello and s.has_joined}
         outputs: list[Output] = []
-        hello = self.status.last_hello  # workers in separate containers may share a pid: this is the supervised one
-        if hello is not None and hello.pid == pid:
+        for hello in (hello for hello in ended.values() if hello.pid == pid):
             for session in self._of_process(hello, *S):
                 outputs += self._handle(session, events.ProcessExited(loss), now)
         return outputs
@@ -119,15 +156,15 @@ class WorkerRegistry:
     def next_check(self, now: float) -> float:
         """Return the time of the next timeout or probe that no message announces; infinite without one."""
         moment = min([session.next_check() for session in self._active], default=math.inf)
-        return min(moment, now + _HUNG_CHECK_SECONDS) if self.status.is_unhealthy else moment
+        return min(moment, now + _HUNG_CHECK_SECONDS) if self.has_hung else moment
 
     def extend_deadlines(self, now: float) -> None:
-        """Restart the timeouts of the joined worker: the scheduler's process was suspended."""
-        if self.serving is not None:
-            self.serving.extend_deadlines(now)
+        """Restart the timeouts of the joined workers: the scheduler's process was suspended."""
+        for session in self.serving:
+            session.extend_deadlines(now)
 
     def to_probe(self, *, have_connections_changed: bool) -> list[WorkerSession]:
-        """Return the sessions whose connection is to be looked at. The joined one is first: it may free the place."""
+        """Return the sessions whose connection is to be looked at. The joined ones are first: they may free a place."""
         states = (S.JOINED, S.CONNECTING) if have_connections_changed else ()
         return [s for state in (*states, S.UNHEALTHY, S.CONDEMNED) for s in self._active if s.state is state]
 
@@ -148,16 +185,35 @@ class WorkerRegistry:
     def _admit(self, session: WorkerSession, now: float) -> list[Output]:
         hello = session.hello
         assert hello is not None
-        if self.joined is not None:
+        if refusal := self._refusal(hello):
             self.counters.refused_joins += 1
-            return self._handle(session, events.Refused(), now)
+            return self._handle(session, events.Refused(refusal), now)
         if self._text_fingerprint and hello.text_fingerprint not in ("", self._text_fingerprint):
             return [*self._handle(session, events.Rejected(), now), JoinRejected(hello)]
         outputs: list[Output] = []
-        for other in self._in(S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED):
+        for other in self._superseded_by(hello):
             outputs += self._handle(other, events.Superseded(), now)
-        self._num_joins += 1
+        taken = {other.index for other in self.serving}
+        session.index = next(index for index in count() if index not in taken)
+        self._num_joins[session.index] += 1
         return outputs + self._handle(session, events.Accepted(), now)
+
+    def _refusal(self, hello: Hello) -> str:
+        """Return why a worker may not join now; empty if it may."""
+        if self._of_process(hello, S.JOINED):
+            return "this process is joined with an older epoch"
+        if any(_model(other) != hello.model_fingerprint for other in self.joined):
+            return "workers of another model are joined to this scheduler"
+        if len(self.joined) >= self._max_workers:
+            return f"{len(self.joined)} workers are joined to this scheduler, and --max-workers is {self._max_workers}"
+        return ""
+
+    def _superseded_by(self, hello: Hello) -> list[WorkerSession]:
+        """Return the sessions that end because this worker joins."""
+        superseded = self._of_process(hello, S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED)
+        is_full = len(self.serving) >= self._max_workers
+        cut_off = [other for other in self._in(S.CUT_OFF) if is_full or _model(other) != hello.model_fingerprint]
+        return [*superseded, *(other for other in cut_off if other not in superseded)]
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
@@ -172,28 +228,48 @@ class WorkerRegistry:
         self._refresh()
         if before is S.JOINED:
             for waiting in self._in(S.WAITING):
-                outputs += self._handle(waiting, events.PlaceFreed(), now)
+                assert waiting.hello is not None
+                if not self._refusal(waiting.hello):
+                    outputs += self._handle(waiting, events.PlaceFreed(), now)
         return outputs
 
     def _refresh(self) -> None:
         final = (S.WAITING, S.ENDED, S.GONE)
         self._active = [session for session in self._sessions.values() if session.state not in final]
         self.is_connecting = any(session.state is S.CONNECTING for session in self._active)
-        self.serving = next(iter(self._in(S.JOINED, S.CUT_OFF)), None)
-        serving = self.serving
+        self.serving = tuple(session for session in self._active if session.state in (S.JOINED, S.CUT_OFF))
+        self.joined = tuple(session for session in self.serving if session.state is S.JOINED)
+        self.has_stopping = any(session.is_stopping for session in self.joined)
+        self.has_hung = any(session.state in (S.UNHEALTHY, S.CONDEMNED) for session in self._active)
+        hello = max((s.hello for s in self.serving if s.hello), key=lambda hello: hello.max_model_len, default=None)
         self.status = WorkerStatus(
-            hello=None if serving is None else serving.hello,
-            last_hello=self.status.last_hello if serving is None else serving.hello,
-            num_joins=self._num_joins,
-            is_unhealthy=bool(self._in(S.UNHEALTHY, S.CONDEMNED)),
-            is_stopping=serving is not None and serving.is_stopping,
+            hello=hello,
+            last_hello=hello or self.status.last_hello,
+            num_joins=self._num_joins.total(),
+            is_unhealthy=self.has_hung and not self.joined,
+            is_stopping=self.has_stopping and all(session.is_stopping for session in self.joined),
+        )
+
+    def _figures_of(self, session: WorkerSession, now: float) -> WorkerFigures:
+        hello = session.hello
+        assert hello is not None
+        is_stopping = session.state is S.JOINED and session.is_stopping
+        return WorkerFigures(
+            hello=hello,
+            state="stopping" if is_stopping else session.state.name.lower(),
+            index=session.index if session.has_joined else None,
+            joins=self._num_joins[session.index] if session.has_joined else 0,
+            num_steps=session.num_steps,
+            tokens_per_second=session.token_rate.per_second(now),
         )
 
     def _add(self, epoch: int, hello: Hello | None, now: float) -> WorkerSession:
         for state, limit in MAX_SESSIONS.items():
             for session in self._in(state)[: -limit or None]:
                 del self._sessions[session.epoch]
-        session = self._sessions[epoch] = WorkerSession(epoch, hello, now, self._timeouts, self._predict)
+        session = self._sessions[epoch] = WorkerSession(
+            epoch, hello, now, self._timeouts, partial(self._predict, epoch)
+        )
         self._refresh()
         return session
 
@@ -204,6 +280,10 @@ class WorkerRegistry:
         """Return the sessions in `states` of the process that has sent `hello`."""
         assert hello is not None
         return [s for s in self._in(*states) if s.hello is not None and s.hello.instance == hello.instance]
+
+
+def _model(session: WorkerSession) -> str:
+    return "" if session.hello is None else session.hello.model_fingerprint
 
 
 def _is_stale(message: EpochMessage, state: WorkerState) -> bool:

@@ -11,6 +11,7 @@ from enum import Enum
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.crash_budget import HEALTHY_IDLE_SECONDS
+from lineclear.scheduler.engine.engine_stats import TokenRate
 from lineclear.scheduler.engine.worker_events import (
     Accepted,
     Condemned,
@@ -28,13 +29,14 @@ from lineclear.scheduler.engine.worker_events import (
     Refused,
     Rejected,
     Replaced,
+    Retired,
     Send,
     Spared,
     Superseded,
     TimedOut,
     WorkerFailed,
 )
-from lineclear.scheduler.engine.worker_timeouts import StepTimer, StepTiming, WorkerTimeouts
+from lineclear.scheduler.engine.worker_timeouts import SilenceTimer, StepTimer, StepTiming, WorkerTimeouts
 from lineclear.wire.messages import (
     Goodbye,
     Hello,
@@ -60,7 +62,7 @@ class WorkerState(Enum):
     """State of an epoch as the scheduler knows it."""
 
     CONNECTING = "Hello received; no plan can reach the worker yet"
-    WAITING = "refused because another worker is joined; may join after it"
+    WAITING = "refused because of the workers that are joined; may join after them"
     JOINED = "runs plans"
     CUT_OFF = "no plan can reach the worker; its last messages still count"
     UNHEALTHY = "lost and to be killed, but still connected; the process may join again"
@@ -91,6 +93,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
     S.JOINED: {
         Received: S.JOINED,
         EpochEnded: S.ENDED,
+        Retired: S.ENDED,
         WorkerFailed: S.UNHEALTHY,
         Disconnected: S.CUT_OFF,
         ProcessExited: S.GONE,
@@ -141,6 +144,12 @@ class WorkerSession:
         self.hello = hello
         self.state = S.ENDED if hello is None else S.CONNECTING
         self._next_states = TRANSITIONS[self.state]
+        self.index = 0
+        """Small number of a worker that has joined: the smallest that no other serving worker has."""
+        self.has_joined = False
+        self.num_steps = 0
+        """Steps whose results were applied."""
+        self.token_rate = TokenRate(now)
         self.was_refused = False
         """The same process was refused with an older epoch, and still waits."""
         self.is_stopping = False
@@ -149,10 +158,9 @@ class WorkerSession:
         """The worker has been sent Goodbye because no request is left to run."""
         self.log_level: LogLevel | None = None
         """The level that the worker has been sent, if any."""
-        self._timeouts = timeouts
         self._timer = StepTimer(timeouts, predict)
         self._since = now  # start of the current state
-        self._last_message_at = now
+        self._silence = SilenceTimer(timeouts, now)
         self._has_confirmed = False  # a token
         self._has_progressed = False
 
@@ -168,12 +176,16 @@ class WorkerSession:
             case Received(message):
                 return self._on_message(message, now)
             case Accepted():
-                self._last_message_at = now
+                self.has_joined = True
+                self._silence.restart(now)
                 self._timer.start(now)
                 return [Joined(self._hello)]
-            case Refused():
-                refusal = Send(Goodbye(self.epoch, "another worker is joined to this scheduler"))
-                return [refusal] if self.was_refused else [refusal, JoinRefused(self._hello)]
+            case Refused(reason):
+                refusal = Send(Goodbye(self.epoch, reason))
+                return [refusal] if self.was_refused else [refusal, JoinRefused(self._hello, reason)]
+            case Retired():
+                lost = self._lost("it was stopped, and its requests continue on other workers", WorkerLoss.CLEAN)
+                return [lost, Send(Goodbye(self.epoch, "its requests continue on other workers"))]
             case EpochEnded(reason):
                 return [self._lost(reason, WorkerLoss.CLEAN), Send(Rejoin(self.epoch))]
             case WorkerFailed(reason, loss):
@@ -185,8 +197,8 @@ class WorkerSession:
             case Rejected() | Condemned():
                 return [self._goodbye()]
             case ProcessExited(loss):
-                lost = [self._lost("its process ended", loss)] if before in (S.JOINED, S.CUT_OFF) else []
-                return [*lost, *([] if before is S.GONE else [self._goodbye()])]
+                ended = [self._lost("its process ended", loss)] if before in (S.JOINED, S.CUT_OFF) else []
+                return [*ended, *([] if before is S.GONE else [self._goodbye()])]
         return []
 
     def receive(self, message: EpochMessage, now: float) -> list[Output]:
@@ -201,9 +213,8 @@ class WorkerSession:
     def check(self, now: float) -> list[Output]:
         """Handle the timeouts that are over."""
         if self.state is S.JOINED:
-            silent_seconds = now - self._last_message_at
-            if now >= self._silence_ends_at():
-                return self.handle(WorkerFailed(f"it was silent for {silent_seconds:.1f} s", WorkerLoss.KILLED), now)
+            if (silent := self._silence.overdue(now)) is not None:
+                return self.handle(WorkerFailed(silent, WorkerLoss.KILLED), now)
             if (overdue := self._timer.overdue(now)) is not None:
                 return self.handle(WorkerFailed(overdue, WorkerLoss.CRASHED), now)
         elif self.state in _TIMEOUTS and now >= self._since + _TIMEOUTS[self.state]:
@@ -213,12 +224,12 @@ class WorkerSession:
     def next_check(self) -> float:
         """Return the time of the next timeout; infinite if none is running."""
         if self.state is S.JOINED:
-            return min(self._silence_ends_at(), self._timer.deadline())
+            return min(self._silence.deadline(), self._timer.deadline())
         return self._since + _TIMEOUTS.get(self.state, math.inf)
 
     def extend_deadlines(self, now: float) -> None:
         """Restart the running timeouts: the scheduler's process was suspended, and messages may be under way."""
-        self._last_message_at = now
+        self._silence.restart(now)
         self._timer.restart(now)
 
     # --- plans and results ----------------------------------------------------------------------------------------
@@ -235,6 +246,8 @@ class WorkerSession:
     def result_applied(self, result: StepResult, now: float) -> StepTiming:
         """Stop the deadline of the oldest plan; return how long the step took."""
         self._has_confirmed = self._has_confirmed or bool(result.tokens)
+        self.num_steps += 1
+        self.token_rate.add(len(result.tokens), now)
         return self._timer.result_received(result, now)
 
     def take_progress(self, now: float) -> bool:
@@ -254,7 +267,7 @@ class WorkerSession:
 
     def _on_message(self, message: object, now: float) -> list[Output]:
         if self.state is S.JOINED:
-            self._last_message_at = now
+            self._silence.restart(now)
             self.is_stopping = self.is_stopping or isinstance(message, Stopping)
             return [message] if isinstance(message, StepResult | Stopping) else []
         if self.state is S.CUT_OFF:
@@ -265,9 +278,6 @@ class WorkerSession:
 
     def _goodbye(self) -> Output:
         return Send(Goodbye(self.epoch, _CANNOT_JOIN))
-
-    def _silence_ends_at(self) -> float:
-        return self._last_message_at + self._timeouts.heartbeat_timeout_seconds
 
     def _lost(self, reason: str, loss: WorkerLoss, *, must_kill: bool = False) -> Output:
         return Lost(self._hello, reason, loss, must_kill, self.is_stopping)

@@ -35,6 +35,26 @@ class StepTiming(NamedTuple):
     is_slow: bool
 
 
+class SilenceTimer:
+    """A joined worker sends heartbeats, so silence means that it hangs."""
+
+    def __init__(self, timeouts: WorkerTimeouts, now: float) -> None:
+        self._timeout_seconds = timeouts.heartbeat_timeout_seconds
+        self._last_message_at = now
+
+    def restart(self, now: float) -> None:
+        """A message was received, or may still be under way."""
+        self._last_message_at = now
+
+    def deadline(self) -> float:
+        """Return when the worker has been silent for too long."""
+        return self._last_message_at + self._timeout_seconds
+
+    def overdue(self, now: float) -> str | None:
+        """Return why the worker is to be killed, None while it has time left."""
+        return None if now < self.deadline() else f"it was silent for {now - self._last_message_at:.1f} s"
+
+
 class _SentPlan(NamedTuple):
     plan: StepPlan
     num_tokens: int

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lineclear.scheduler.core.events import RequestStats
+from lineclear.scheduler.engine.engine_stats import TokenRate
 
 BOUNDS_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
 )
 WINDOW_REQUESTS = 1024
-RATE_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ServerStats:
         self._window: deque[RequestTimings] = deque()
         # Sorted values of the window, by field, because GetStats is called more often than requests finish.
         self._ordered: dict[str, list[float]] = {name: [] for name in RequestTimings._fields}
-        self._output: deque[tuple[int, int]] = deque()  # (second, tokens), at most RATE_SECONDS + 1 of them
+        self._output = TokenRate(now)
 
     def add_finished(self, timings: RequestTimings) -> None:
         """Count a complete answer."""
@@ -141,18 +141,11 @@ class ServerStats:
 
     def add_tokens(self, count: int, now: float) -> None:
         """Count output tokens of the worker."""
-        second = int(now)
-        if self._output and self._output[-1][0] == second:
-            self._output[-1] = (second, self._output[-1][1] + count)
-        else:
-            self._output.append((second, count))
-        self._expire_window(now)
+        self._output.add(count, now)
 
     def tokens_per_second(self, now: float) -> float:
         """Return the rate over the last ten seconds, or since the start (at least one second)."""
-        self._expire_window(now)
-        window_seconds = min(max(now - self._since, 1.0), float(RATE_SECONDS))
-        return sum(count for _, count in self._output) / window_seconds
+        return self._output.per_second(now)
 
     def uptime_seconds(self, now: float) -> float:
         """Return the time since the start."""
@@ -161,7 +154,3 @@ class ServerStats:
     def window(self, name: str) -> Quantiles:
         """Return quantiles of one field of RequestTimings over the last requests that finished."""
         return _of_sorted(self._ordered[name])
-
-    def _expire_window(self, now: float) -> None:
-        while self._output and self._output[0][0] <= now - RATE_SECONDS - 1:
-            self._output.popleft()

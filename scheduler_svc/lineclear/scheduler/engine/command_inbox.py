@@ -1,0 +1,57 @@
+"""Commands of other threads for the engine: bounded for requests, never blocking."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler.core.events import Event, Failed, RequestStats
+from lineclear.scheduler.core.sequence import Request
+
+_MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the results of running ones
+
+
+class CommandInbox:
+    """A queue of calls. Any thread adds, the engine's thread runs them.
+
+    `wake()` is called after each addition. A request is refused while `max_commands` are unread.
+    """
+
+    def __init__(self, max_commands: int, wake: Callable[[], None]) -> None:
+        self._max_commands = max_commands
+        self._wake = wake
+        self._commands: deque[Callable[[float], list[Event] | None]] = deque()
+        self._refused: deque[Request] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether commands are unread."""
+        return bool(self._commands)
+
+    def add(self, command: Callable[[float], list[Event] | None]) -> None:
+        """Add a call. Not bounded: each admitted request adds only a few of these."""
+        self._commands.append(command)
+        self._wake()
+
+    def submit(self, request: Request, command: Callable[[float], list[Event]]) -> None:
+        """Add the call that submits a request, or refuse it."""
+        if len(self._commands) < self._max_commands:
+            self._commands.append(command)
+        else:
+            self._refused.append(request)
+        self._wake()
+
+    def run(self, now: float) -> list[Event]:
+        """Run the next commands and return the events of all."""
+        events: list[Event] = []
+        for _ in range(min(len(self._commands), _MAX_COMMANDS_PER_ITERATION)):
+            events += self._commands.popleft()(now) or ()
+        while self._refused:
+            message = f"{self._max_commands} commands are unread, the limit that follows from --max-queue-size"
+            events.append(refusal(self._refused.popleft(), QueueFull(message, retry_after_seconds=1.0), now))
+        return events
+
+
+def refusal(request: Request, error: LineclearError, now: float) -> Failed:
+    """Return the only event of a request that was not admitted."""
+    return Failed(request.request_id, error, RequestStats(now, len(request.prompt), ended_at=now))

@@ -1,0 +1,27 @@
+"""The owner of the worker processes, as the engine uses it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lineclear.wire.messages import Hello
+
+
+class Supervisor(Protocol):
+    """Owner of the worker processes, as the engine uses it: on its thread, without blocking."""
+
+    def worker_joined(self, hello: Hello) -> None:
+        """A worker has joined."""
+
+    def worker_broken(self, hello: Hello, reason: str) -> bool:
+        """Kill this worker; return whether that is being done. Its process may not join again then."""
+        ...
+
+    def worker_waits(self, hello: Hello) -> None:
+        """A worker waits until those of another model have left."""
+
+    def worker_progressed(self, hello: Hello) -> None:
+        """A worker has made progress, in the sense of `crash_budget`. Once for each join."""
+
+    def crashes_explained(self) -> None:
+        """The last crashes were the fault of a request, which has failed now."""

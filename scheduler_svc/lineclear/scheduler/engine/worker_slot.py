@@ -1,0 +1,305 @@
+"""Keeps one worker process running: starts, kills, restarts it, and gives it up.
+
+Runs on the main thread's event loop: the kernel's parent-death signal is bound to the thread that started the child,
+and the main thread ends last. `WorkerSupervisor` has one slot for each worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+
+from lineclear.errors import WorkerUnavailable
+from lineclear.exit_codes import ExitCode
+from lineclear.scheduler.engine.crash_budget import Backoff, CrashBudget
+from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProcess
+
+log = structlog.get_logger()
+
+_PROMOTION_SECONDS = 2.0  # for a standby to acknowledge: it reads and writes a line
+_TRANSIENT_ERRORS = frozenset(
+    {
+        *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOSPC, errno.ENOBUFS),
+        *(errno.EIO, errno.EBUSY, errno.ETXTBSY, errno.ESTALE, errno.ETIMEDOUT),
+    }
+)
+"""Errors that prevent a start now and may be over a moment later."""
+
+
+class GiveUpReason(Enum):
+    """Why no further worker is started."""
+
+    CRASHES = "it crashed too often"
+    CONFIGURATION = "its configuration is wrong"
+    STUCK = "it cannot be killed and still holds its device"
+    BUG = "the supervisor failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorLimits:
+    """Limits of restarts and waits, for each worker."""
+
+    max_crashes: int = 5
+    """Crashes without progress within `crash_window_seconds` (see `crash_budget`); one more gives the worker up. Failed
+    starts count."""
+    crash_window_seconds: float = 600.0
+    min_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 10.0
+    start_timeout_seconds: float = 900.0
+    """From the start of the process to its Hello: loading the model."""
+    stop_timeout_seconds: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    drain_timeout_seconds: float = 30.0
+    """How long a worker may run plans after SIGTERM. A restart waits this long, too, before it kills."""
+    reap_timeout_seconds: float = 10.0
+    """From SIGKILL to the exit. After that, the process is stuck in the kernel and still holds its device."""
+
+
+class WorkerSlot:
+    """Starts a worker with `flags` and starts it again when it exits. On the main thread's event loop.
+
+    `spawn(flags)` starts a process. `on_exit(pid, exit_code)` is called when it has exited, `on_give_up(kind, reason)`
+    once, when no further one will start. A ready process of `standby` is promoted in place of a new process.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        flags: Sequence[str],
+        spawn: Callable[[Sequence[str]], WorkerProcess],
+        limits: SupervisorLimits,
+        standby: StandbyKeeper | None,
+        guard: Callable[..., None],
+        on_exit: Callable[[int, int], None],
+        on_give_up: Callable[[GiveUpReason, str], None],
+    ) -> None:
+        self.number = number
+        self.num_starts = 0
+        self.given_up: GiveUpReason | None = None
+        self.budget = CrashBudget(limits.max_crashes, limits.crash_window_seconds)
+        self._flags = list(flags)
+        self._spawn_process = spawn
+        self._limits = limits
+        self._standby = standby
+        self._guard = guard
+        self._on_process_exit = on_exit
+        self._on_give_up = on_give_up
+        self._loop = asyncio.get_running_loop()
+        self._recent_pids: deque[int] = deque(maxlen=4)
+        self._worker: WorkerProcess | None = None
+        self._backoff = Backoff(limits.min_backoff_seconds, limits.max_backoff_seconds)
+        self._has_joined = False  # any worker of this slot, ever
+        self._timer: asyncio.TimerHandle | None = None
+        self._settled = asyncio.Event()  # the worker has joined, waits to join, or is given up
+        self._stopping = False
+        self._draining = False
+        self._restarting = False  # its process has been sent SIGTERM, and another one follows
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the current worker."""
+        return None if self._worker is None else self._worker.pid
+
+    def has_run(self, pid: int) -> bool:
+        """Whether the process is or was a worker of this slot. Any thread."""
+        return pid in tuple(self._recent_pids)
+
+    def drain(self) -> None:
+        """Do not replace a worker that exits with code 0: it was stopped too, and no request needs another one."""
+        self._draining = True
+
+    async def stop(self, *, kill: bool) -> bool:
+        """Stop the worker and start no other one. Return False if it cannot be killed."""
+        self._stopping = True
+        self._set_timer(None)
+        worker = self._worker
+        if worker is None:
+            return True
+        if not kill:
+            worker.send(signal.SIGTERM)
+            kill = not await worker.ended_within(self._limits.stop_timeout_seconds)
+            if kill:
+                log.warning("worker_ignored_sigterm", pid=worker.pid)
+        if not kill:
+            return True
+        worker.send(signal.SIGKILL)
+        return await worker.ended_within(self._limits.reap_timeout_seconds)
+
+    async def restart(self) -> int:
+        """Stop the worker with SIGTERM and start another one; return its pid once it has joined or waits to join.
+
+        A worker that is not running is waited for. Raises WorkerUnavailable if the worker is given up.
+        """
+        worker = self._worker
+        if worker is not None and not self._restarting:
+            self._restarting = True
+            self._settled.clear()
+            log.info("worker_restarting", pid=worker.pid)
+            worker.send(signal.SIGTERM)
+            seconds = self._limits.drain_timeout_seconds + self._limits.stop_timeout_seconds
+            self._set_timer(seconds, self.kill, worker.pid, "it did not stop in time")
+        await self._settled.wait()
+        if self.given_up is not None or self.pid is None:
+            raise WorkerUnavailable(f"worker {self.number} was not restarted: {self._reason()}")
+        return self.pid
+
+    def _reason(self) -> str:
+        return "the server is stopping" if self.given_up is None else self.given_up.value
+
+    # --- start and exit -----------------------------------------------------------------------------------------------
+
+    def spawn(self) -> None:
+        """Start a worker."""
+        self._timer = None
+        if self._standby is not None and (standby := self._standby.take()) is not None:
+            self._promote(standby)
+            return
+        try:
+            worker = self._spawn_process(self._flags)
+        except OSError as error:
+            problem = f"cannot start {error.filename or 'a worker'}: {error.strerror or error}"
+            if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
+                self.give_up(GiveUpReason.CONFIGURATION, problem)
+            else:
+                log.error("worker_start_failed", problem=problem)
+                self._retry()
+            return
+        self._watch(worker)
+        self._set_timer(self._limits.start_timeout_seconds, self.kill, worker.pid, "it did not join in time")
+        log.info("worker_started", pid=worker.pid, start=self.num_starts, worker=self.number)
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self.num_starts += 1
+        self._worker = worker
+        self._recent_pids.append(worker.pid)
+        self._loop.add_reader(worker.pidfd, self._guard, self._on_exit, worker)
+
+    def _promote(self, standby: WorkerProcess) -> None:
+        """Promote a standby that is ready. Until it has acknowledged, its end does not count as a crash."""
+        assert standby.line is not None
+        self._watch(standby)
+        self._loop.add_reader(standby.line.fileno, self._guard, self._on_acknowledged, standby)
+        standby.line.promote(self._flags)
+        self._set_timer(_PROMOTION_SECONDS, self.kill, standby.pid, "the standby did not answer")
+        log.info("worker_started", pid=standby.pid, start=self.num_starts, worker=self.number, standby=True)
+
+    def _on_acknowledged(self, standby: WorkerProcess) -> None:
+        """Handle that the promoted standby has written to its line or closed it."""
+        assert standby.line is not None
+        if standby.line.receive():
+            self._close_line(standby)
+            self._set_timer(self._limits.start_timeout_seconds, self.kill, standby.pid, "it did not join in time")
+        else:  # the process has exited: its pidfd becomes readable
+            self._loop.remove_reader(standby.line.fileno)
+
+    def _close_line(self, worker: WorkerProcess) -> None:
+        """Close the line to a promoted standby, which is a normal worker now."""
+        if worker.line is not None:
+            self._loop.remove_reader(worker.line.fileno)
+            worker.line.close()
+            worker.line = None
+
+    def _on_exit(self, worker: WorkerProcess) -> None:
+        """Handle that the worker has exited: its pidfd is readable, so reaping does not block."""
+        self._loop.remove_reader(worker.pidfd)
+        was_promoted = worker.line is None
+        if worker.line is not None:
+            self._loop.remove_reader(worker.line.fileno)
+        code = worker.reap()
+        self._worker = None
+        self._settled.clear()
+        self._set_timer(None)
+        pid = worker.pid
+        seconds = round(time.monotonic() - worker.started_at, 3)
+        was_restarting, self._restarting = self._restarting, False
+        self._on_process_exit(pid, code)
+        if self._stopping or self.given_up is not None or (self._draining and code == 0):
+            log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
+            self._settled.set()
+        elif was_restarting:
+            log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
+            self.spawn()
+        else:
+            log.error("worker_crashed", pid=pid, exit_code=code, seconds=seconds)
+            self._replace(code, was_promoted=was_promoted)
+
+    def _replace(self, code: int, *, was_promoted: bool) -> None:
+        """Start another worker after one that exited with `code`, or give it up."""
+        if not was_promoted:
+            self.spawn()
+        elif code == ExitCode.CONFIGURATION and not self._has_joined:
+            self.give_up(
+                GiveUpReason.CONFIGURATION,
+                "the worker cannot run with this configuration; see its last log line",
+            )
+        else:
+            self._retry()
+
+    def _retry(self) -> None:
+        """Start a worker after a pause, or give it up, after a crash or a failed start."""
+        if self.budget.crashed(time.monotonic()):
+            limits = self._limits
+            self.give_up(
+                GiveUpReason.CRASHES,
+                f"the worker crashed more than {limits.max_crashes} times in {limits.crash_window_seconds:g} s without"
+                " progress between the crashes",
+            )
+        else:
+            pause = self._backoff.next_seconds()
+            has_standby = self._standby is not None and self._standby.is_ready
+            self._set_timer(0.0 if has_standby else pause, self.spawn)
+
+    def give_up(self, kind: GiveUpReason, reason: str) -> None:
+        """Start no further worker. No effect after the first call."""
+        if self.given_up is not None:
+            return
+        self.given_up = kind
+        self._set_timer(None)
+        self._settled.set()
+        self._on_give_up(kind, reason)
+
+    # --- reports of the engine, and the timer -------------------------------------------------------------------------
+
+    def on_joined(self) -> None:
+        """The current worker has joined."""
+        assert self._worker is not None
+        self._has_joined = True
+        self._backoff.reset()
+        self._close_line(self._worker)  # its acknowledgement may not be read yet, and would set the timer again
+        self._on_settled()
+
+    def on_waiting(self) -> None:
+        """The current worker waits until it may join, however long that takes."""
+        self._on_settled()
+
+    def _on_settled(self) -> None:
+        if not self._restarting:  # else the timer is that of its end
+            self._set_timer(None)
+            self._settled.set()
+
+    def kill(self, pid: int, reason: str) -> None:
+        """Kill the current worker if it is this process."""
+        worker = self._worker
+        if worker is None or worker.pid != pid or self._stopping:
+            return
+        log.warning("worker_killed", pid=pid, reason=reason)
+        worker.send(signal.SIGKILL)
+        # No second worker while this one may still hold the device.
+        seconds = self._limits.reap_timeout_seconds
+        self._set_timer(seconds, self.give_up, GiveUpReason.STUCK, f"process {pid} cannot be killed")
+
+    def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
+        """Replace the only timer: a slot waits for one thing at a time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None and action is not None:
+            self._timer = self._loop.call_later(seconds, self._guard, action, *args)
