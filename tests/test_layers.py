@@ -46,6 +46,10 @@ VIOLATIONS = {
         "client/lineclear/client/channel",
         "from lineclear.wire.messages import Row",
     ),
+    "The embedded scheduler is the core and the standard library": (
+        "scheduler_svc/lineclear/embedded/options",
+        "import lineclear.scheduler.settings",
+    ),
     "The client needs no command line library": ("client/lineclear/client/channel", "import typer"),
     "The core has no clock, randomness, I/O, thread or library": ("protos/lineclear/errors", "import time"),
     "Requests, engine, recorder and text have no gRPC": (f"{SCHEDULER}/requests/output_stream", "import grpc.aio"),

@@ -28,6 +28,13 @@ BOUNDED = {
     "scheduler_svc/lineclear/scheduler/engine/worker_process.py:WorkerProcess.reap:self._process.wait()": (
         "called once pidfd reports the exit"
     ),
+    "scheduler_svc/lineclear/embedded/answers.py:Answer.__iter__:woken.wait()": (
+        "a caller's thread; the request's deadline, and the end of the batcher, which fails every request"
+    ),
+    (
+        "scheduler_svc/lineclear/embedded/step_loop.py:StepLoop._call:"
+        "asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()"
+    ): "a daemon thread; the caller's step function bounds its time",
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
         "a daemon thread's queue; close joins with a timeout"
     ),

@@ -136,6 +136,10 @@ def test_client_imports_with_grpc_and_protobuf_only(wheel: Path) -> None:
     import_alone(wheel, modules, present=BARE, absent="google.api lineclear.scheduler lineclear.worker")
 
 
+def test_embedded_scheduler_imports_with_nothing_else(wheel: Path) -> None:
+    import_alone(wheel, "lineclear.embedded", present="lineclear", absent="google grpc zmq torch")
+
+
 def test_scheduler_imports_without_torch(wheel: Path) -> None:
     import_alone(wheel, modules_of(wheel, "scheduler"), absent="torch transformers lineclear.worker lineclear.client")
 

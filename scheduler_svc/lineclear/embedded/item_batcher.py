@@ -1,0 +1,226 @@
+"""`ItemBatcher`: batches items for any function that takes a list of them.
+
+An item is a request of the core. Its cost is a number of KV blocks, so the blocks of the pool are the cost that a batch
+may have; its steps are output tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any, Final, Generic, NamedTuple, TypeVar, Unpack
+
+from lineclear.embedded.answers import ItemFuture
+from lineclear.embedded.options import Options, core_limits
+from lineclear.embedded.stats import StepTotals
+from lineclear.embedded.step_loop import StepLoop
+from lineclear.errors import InvalidRequest, QueueFull
+from lineclear.scheduler.core.events import Finished, FinishReason
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Hello, Sampling, StepPlan
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_MAX_UNITS = 1024  # cost units of a batch: each is a block, and taking one costs 0.1 us
+_MAX_POSITIONS = 65_536  # of a batch
+_MAX_STEPS = 4096
+_CONTINUES, _ENDS = 0, 1  # the "tokens" of an item
+
+
+class More(Enum):
+    """The type of MORE."""
+
+    MORE = "more"
+
+
+MORE: Final = More.MORE
+"""What the function returns for an item that needs another step."""
+
+
+class _Costs(NamedTuple):
+    """How costs become blocks of `block_size` positions."""
+
+    target: int
+    """Cost of a batch; 0: not bounded."""
+    units: int
+    """Blocks of a batch."""
+    block_size: int
+
+    @classmethod
+    def of(cls, target: int, num_slots: int, max_steps: int) -> _Costs:
+        if not target:
+            return cls(0, num_slots, max_steps)
+        most = max(64, min(_MAX_UNITS, _MAX_POSITIONS // max_steps))
+        return cls(target, most // target * target if target <= most else most, max_steps)
+
+    def num_blocks(self, num_slots: int) -> int:
+        """Return the size of the pool. The core keeps a quarter block for each running request at an admission."""
+        headroom = -(-num_slots // 4)
+        unit = self.units // self.target if self.target else headroom + 1
+        return self.units + (headroom if headroom < unit else 0)
+
+    def blocks_of(self, cost: int) -> int:
+        """Return the blocks of an item. One above the target runs alone."""
+        if not self.target:
+            return 1
+        return min(self.units, -(-cost * self.units // self.target))
+
+
+class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
+    """Batches items for `process_fn(items) -> results`, which returns one result for each item, in order.
+
+    An exception in place of a result fails that item alone. `MORE` in place of a result keeps the item for another
+    step, at most `max_steps`; new items join beside it. A blocking function runs in the batcher's thread. An
+    `async def` runs on the event loop of `start`, or in that thread if no loop ran.
+
+    A batch has at most `max_batch_size` items, whose costs sum to at most `target_batch_cost` (0: any sum). An item
+    that costs more runs alone. `cost_estimator(item)` returns an item's cost, an integer of at least 1; without it and
+    without `cost` in `submit`, an item costs `default_cost`. A target above 1024 is kept in 1024 parts, and the cost of
+    an item is rounded up to one.
+    """
+
+    def __init__(
+        self,
+        process_fn: Callable[[list[_Item]], Sequence[_Result | More | Exception]]
+        | Callable[[list[_Item]], Awaitable[Sequence[_Result | More | Exception]]],
+        *,
+        cost_estimator: Callable[[_Item], int] | None = None,
+        default_cost: int = 1,
+        target_batch_cost: int = 0,
+        max_queue_cost: int = 0,
+        max_steps: int = 1,
+        target_step_ms: float = 200.0,
+        **options: Unpack[Options],
+    ) -> None:
+        if not 1 <= max_steps <= _MAX_STEPS:
+            raise ValueError(f"max_steps is {max_steps}; give 1 to {_MAX_STEPS}")
+        is_adaptive = options.get("batching_strategy") == "adaptive"
+        limits = core_limits(
+            options,
+            max_queue_tokens=2**62,
+            # Otherwise a target would cut an item's cost over several steps.
+            target_step_seconds=target_step_ms / 1000 if is_adaptive else 0.0,
+        )
+        num_slots = limits.max_batch_size
+        self._costs = _Costs.of(target_batch_cost, num_slots, max_steps)
+        num_blocks = self._costs.num_blocks(num_slots)
+        capacity = Hello(
+            epoch=1,
+            num_blocks=num_blocks,
+            block_size=max_steps,
+            num_slots=num_slots,
+            max_model_len=num_blocks * max_steps + 1,
+            vocab_size=2,
+            eos_token_ids=(_ENDS,),
+            max_step_tokens=num_blocks * max_steps,
+        )
+        super().__init__(process_fn, limits, capacity, options.get("on_error", "isolate"))
+        self._cost_estimator = cost_estimator
+        self._default_cost = default_cost
+        self._max_queue_cost = max_queue_cost
+        self._max_steps = max_steps
+        self._slots: dict[int, int] = {}  # slot -> number of its item
+        self._by_number: dict[int, ItemFuture[_Result]] = {}
+        self._waiting_cost = 0
+        self._started: set[int] = set()
+        self._step_cost = 0
+
+    def submit(
+        self,
+        item: _Item,
+        *,
+        cost: int | None = None,
+        priority: int = 128,
+        timeout_seconds: float | None = None,
+        tenant: str = "",
+        request_id: str = "",
+    ) -> ItemFuture[_Result]:
+        """Queue an item; any thread. The future can be awaited, and has the result of the item.
+
+        Raises QueueFull, DuplicateRequest, InvalidRequest or ServerDraining.
+        """
+        if cost is None:
+            cost = self._default_cost if self._cost_estimator is None else self._cost_estimator(item)
+        if cost < 1:
+            raise InvalidRequest(f"the item costs {cost}; a cost is at least 1")
+        number = self._next_number()
+        future = ItemFuture[_Result](request_id or str(number), number, self._cancel_request, item, cost)
+        request = Request(
+            future.request_id,
+            (0,) * (self._costs.blocks_of(cost) * self._max_steps - self._max_steps + 1),
+            Sampling(seed=number, stop_ids=(_ENDS,)),
+            self._max_steps,
+            stop_ids=frozenset({_ENDS}),
+            priority=priority,
+            deadline=None if timeout_seconds is None else time.monotonic() + timeout_seconds,
+            tenant=tenant,
+        )
+        with self._lock:
+            if self._max_queue_cost and self._waiting_cost and self._waiting_cost + cost > self._max_queue_cost:
+                raise QueueFull(
+                    f"a cost of {self._waiting_cost} is waiting, the limit is {self._max_queue_cost}; retry later",
+                    retry_after_seconds=1.0,
+                )
+            return self._submit(request, future)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _compute(
+        self, plan: StepPlan, futures: list[ItemFuture[_Result] | None]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        self._note_slots(plan)
+        tokens = [_ENDS] * len(futures)
+        live = [(index, future) for index, future in enumerate(futures) if future is not None]
+        self._step_cost = sum(future.cost for _, future in live)
+        if not live:
+            return tokens, ()
+        results = self._call([future.item for _, future in live])
+        if len(results) != len(live):
+            raise ValueError(f"the process function returned {len(results)} results for {len(live)} items")
+        for (index, future), result in zip(live, results, strict=True):
+            future.outcome = result
+            tokens[index] = _CONTINUES if result is MORE else _ENDS
+        return tokens, ()
+
+    def _note_slots(self, plan: StepPlan) -> None:
+        with self._lock:
+            for init in plan.inits:
+                number = self._slots[init.slot] = init.sampling.seed
+                if number in self._by_number and number not in self._started:
+                    self._started.add(number)
+                    self._waiting_cost -= self._by_number[number].cost
+
+    def _totals(self, plan: StepPlan, seconds: float) -> StepTotals:
+        return StepTotals(plan.step, plan.num_rows, self._step_cost, self._step_cost, seconds)
+
+    def _futures_in(self, plan: StepPlan) -> list[ItemFuture[_Result]]:
+        numbers = [self._slots[row.slot] for row in plan.rows]
+        return [self._by_number[number] for number in numbers if number in self._by_number]
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _on_submit(self, future: ItemFuture[_Result]) -> None:
+        self._by_number[future.number] = future
+        self._waiting_cost += future.cost
+
+    def _on_end(self, future: ItemFuture[_Result]) -> None:
+        with self._lock:
+            self._by_number.pop(future.number, None)
+            if future.number in self._started:
+                self._started.remove(future.number)
+            else:
+                self._waiting_cost -= future.cost
+
+    def _on_finished(self, future: ItemFuture[_Result], event: Finished) -> None:
+        outcome: Any = future.outcome
+        if isinstance(outcome, Exception):
+            future.fail(outcome)
+        elif event.reason is FinishReason.LENGTH and outcome is MORE:
+            future.fail(RuntimeError(f"the item needs more than max_steps = {self._max_steps} steps"))
+        else:
+            future.succeed(outcome)
+
+    def _on_void_step(self) -> None:
+        self._slots.clear()

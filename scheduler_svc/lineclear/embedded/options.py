@@ -1,0 +1,89 @@
+"""The scheduling options of a batcher: the names, units and meaning of the server's settings."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
+
+OnError = Literal["isolate", "fail"]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of both batchers. docs/configuration.md describes each under its flag."""
+
+    max_batch_size: int
+    """Most requests in one step (slots); 8."""
+    min_batch_size: int
+    """Requests that an idle batcher waits for, at most `batch_timeout_ms`; 1."""
+    batch_timeout_ms: float
+    """Longest wait for a batch to fill; 50. `fixed_size` waits without limit unless it is given."""
+    batching_strategy: str
+    """continuous, fixed_size, dynamic_timeout or adaptive."""
+    scheduling_policy: str
+    """fifo, prefill_first, priority, shortest, deadline or fair."""
+    priority_aging_seconds: float
+    """Wait that raises a request by one priority; 30."""
+    max_queue_size: int
+    """Most waiting requests; 1024. A further one raises QueueFull."""
+    on_error: OnError
+    """isolate: an exception of the step function voids the step, its requests run again, and a request that fails alone
+    fails with the exception. fail: all requests of the step fail with it."""
+
+
+def core_limits(
+    options: Options,
+    *,
+    max_queue_tokens: int,
+    target_batch_tokens: int = 0,
+    preemption_policy: str = "cheapest",
+    max_preemptions: int = 4,
+    prefix_cache: bool = False,
+    target_step_seconds: float = 0.0,
+    max_prefill_slowdown: float = 2.0,
+) -> CoreLimits:
+    """Return the core's limits of `options`. Raises ValueError for an option that is out of range or unknown."""
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}; the options are {', '.join(Options.__annotations__)}")
+    max_batch_size = options.get("max_batch_size", 8)
+    min_batch_size = options.get("min_batch_size", 1)
+    timeout_ms = options.get("batch_timeout_ms", 50.0)
+    _check_range("max_batch_size", max_batch_size, 1, 4096)
+    _check_range("min_batch_size", min_batch_size, 1, max_batch_size)
+    _check_range("batch_timeout_ms", timeout_ms, 0, 60_000)
+    _check_range("priority_aging_seconds", options.get("priority_aging_seconds", 30.0), 0.001, 86_400)
+    _check_range("max_queue_size", options.get("max_queue_size", 1024), 1, 2**24)
+    _check_name("on_error", options.get("on_error", "isolate"), ("isolate", "fail"))
+    return CoreLimits(
+        max_batch_size=max_batch_size,
+        target_batch_tokens=target_batch_tokens,
+        pipeline_depth=1,  # the step function returns the tokens that the next step computes
+        max_queue_size=options.get("max_queue_size", 1024),
+        max_queue_tokens=max_queue_tokens,
+        max_preemptions=max_preemptions,
+        prefix_cache=prefix_cache,
+        batching_strategy=_check_name("batching_strategy", options.get("batching_strategy", "continuous"), STRATEGIES),
+        scheduling_policy=_check_name("scheduling_policy", options.get("scheduling_policy", "fifo"), QUEUE_ORDERS),
+        preemption_policy=_check_name("preemption_policy", preemption_policy, PREEMPTION_POLICIES),
+        policy=PolicySettings(
+            min_batch_size=min_batch_size,
+            batch_timeout_seconds=timeout_ms / 1000,
+            priority_aging_seconds=options.get("priority_aging_seconds", 30.0),
+            target_inter_token_latency_seconds=target_step_seconds,
+            max_prefill_slowdown=max_prefill_slowdown,
+            fixed_size_timeout_seconds=timeout_ms / 1000 if "batch_timeout_ms" in options else None,
+        ),
+    )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; give {low} to {high}")
+
+
+def _check_name(option: str, name: str, names: object) -> str:
+    known = [str(entry) for entry in names]  # type: ignore[attr-defined]
+    if name not in known:
+        raise ValueError(f"{option} is {name!r}; give one of {', '.join(known)}")
+    return name

@@ -1,0 +1,340 @@
+"""Runs the core and a step function: a thread plans a step, computes it and applies its result.
+
+One lock guards the core, so `submit` and `cancel` act at once, also while a step runs. The step function runs without
+the lock. A second thread ends requests whose deadline passes during a step. Both threads sleep on conditions: a batcher
+without work uses no CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from lineclear.embedded.answers import EmbeddedFuture, error_of, queue_seconds
+from lineclear.embedded.core_adapter import SingleWorkerCore
+from lineclear.embedded.options import OnError
+from lineclear.embedded.stats import BatcherStats, StepTotals
+from lineclear.errors import ServerDraining, ShutdownInterrupted
+from lineclear.scheduler.core.events import Event, Failed, Finished, StepTokens
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Hello, StepPlan, StepResult
+
+_F = TypeVar("_F", bound=EmbeddedFuture[Any])
+
+_MIN_TIMER_SECONDS = 0.001
+
+
+class StepLoop(ABC, Generic[_F]):
+    """The threads and futures of a batcher. A subclass turns plans into calls of the step function.
+
+    The threads start with the first request, or with `start`. Use it as a context manager, or call `stop`.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], limits: CoreLimits, capacity: Hello, on_error: OnError) -> None:
+        self._function = function
+        self._on_error = on_error
+        self._core = SingleWorkerCore(limits, capacity, time.monotonic())
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)  # a request, a stop
+        self._timer = threading.Condition(self._lock)  # an earlier deadline, a stop
+        self._idle = threading.Condition(self._lock)  # no request is live
+        self._futures: dict[str, _F] = {}
+        self._num_submitted = 0
+        self._timer_at: float | None = None
+        self._threads: list[threading.Thread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # that was running at the start
+        self._own_loop: asyncio.AbstractEventLoop | None = None  # of the step thread, for coroutines without it
+        self._is_draining = self._is_stopped = False
+        self._failed_steps = 0
+        self._step_seconds = self._queue_seconds = 0.0
+        self._num_failed = 0
+        self._last_step: StepTotals | None = None
+        self._failure: BaseException | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads. What an `async def` returns is awaited on the event loop that runs now, if one does."""
+        with self._lock:
+            if self._threads or self._is_draining:
+                return
+            with contextlib.suppress(RuntimeError):
+                self._loop = asyncio.get_running_loop()
+            self._threads = [
+                threading.Thread(target=self._run, name="lineclear-step", daemon=True),
+                threading.Thread(target=self._run_timer, name="lineclear-deadlines", daemon=True),
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def stop(self, *, drain: bool = True, timeout_seconds: float | None = None) -> bool:
+        """Refuse new requests, finish the others and stop the threads. Returns whether all requests finished.
+
+        Without `drain`, or after `timeout_seconds`, the remaining requests fail with ShutdownInterrupted. A step in
+        progress is not interrupted. In an asyncio program call `aclose`, because this call blocks.
+        """
+        if threading.current_thread() in self._threads:
+            raise RuntimeError("stop was called from the step function or from a callback, which would wait for itself")
+        with self._lock:
+            if not self._is_draining:
+                self._is_draining = True
+                self._core.drain(time.monotonic())
+                self._work.notify_all()
+            if drain and self._threads:
+                self._idle.wait_for(lambda: not self._futures or self._is_stopped, timeout_seconds)
+            left = list(self._futures.values())
+            self._is_stopped = True
+            self._work.notify_all()
+            self._timer.notify_all()
+        for future in left:
+            self._end(future, ShutdownInterrupted("the batcher stopped before the answer was complete"))
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+        return not left
+
+    async def aclose(self, *, drain: bool = True, timeout_seconds: float | None = None) -> bool:
+        """Stop as `stop` does, without blocking the event loop."""
+        return await asyncio.to_thread(self.stop, drain=drain, timeout_seconds=timeout_seconds)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(drain=kind is None)
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)
+
+    def stats(self) -> BatcherStats:
+        """Return totals and gauges."""
+        with self._lock:
+            core = self._core.snapshot()
+            counters = core.counters
+            return BatcherStats(
+                requests_submitted=counters.requests_admitted,
+                requests_finished=counters.requests_finished,
+                requests_failed=self._num_failed,
+                requests_rejected=counters.requests_rejected,
+                requests_waiting=core.num_requests_waiting,
+                requests_running=core.num_requests_running,
+                steps=counters.steps,
+                rows=counters.rows,
+                failed_steps=self._failed_steps,
+                step_seconds=self._step_seconds,
+                queue_seconds=self._queue_seconds,
+                preemptions=counters.preemptions,
+                blocks_used=core.blocks_used,
+                num_blocks=core.num_blocks,
+                last_step=self._last_step,
+            )
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        with self._lock:
+            self._num_submitted += 1
+            return self._num_submitted
+
+    def _submit(self, request: Request, future: _F) -> _F:
+        """Queue a request whose sampling seed is the future's number."""
+        now = time.monotonic()
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError("the batcher ended with an exception") from self._failure
+            if self._is_draining:
+                raise ServerDraining("the batcher is stopped; make another one")
+            self._core.submit(request, now)
+            self._futures[request.request_id] = future
+            self._on_submit(future)
+            self.start()
+            self._work.notify()
+            deadline = request.deadline
+            if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+                self._timer.notify()
+        return future
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request by id. Returns False for an id that no live request has."""
+        future = self._futures.get(request_id)
+        return future is not None and future.cancel()
+
+    def _cancel_request(self, request_id: str) -> None:
+        with self._lock:
+            events = self._core.cancel(request_id, None, time.monotonic())
+        self._deliver(events)
+
+    def _end(self, future: _F, error: BaseException) -> None:
+        """Fail the future and remove its request."""
+        future.fail(error)
+        self._cancel_request(future.request_id)
+
+    # --- the step thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (planned := self._next_plan()) is not None:
+                self._run_step(*planned)
+        except BaseException as error:  # as SystemExit; the next submit raises it too
+            self._fail_all(error)
+        finally:
+            if self._own_loop is not None:
+                self._own_loop.close()
+
+    def _next_plan(self) -> tuple[StepPlan, list[str]] | None:
+        """Wait until a step can be planned and return it; None after a stop."""
+        while True:
+            with self._lock:
+                if self._is_stopped:
+                    return None
+                now = time.monotonic()
+                events = self._core.expire(now)
+                plan, samples, planned = self._core.plan(now)
+                events += planned
+                if not events and plan is None:
+                    deadline = self._core.next_deadline()
+                    self._work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._deliver(events)
+            if plan is not None:
+                return plan, samples
+
+    def _run_step(self, plan: StepPlan, samples: list[str]) -> None:
+        futures = [self._futures.get(request_id) for request_id in samples]
+        begin = time.perf_counter()
+        try:
+            tokens, bad = self._compute(plan, futures)
+        except Exception as error:
+            self._on_failed_step(plan, error)
+            return
+        seconds = time.perf_counter() - begin
+        result = StepResult(plan.epoch, plan.step, tuple(tokens), (), frozenset(bad), seconds)
+        with self._lock:
+            self._step_seconds += seconds
+            self._last_step = self._totals(plan, seconds)
+            events = self._core.apply(result, time.monotonic())
+        self._deliver(events)
+
+    def _call(self, argument: object) -> Any:
+        """Call the step function and wait for its result."""
+        found = self._function(argument)
+        if not inspect.isawaitable(found):
+            return found
+        if self._loop is not None:
+            return asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()
+        if self._own_loop is None:
+            self._own_loop = asyncio.new_event_loop()
+        return self._own_loop.run_until_complete(found)
+
+    def _on_failed_step(self, plan: StepPlan, error: Exception) -> None:
+        isolates = self._on_error == "isolate"
+        in_step = self._futures_in(plan)
+        for future in in_step:
+            future.failure = error
+        with self._lock:
+            self._failed_steps += 1
+            self._on_void_step()
+            is_memory = isinstance(error, MemoryError) and isolates
+            now = time.monotonic()
+            events = self._core.step_failed(plan, now, out_of_memory=is_memory, is_request_fault=isolates)
+        self._deliver(events)
+        if not isolates:
+            for future in in_step:
+                self._end(future, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = error
+            self._is_stopped = self._is_draining = True
+            left = list(self._futures.values())
+            self._idle.notify_all()
+            self._timer.notify_all()
+        for future in left:
+            future.fail(error)
+
+    # --- the deadline thread ----------------------------------------------------------------------------------------
+
+    def _run_timer(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_stopped:
+                    return
+                now = time.monotonic()
+                events = self._core.expire(now)
+                if not events:
+                    at = self._timer_at = self._core.next_deadline()
+                    self._timer.wait(None if at is None else max(_MIN_TIMER_SECONDS, at - now))
+            self._deliver(events)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Pass events to their futures, without the lock."""
+        for event in events:
+            if isinstance(event, StepTokens):
+                self._on_tokens(event)
+            elif isinstance(event, Finished | Failed):
+                with self._lock:
+                    future = self._futures.pop(event.request_id, None)
+                    self._queue_seconds += queue_seconds(event.stats)
+                    self._num_failed += isinstance(event, Failed)
+                if future is None:
+                    continue
+                self._on_end(future)
+                if isinstance(event, Failed):
+                    future.fail(error_of(event, future))
+                else:
+                    self._on_finished(future, event)
+        if events and self._is_draining:
+            with self._lock:
+                self._idle.notify_all()
+
+    # --- of the subclass --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _compute(self, plan: StepPlan, futures: list[_F | None]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the token of each sample, and the indices of the samples that failed.
+
+        `futures` has the request of each sample; None if it has ended.
+        """
+
+    @abstractmethod
+    def _totals(self, plan: StepPlan, seconds: float) -> StepTotals:
+        """Return the figures of a computed step."""
+
+    @abstractmethod
+    def _futures_in(self, plan: StepPlan) -> list[_F]:
+        """Return the requests with a row in the plan."""
+
+    @abstractmethod
+    def _on_finished(self, future: _F, event: Finished) -> None:
+        """Set the result."""
+
+    def _on_submit(self, future: _F) -> None:
+        """Note a request. Called with the lock."""
+
+    def _on_end(self, future: _F) -> None:
+        """Note that a request ended."""
+
+    def _on_tokens(self, event: StepTokens) -> None:
+        """Pass tokens on."""
+
+    def _on_void_step(self) -> None:
+        """Forget the slots: every request starts again in another step. Called with the lock."""
+
+
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
