@@ -9,6 +9,7 @@ from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.inflight_step import InflightStep, ResultTokens
+from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
@@ -21,6 +22,7 @@ from lineclear.scheduler.core.policies import (
     Priority,
     Shortest,
 )
+from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import RunningBatch
@@ -229,7 +231,7 @@ _ENDS = (
 
 _POISON = (
     Bug("no request is ever suspected", PoisonDetector.record_crash, drop("sequence.crash_count += 1")),
-    Bug("suspects run together", PoisonDetector.next_isolated, replace("not self._suspects", "self._suspects")),
+    Bug("suspects run together", Isolation.choose, replace("state.poison", "not state.poison", role="test")),
     Bug("a first crash is proof", PoisonDetector.is_poison, always("sequence.crash_count > 1")),
     Bug(
         "a crash beside others is proof",
@@ -297,9 +299,9 @@ _ORDER = (
         StepPlanner._take_block_or_preempt,
         without("other.planned_step != self._step"),
     ),
-    Bug("a sequence with samples in flight is admitted", StepPlanner._admit, without("sequence.in_flight > 0")),
-    Bug("overtaking is not bounded", StepPlanner._admit, never("any(...)")),
-    Bug("overtaking is not counted", StepPlanner._admit, drop("other.overtaken_count += 1")),
+    Bug("a sequence with samples in flight is admitted", StepPlanner._admit_from, never("sequence.in_flight > 0")),
+    Bug("overtaking is not bounded", StepPlanner._admit_from, never("any(...)")),
+    Bug("overtaking is not counted", StepPlanner._admit_from, drop("other.overtaken_count += 1")),
     Bug("running sequences are not sorted by age", RunningBatch.by_age, replace("sorted(...)", "list(self.running)")),
     Bug("prompts go before decodes", StepPlanner.run, always("self._state.queue_order.prefill_first")),
     Bug(
@@ -319,10 +321,10 @@ _ORDER = (
     ),
     Bug(
         "the tokens left for a prompt are those at position 0",
-        StepPlanner._admit,
+        StepPlanner._admit_from,
         replace("len(shared) * batch.pool.block_size", "0"),
     ),
-    Bug("admission leaves too little headroom", StepPlanner._admit, off_by_one("-(-len(batch.running) // 4)", -1)),
+    Bug("admission leaves too little headroom", RunningBatch.headroom, off_by_one("-(-len(self.running) // 4)", -1)),
     Bug(
         "a prompt waits for the inter-token target",
         StepPlanner._prompt_tokens_left,
@@ -330,8 +332,8 @@ _ORDER = (
     ),
     Bug(
         "a resuming sequence waits for the strategy",
-        StepPlanner._next,
-        replace("(self._state.resuming,)", "()"),
+        QueueWalk.next,
+        replace("(self._resuming,)", "()"),
     ),
     Bug("the last to arrive goes first", Priority.key, replace("now + _1", "-now + _1")),
     Bug(

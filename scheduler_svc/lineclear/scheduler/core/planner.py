@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, Preempted, Started
+from lineclear.scheduler.core.placement import Placement
+from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import Decodes, Row, SlotInit
 
-_MAX_SKIPPED = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
+_MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
+_MAX_SKIPPED = 64  # the same, together with those left to other workers
 _MIN_CHUNK, _MAX_FREE_CHUNK = 8, 16
 """Prompt tokens a step may always take, even above the latency target: as many as decodes, within these bounds."""
 
@@ -77,7 +80,7 @@ class StepPlanner:
                 enough = batch.pool.num_free > 0
             else:
                 shared = batch.cached_prefix(sequence)
-                enough = bool(batch.free_slots) and self._fits(sequence, shared, headroom=0)
+                enough = bool(batch.free_slots) and batch.has_room(sequence, shared, headroom=0)
             if enough:
                 return True
             if other is not None:
@@ -199,24 +202,40 @@ class StepPlanner:
         return min(policy.target_inter_token_latency_seconds, stretch * decodes_alone)
 
     def _admit(self) -> None:
-        """Admit waiting sequences by queue key.
+        """Admit waiting sequences by queue key."""
+        state, worker = self._state, self._worker
+        if self._is_short_of_blocks or not (state.fresh or state.resuming) or not state.takes_requests(worker):
+            return
+        if self._batch.free_slots:
+            joins_left = worker.strategy.max_joins(state.batching_state(worker, self._now)) if state.fresh else 0
+            self._admit_from(QueueWalk(state.resuming, state.fresh), Placement(state, worker, self._now), joins_left)
 
-        A sequence that does not fit may be overtaken a bounded number of times; then admission waits for it.
+    def _admit_from(self, queue: QueueWalk, placement: Placement, joins_left: int) -> None:
+        """Admit the sequences for which a slot, tokens and blocks are left, and up to `joins_left` that start.
+
+        A sequence that does not fit, or is left to another worker, may be overtaken a bounded number of times; then
+        admission waits for it.
         """
         state, batch = self._state, self._batch
-        if self._is_short_of_blocks or not (state.fresh or state.resuming):
-            return
-        is_open = state.fresh and batch.free_slots
-        joins_left = self._worker.strategy.max_joins(state.batching_state(self._worker, self._now)) if is_open else 0
         skipped: list[Sequence] = []
-        while batch.free_slots and self._prompt_tokens_left(0) > 0 and len(skipped) < _MAX_SKIPPED:
-            sequence = self._next(joins_left > 0, skipped)
+        num_unfit = 0
+        while batch.free_slots and self._prompt_tokens_left(0) > 0:
+            if num_unfit >= _MAX_UNFIT or len(skipped) >= _MAX_SKIPPED:
+                return
+            sequence = queue.next(with_fresh=joins_left > 0)
+            if sequence is None:
+                return
+            if not placement.is_possible(sequence):
+                continue
             # The values of samples in flight are not known here yet, and no later sequence may overtake this one.
-            if sequence is None or sequence.in_flight > 0:
+            if sequence.in_flight > 0:
                 return
             shared = batch.cached_prefix(sequence)
-            # Each running sequence needs a block every `block_size` steps.
-            if not self._fits(sequence, shared, headroom=-(-len(batch.running) // 4)):
+            if not batch.has_room(sequence, shared, batch.headroom):
+                skipped.append(sequence)
+                num_unfit += 1
+                continue
+            if placement.leaves(sequence, shared, self.num_tokens):
                 skipped.append(sequence)
                 continue
             # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
@@ -232,28 +251,12 @@ class StepPlanner:
                 state.refusing = False
             self._start(sequence, shared)
 
-    def _next(self, with_fresh: bool, skipped: list[Sequence]) -> Sequence | None:
-        queues = (self._state.resuming, self._state.fresh) if with_fresh else (self._state.resuming,)
-        heads = [s for queue in queues for s in queue.first(len(skipped) + 1) if s not in skipped]
-        return min(heads, key=lambda s: s.queue_key, default=None)
-
-    def _fits(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
-        """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.
-
-        The `shared` blocks of the cached prefix count as present. A protected one needs all that it can ever use.
-        """
-        pool = self._batch.pool
-        positions = sequence.max_len - 1 if sequence.protected else min(sequence.num_known + 1, sequence.max_len - 1)
-        needed = -(-max(positions, 1) // pool.block_size)
-        available = pool.num_free - headroom
-        return available >= needed or available - sum(map(pool.is_free, shared)) >= needed - len(shared)
-
     def _start(self, sequence: Sequence, shared: list[int]) -> None:
         state = self._state
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
         positions = sequence.max_len - 1 if sequence.protected else sequence.num_known
         taken = self._batch.admit(sequence, shared, positions)
-        sequence.epoch = self._worker.hello.epoch
+        sequence.epoch, sequence.wait_until = self._worker.epoch, None
         start = sequence.num_planned
         state.counters.prefix_cache_queries += len(sequence.tokens)
         state.counters.prefix_cache_hits += start

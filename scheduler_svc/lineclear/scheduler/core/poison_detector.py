@@ -66,12 +66,13 @@ class PoisonDetector:
             sequence.isolated_kills += loss is WorkerLoss.KILLED
         return sequence.isolated_crashes / self._max_crashes + sequence.isolated_kills / self._max_kills >= 1.0
 
-    def next_isolated(self) -> Sequence | None:
-        """Return the oldest sequence that must run alone, or None."""
-        if not self._suspects:
-            return None
-        isolated = (s for s in self._suspects if s.crash_count >= _ISOLATE_AFTER_CRASHES)
-        return min(isolated, key=lambda s: s.queue_key, default=None)
+    def must_isolate(self, sequence: Sequence) -> bool:
+        """Return whether a sequence must run alone."""
+        return sequence.crash_count >= _ISOLATE_AFTER_CRASHES
+
+    def isolated_by_age(self) -> list[Sequence]:
+        """Return the sequences that must run alone, oldest first."""
+        return sorted(filter(self.must_isolate, self._suspects), key=lambda s: s.queue_key)
 
     def clear_passed(self) -> None:
         """Clear every suspect that computed past its `clear_position`."""

@@ -59,6 +59,9 @@ class BatchingStrategy(Protocol):
 
     reads_kv_tokens: bool
     """Whether it uses `BatchingState.kv_tokens`, which costs a walk over the running sequences."""
+    fills_batches: bool
+    """Whether requests join in groups. Then the first worker whose batch is open takes the head of the queue; else
+    `max_joins` has no effect, and `Placement` asks it about every worker."""
 
     def max_joins(self, state: BatchingState) -> int:
         """Return how many requests may join now; free slots and blocks limit them further."""
@@ -87,7 +90,7 @@ class Continuous:
     An idle engine waits for `min_batch_size` requests or the timeout.
     """
 
-    reads_kv_tokens = False
+    reads_kv_tokens = fills_batches = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
@@ -125,6 +128,7 @@ class FixedSize:
     """
 
     reads_kv_tokens = False
+    fills_batches = True
 
     def __init__(self, settings: PolicySettings) -> None:
         self._timeout_seconds = settings.fixed_size_timeout_seconds
@@ -160,6 +164,8 @@ class FixedSize:
 
 class DynamicTimeout(Continuous):
     """Waiting requests join in groups: when they fill the free slots, or when one has waited for the timeout."""
+
+    fills_batches = True
 
     def _is_open(self, state: BatchingState) -> bool:
         free = state.num_slots - state.num_active

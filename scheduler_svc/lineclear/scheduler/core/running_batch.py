@@ -144,6 +144,21 @@ class RunningBatch:
                 found.append(block)
         return found
 
+    def has_room(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
+        """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.
+
+        The `shared` blocks of the cached prefix count as present. A protected one needs all that it can ever use.
+        """
+        positions = sequence.max_len - 1 if sequence.protected else min(sequence.num_known + 1, sequence.max_len - 1)
+        needed = -(-max(positions, 1) // self.pool.block_size)
+        available = self.pool.num_free - headroom
+        return available >= needed or available - sum(map(self.pool.is_free, shared)) >= needed - len(shared)
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that admission leaves free: each running sequence needs one every `block_size` steps."""
+        return -(-len(self.running) // 4)
+
     def publish(self, sequence: Sequence) -> None:
         """Publish the blocks that computed positions have filled since the last call."""
         size = self.pool.block_size

@@ -26,6 +26,7 @@ from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import InflightStep
+from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.planner import StepPlanner
@@ -50,6 +51,7 @@ class Scheduler:
         self._block_hash = block_hash or BlockHasher(limits.cache_secret)
         self._state = SharedState.of(limits)
         self._live = LiveRequests(self._state)
+        self._isolation = Isolation(self._state)
         self._results = ResultApplier(self._state, self._live)
         self._vacant: list[WorkerState] = []  # places of lost workers, the longest vacant first
         self._events: list[Event] = []
@@ -76,9 +78,10 @@ class Scheduler:
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
             limits.check_queue(request, state.fresh, self.limits)
-            for worker in state.workers.values():
-                limits.check_model(request, worker.hello)
-                limits.check_capacity(request, worker.hello)
+            if state.workers:
+                largest = self._largest_worker()
+                limits.check_model(request, largest)
+                limits.check_capacity(request, largest)
         except LineclearError as error:
             state.counters.requests_rejected += 1
             state.refusing = state.refusing or isinstance(error, QueueFull)
@@ -122,13 +125,14 @@ class Scheduler:
         oldest = self._state.fresh.oldest()
         for worker in self._state.workers.values():
             # With a full pipeline no request can join before the next result arrives.
-            if oldest is None or worker.is_full:
+            if worker.is_full:
                 continue
-            # At its arrival the oldest has not waited yet, so the strategy returns the end of its wait. A time at or
-            # before the last call of plan() has had its effect.
-            wakeup = worker.strategy.next_wakeup(self._state.batching_state(worker, oldest.arrival))
-            if wakeup is not None and wakeup > worker.planned_at:
-                times.append(wakeup)
+            wakeups = [worker.next_turn()]
+            if oldest is not None:
+                # At its arrival the oldest has not waited yet, so the strategy returns the end of its wait.
+                wakeups.append(worker.strategy.next_wakeup(self._state.batching_state(worker, oldest.arrival)))
+            # A time at or before the last call of plan() has had its effect.
+            times += [wakeup for wakeup in wakeups if wakeup is not None and wakeup > worker.planned_at]
         return min(times, default=None)
 
     def drain(self, now: float) -> None:
@@ -148,25 +152,32 @@ class Scheduler:
         return tuple(self._state.workers)
 
     def worker_joined(self, hello: Hello, now: float) -> list[Event]:
-        """Handle a worker that joined.
+        """Handle a worker that joined. All joined workers must run the same model.
 
-        A request fails if the worker can never run it: another model never continues an answer.
+        A request fails if no joined worker can ever run it: another model never continues an answer.
         """
         state = self._state
         assert hello.epoch not in state.workers, "this epoch is joined already"
+        models = {worker.hello.model_fingerprint for worker in state.workers.values()}
+        assert not models - {hello.model_fingerprint}, "joined workers run different models"
         worker = self._vacant.pop(0) if self._vacant else self._new_worker()
         worker.join(hello)
         state.workers[hello.epoch] = worker
         events: list[Event] = [WorkerJoined(hello.epoch)]
         started_on, state.model_fingerprint = state.model_fingerprint, hello.model_fingerprint
+        largest = self._largest_worker()
         for sequence in self._live:
             try:
                 limits.check_model(sequence.request, hello, started_on if sequence.started_at is not None else "")
-                limits.check_capacity(sequence.request, hello)
+                limits.check_capacity(sequence.request, largest)
             except LineclearError as error:
                 state.counters.requests_failed += 1
                 events.append(self._live.fail(sequence, error, now))
         return events
+
+    def _largest_worker(self) -> Hello:
+        """Return the Hello of the joined worker that can run the longest requests."""
+        return max(self._state.workers.values(), key=lambda worker: worker.max_len).hello
 
     def _new_worker(self) -> WorkerState:
         return WorkerState(self.limits, self._block_hash, STRATEGIES[self.limits.batching_strategy](self.limits.policy))
@@ -189,11 +200,28 @@ class Scheduler:
             state.counters.requests_failed += 1
             events.append(self._live.fail(isolated, error, now))
         for sequence in worker.leave():
-            sequence.recoveries += 1
-            state.resuming.push(sequence)
+            self._resume_later(sequence)
         del state.workers[epoch]
         self._vacant.append(worker)
+        # A suspect may run elsewhere already, if no sample of it was in flight here. It has to run alone now.
+        for sequence in state.poison.isolated_by_age():
+            is_alone = state.is_isolating and sequence.epoch == state.isolation_epoch
+            if sequence.state is State.RUNNING and not is_alone:
+                state.workers[sequence.epoch].batch.free(sequence, State.WAITING)
+                self._resume_later(sequence)
         return events
+
+    def _resume_later(self, sequence: Sequence) -> None:
+        sequence.recoveries += 1
+        self._state.resuming.push(sequence)
+
+    def stop_placing(self, epoch: int) -> None:
+        """Place no further requests on a worker while others take them; its running requests go on.
+
+        `worker_lost` moves these at once.
+        """
+        if (worker := self._state.workers.get(epoch)) is not None:
+            worker.is_stopping = True
 
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
         """Handle an out-of-memory error of a worker's oldest step in flight; other errors do nothing.
@@ -234,14 +262,14 @@ class Scheduler:
             return None
         state, worker = self._state, self._state.workers[epoch]
         worker.planned_at = now
-        isolated = state.poison.next_isolated()
-        if isolated is not None and any(s is not isolated for step in worker.inflight for s in step.sequences()):
-            return None  # a loss now would prove nothing about it
+        suspect = self._isolation.choose()
         planner = StepPlanner(state, worker, now)
-        if isolated is not None:
-            planner.run_isolated(isolated)
-        else:
+        if suspect is None or epoch != state.isolation_epoch or not self._isolation.is_due(worker):
             planner.run()
+        elif any(s is not suspect for step in worker.inflight for s in step.sequences()):
+            return None  # a loss now would prove nothing about it
+        else:
+            planner.run_isolated(suspect)
         self._events.extend(planner.events)
         if not (planner.decodes.slots or planner.chunks):
             return None

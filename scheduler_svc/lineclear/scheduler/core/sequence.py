@@ -141,6 +141,7 @@ class Sequence:
         "state",
         "stop_token_ids",
         "tokens",
+        "wait_until",
     )
 
     def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
@@ -157,6 +158,7 @@ class Sequence:
         self.decode_joined_at = 0  # its first decode step
         self.decode_offset = 0  # position of its row, minus the decode step
         self.epoch = 0  # of the worker that it runs on, or ran on last
+        self.wait_until: float | None = None  # while waiting: the time until which it is left to a better worker
         # While running:
         self.slot = -1
         self.blocks: list[int] = []

@@ -39,6 +39,10 @@ class SharedState:
     """A request was rejected because the queue is full, and no request has started since."""
     model_fingerprint: str = ""
     """Of the joined workers, or of the last one."""
+    isolation_epoch: int | None = None
+    """The worker that is reserved for suspects."""
+    is_isolating: bool = False
+    """Whether it runs them; else it runs its own requests to their end first."""
 
     @classmethod
     def of(cls, limits: CoreLimits) -> SharedState:
@@ -50,13 +54,27 @@ class SharedState:
             poison=PoisonDetector(limits.max_isolated_crashes, limits.max_isolated_kills),
         )
 
+    def is_leaving(self, worker: WorkerState) -> bool:
+        """Return whether a stopping worker leaves waiting requests to others. The last ones run all that is left."""
+        return worker.is_stopping and not all(other.is_stopping for other in self.workers.values())
+
+    def takes_requests(self, worker: WorkerState) -> bool:
+        """Return whether a worker admits waiting requests."""
+        return worker.epoch != self.isolation_epoch and not self.is_leaving(worker)
+
+    def _num_resuming(self, worker: WorkerState) -> int:
+        """Return how many requests that have started wait to continue, on this worker or another one."""
+        if not self.resuming:
+            return 0
+        return sum(s.max_len <= worker.max_len for s in self.resuming.sequences() if not self.poison.must_isolate(s))
+
     def batching_state(self, worker: WorkerState, now: float) -> BatchingState:
         """Return the input of the batching strategy of `worker`."""
         oldest, batch = self.fresh.oldest(), worker.batch
         return BatchingState(
             now=now,
             num_waiting=len(self.fresh),
-            num_active=len(batch.running) + len(self.resuming),
+            num_active=len(batch.running) + self._num_resuming(worker),
             num_slots=max(1, batch.num_slots),
             oldest_arrival=None if oldest is None else oldest.arrival,
             draining=self.draining,
@@ -70,6 +88,7 @@ class SharedState:
         return {
             "counters": asdict(self.counters),
             "flags": [self.draining, self.refusing, self.model_fingerprint],
+            "isolation": [self.isolation_epoch, self.is_isolating],
             "queue_order": self.queue_order.dump(),
         }
 
@@ -77,4 +96,5 @@ class SharedState:
         """Restore a dump."""
         self.counters = Counters(**state["counters"])
         self.draining, self.refusing, self.model_fingerprint = state["flags"]
+        self.isolation_epoch, self.is_isolating = state["isolation"]
         self.queue_order.load(state["queue_order"])

@@ -44,6 +44,10 @@ class WorkerSnapshot:
     blocks_used: int
     blocks_cached: int
     step_time: tuple[float, float, float]
+    is_fitted: bool
+    """Whether `step_time` follows from enough steps to predict others."""
+    is_stopping: bool
+    """It takes no further requests while other workers do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ class StepTimeModel:
         base, token, kv = (max(0.0, w * s) for w, s in zip(self._weights, _SCALE, strict=True))
         return base, token, kv
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it has enough observations to predict."""
+        return self.num_observations >= _MIN_OBSERVATIONS and self.coefficients[1] >= _MIN_SECONDS_PER_TOKEN
+
     def predict(self, tokens: float, kv_tokens: float) -> float:
         """Return the seconds of a step."""
         base, token, kv = self.coefficients

@@ -15,7 +15,7 @@ from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import BatchingStrategy
 from lineclear.scheduler.core.running_batch import RunningBatch
-from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.stats import WorkerSnapshot
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.scheduler.core.token_budget import TokenBudget
@@ -44,10 +44,17 @@ class WorkerState:
         self.inflight: deque[InflightStep] = deque()
         self.step = 0
         """The last step planned in this epoch."""
+        self.max_len = 0
+        """The most tokens that a request may have here."""
+        self.left: list[Sequence] = []
+        """Waiting requests that the last plan left to other workers."""
+        self.is_stopping = False
+        """It takes no further requests while others do."""
 
     def join(self, hello: Hello) -> None:
         """Start empty, with the capacity of a worker."""
         self._hello = hello
+        self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)  # the last is never computed
         self.batch.reset(min(self._limits.max_batch_size, hello.num_slots), hello.num_blocks, hello.block_size)
 
     def leave(self) -> list[Sequence]:
@@ -70,6 +77,11 @@ class WorkerState:
         return self._hello
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the joined worker."""
+        return self.hello.epoch
+
+    @property
     def is_full(self) -> bool:
         """Whether as many plans are in flight as the limits allow."""
         return len(self.inflight) >= self._limits.pipeline_depth
@@ -79,6 +91,16 @@ class WorkerState:
         """The most tokens that the next step may compute."""
         max_tokens = self.hello.max_step_tokens
         return self.budget.tokens(min(self._limits.target_batch_tokens or max_tokens, max_tokens))
+
+    def queued_tokens(self) -> int:
+        """Return the tokens that are in flight or still to be computed of its running requests' known tokens."""
+        prompts = sum(s.num_unplanned for s in self.batch.not_decoding)
+        return sum(step.num_tokens for step in self.inflight) + prompts + len(self.batch.decode_batch)
+
+    def next_turn(self) -> float | None:
+        """Return when the first request that was left to another worker is left no longer."""
+        times = [s.wait_until for s in self.left if s.state is State.WAITING and s.wait_until is not None]
+        return min(times, default=None)
 
     def add_step(self, inflight: InflightStep) -> None:
         """Put a planned step in flight."""
@@ -90,7 +112,7 @@ class WorkerState:
         """Return a copy of the gauges."""
         pool = self.batch.pool
         return WorkerSnapshot(
-            epoch=self.hello.epoch,
+            epoch=self.epoch,
             num_slots=self.batch.num_slots,
             num_requests_running=len(self.batch.running),
             steps=self.step,
@@ -99,6 +121,8 @@ class WorkerState:
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             step_time=self.step_time.coefficients,
+            is_fitted=self.step_time.is_fitted,
+            is_stopping=self.is_stopping,
         )
 
     def sequences(self) -> Iterator[Sequence]:
@@ -114,6 +138,9 @@ class WorkerState:
             "hello": None if self._hello is None else asdict(self._hello),
             "step": self.step,
             "planned_at": self.planned_at,
+            "max_len": self.max_len,
+            "is_stopping": self.is_stopping,
+            "left": [s.number for s in self.left if s.state is State.WAITING],
             "budget": self.budget.dump(),
             "strategy": self.strategy.dump(),
             "step_time": self.step_time.dump(),
@@ -125,6 +152,8 @@ class WorkerState:
         """Restore a dump that went through JSON."""
         self._hello = None if state["hello"] is None else load_hello(state["hello"])
         self.step, self.planned_at = state["step"], state["planned_at"]
+        self.max_len, self.is_stopping = state["max_len"], state["is_stopping"]
+        self.left = [sequences[number] for number in state["left"]]
         self.budget.load(state["budget"])
         self.strategy.load(state["strategy"])
         self.step_time.load(state["step_time"])

@@ -119,6 +119,10 @@ class RecordingScheduler(Scheduler):
             self._record("worker_lost", now, [epoch, loss.name], self._summary(events))
         return events
 
+    def stop_placing(self, epoch: int) -> None:
+        super().stop_placing(epoch)
+        self._record("stop_placing", 0.0, [epoch], [])
+
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
         events = super().on_step_error(error, now)
         self._record("on_step_error", now, [error.epoch, error.step, error.kind.value], self._summary(events))

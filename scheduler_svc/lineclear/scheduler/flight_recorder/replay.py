@@ -121,6 +121,10 @@ class _Replayer:
     def _worker_lost(self, now: float, epoch: int, loss: str) -> Any:
         return event_summary(self._core.worker_lost(epoch, now, WorkerLoss[loss]), int)
 
+    def _stop_placing(self, now: float, epoch: int) -> Any:
+        self._core.stop_placing(epoch)
+        return []
+
     def _on_step_error(self, now: float, epoch: int, step: int, kind: int) -> Any:
         return event_summary(self._core.on_step_error(StepError(epoch, step, StepErrorKind(kind)), now), int)
 
