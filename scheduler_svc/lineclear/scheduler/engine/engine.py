@@ -74,7 +74,7 @@ class Engine:
         *,
         timeouts: WorkerTimeouts | None = None,
         text_fingerprint: str = "",
-        max_workers: int = 1,
+        max_workers: int = 64,
         max_inbox: int = 4096,
         check_every_steps: int = 64,
         on_rejected: Callable[[Hello], None] = lambda hello: None,
