@@ -20,6 +20,7 @@ from bench.report import RESULTS
 
 BENCHMARKS = {
     "core": ("micro_core", False),
+    "counts": ("micro_counts", False),
     "wire": ("micro_wire", False),
     "ipc": ("micro_ipc", False),
     "streams": ("micro_streams", True),

@@ -19,7 +19,8 @@ class ModelBatching:
         if not self.state.fresh:
             return False
         policy, waiting = self.state.limits.policy, len(self.state.fresh)
-        active = len(self.state.running) + len(self.state.resuming)
+        with_rows = len(self.state.running) + len(self.state.resuming)  # in later steps
+        active = with_rows + len(self.state.finishing)
         oldest = min(s.arrival for s in self.state.fresh)
         late = self.state.draining or now >= oldest + policy.batch_timeout_seconds
         if self.state.limits.batching_strategy == "fixed_size":
@@ -29,7 +30,7 @@ class ModelBatching:
             self.joins_left, self.batch_started_at = self.state.num_slots if full and active == 0 else 0, now
             return self.joins_left > 0
         if self.state.limits.batching_strategy == "dynamic_timeout":
-            full = waiting >= max(1, self.state.num_slots - active) or waiting >= policy.min_batch_size > 1
+            full = waiting >= max(1, self.state.num_slots - with_rows) or waiting >= policy.min_batch_size > 1
             return late or full
         return late or active > 0 or waiting >= min(policy.min_batch_size, self.state.num_slots)
 

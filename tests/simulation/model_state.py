@@ -39,6 +39,7 @@ class ModelState:
         self.fresh: dict[ModelSequence, None] = {}  # have not started
         self.resuming: dict[ModelSequence, None] = {}
         self.running: dict[int, ModelSequence] = {}  # by slot
+        self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
         self.inflight: deque[ModelStep] = deque()
         self.hello: Hello | None = None
         self.step = 0
@@ -68,14 +69,25 @@ class ModelState:
     def stop_running(self, sequence: ModelSequence, computed: int) -> None:
         """Release slot and blocks of a sequence; positions below `computed` count as computed before."""
         self.blocks.release(sequence)
-        del self.running[sequence.slot]
+        if sequence in self.finishing:
+            del self.finishing[sequence]
+        else:
+            del self.running[sequence.slot]
         sequence.max_computed_before = max(sequence.max_computed_before, computed)
         sequence.is_running, sequence.slot = False, -1
         sequence.num_planned = sequence.num_computed = sequence.num_shared = 0
 
+    def release_slots(self) -> None:
+        """Free the slots of the sequences whose last row is planned."""
+        for slot, sequence in list(self.running.items()):
+            if sequence.num_known == sequence.max_len:
+                del self.running[slot]
+                sequence.slot = -1
+                self.finishing[sequence] = None
+
     def change_worker(self, hello: Hello | None) -> None:
         """Join another worker, or none: running requests wait again, and no step is in flight."""
-        for sequence in sorted(self.running.values(), key=lambda s: s.queue_key):
+        for sequence in sorted((*self.running.values(), *self.finishing), key=lambda s: s.queue_key):
             sequence.recoveries += 1
             self.stop_running(sequence, sequence.num_computed)
             self.resuming[sequence] = None

@@ -112,6 +112,7 @@ class PlanChecks:
         else:
             rows = [row for other in (*self.state.inflight, step) for row in other.rows]
             require(all(row[0] is isolated for row in rows), "isolation", "a suspect runs alone")
+        self.state.release_slots()
         self.state.inflight.append(step)
         self.state.counters.steps += 1
         self.state.counters.rows += len(plan.rows)
@@ -183,6 +184,10 @@ class PlanChecks:
         sequence = self.state.by_seed[init.sampling.seed]
         is_free = 0 <= init.slot < self.state.num_slots and init.slot not in self.state.running
         require(is_free, "I6", "a slot that is free")
+        lower = [slot for slot in range(init.slot) if slot not in self.state.running]
+        # A sequence that is preempted after the admissions of the same plan leaves a lower slot.
+        is_lowest = not lower or bool(self.preempted)
+        require(is_lowest, "I6", "the lowest slot that is free, from the plan after its owner's last row")
         require(
             sequence in self.state.fresh or sequence in self.state.resuming,
             "I11",
@@ -285,7 +290,7 @@ class PlanChecks:
         if not self.state.inflight:
             require(self.state.next_isolated() is None, "I13", "a suspect runs if the worker is idle")
             require(
-                not self.state.running and not self.state.resuming,
+                not self.state.running and not self.state.finishing and not self.state.resuming,
                 "I13",
                 "an idle worker has no running requests",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bug, always, boundary, drop, never, off_by_one, replace, swap, twice, without
 
-from lineclear.scheduler.core import limits, policies, result_applier, running_batch, wait_prediction
+from lineclear.scheduler.core import limits, policies, result_applier, running_batch
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.fair_share import FairShare
@@ -48,7 +48,9 @@ _BLOCKS = (
         replace("self._empty", "self._empty and not self._cached", role="test"),
     ),
     Bug("the head of a prefix is evicted first", BlockPool.release, replace("reversed(blocks)", "blocks")),
-    Bug("a slot is not released", RunningBatch.free, drop("heapq.heappush(self.free_slots, sequence.slot)")),
+    Bug(
+        "a slot is not released", RunningBatch._remove_from_slot, drop("heapq.heappush(self.free_slots, sequence.slot)")
+    ),
     Bug(
         "a single decode takes its block one position late",
         StepPlanner._plan_decodes_one_by_one,
@@ -73,6 +75,44 @@ _BLOCKS = (
         "the decode batch takes blocks that are not free",
         StepPlanner._plan_decodes,
         without("len(growing) > batch.pool.num_free"),
+    ),
+)
+
+_SLOTS = (
+    Bug("slots are handed on with the result", StepPlanner._release_slots, drop("self._batch.release_slot(sequence)")),
+    Bug("a decode keeps its slot", StepPlanner._plan_decode_batch, drop("self._finishing += decode_batch.finishing()")),
+    Bug(
+        "a chunk keeps its slot",
+        StepPlanner._add,
+        never("sequence.num_known == sequence.max_len"),
+    ),
+    Bug(
+        "a slot is handed on one row early",
+        StepPlanner._add,
+        replace("sequence.num_known == sequence.max_len", "sequence.num_known >= sequence.max_len - 1"),
+    ),
+    Bug(
+        "the blocks of a last row are freed with the slot",
+        RunningBatch.release_slot,
+        replace(
+            "self.finishing[sequence] = None",
+            "self.pool.release(sequence.blocks) or self.finishing.__setitem__(sequence, None)",
+        ),
+    ),
+    Bug(
+        "a lost worker takes the sequences with their last row in flight",
+        RunningBatch.remove_all,
+        replace("(*self.running, *self.finishing)", "self.running"),
+    ),
+    Bug(
+        "a slot is handed on twice",
+        RunningBatch._remove_from_slot,
+        twice("heapq.heappush(self.free_slots, sequence.slot)"),
+    ),
+    Bug(
+        "an ended request stays among the last rows",
+        RunningBatch.free,
+        drop("del self.finishing[sequence]"),
     ),
 )
 
@@ -375,35 +415,6 @@ _ORDER = (
     ),
 )
 
-_PLACES = (
-    Bug(
-        "a place leaves out preempted requests",
-        wait_prediction.placement,
-        replace("_1.num_before(key) + _2", "_2"),
-    ),
-    Bug(
-        "a place counts from the end",
-        RequestQueue.num_before,
-        replace("self._keys.rank(key)", "len(self) - self._keys.rank(key)"),
-    ),
-    Bug(
-        "every place is behind all others",
-        wait_prediction.placement,
-        replace("state.fresh.num_before(key)", "len(state.fresh)"),
-    ),
-    Bug(
-        "a request that waits gets no place",
-        wait_prediction.must_wait,
-        replace("place.requests_ahead >= _1 or _2 or _3", "place.requests_ahead > _1"),
-    ),
-    Bug("every request gets a place", Scheduler.submit, never("not request.wants_placement")),
-    Bug(
-        "a running request takes less than no time",
-        wait_prediction._seconds_left,
-        replace("max(0.0, _1)", "_1"),
-    ),
-)
-
 _STRATEGIES = (
     Bug("a fixed batch takes late requests", FixedSize.max_joins, without("state.num_active == 0")),
     Bug(
@@ -550,6 +561,6 @@ _TIES = (
 )
 
 BUGS = (
-    *(*_BLOCKS, *_PREFIX_CACHE, *_NON_FINITE_VALUES, *_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
-    *(*_PLACES, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
+    *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_NON_FINITE_VALUES, *_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
+    *(*_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
 )

@@ -90,7 +90,15 @@ def draw(seed: int) -> Scenario:
     scenario = theme(rng, scenario)
     # Drawn last, so that a new variant leaves the rest of a seed's scenario as it was.
     fair = 0.5 if scenario.limits.scheduling_policy == "fair" else 0.05
-    for variant, share in ((_resumed, 0.2), (_deep, 0.15), (_shared, fair), (_updated, 0.15), (_estimated, 0.3)):
+    variants = (
+        (_resumed, 0.2),
+        (_deep, 0.15),
+        (_shared, fair),
+        (_updated, 0.15),
+        (_estimated, 0.3),
+        (_recomputing, 0.1),
+    )
+    for variant, share in variants:
         if rng.random() < share:
             scenario = variant(rng, scenario)
     return scenario
@@ -246,6 +254,15 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
+def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Few blocks and small steps: a preempted request is recomputed in chunks beside younger decodes."""
+    budget = rng.choice((4, 6, 10))
+    scenario = _short_of_blocks(rng, scenario, budget=budget, longest_prompt=20, pace=rng.choice((1, 2)))
+    order = rng.choice(("fifo", "priority", "shortest"))
+    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=rng.randint(1, 3), max_preemptions=4)
+    return replace(scenario, limits=limits, late=0.0)
+
+
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
     """Return whether the logits after `context` are non-finite, for that share of contexts."""
     return per_mille > 0 and (sum(context) * 2654435761 + len(context) * 40503) % 1000 < per_mille
@@ -363,6 +380,4 @@ def draw_request(
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
     if scenario.estimated and rng.random() < scenario.estimated:
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
-    if scenario.estimated:
-        request = replace(request, wants_placement=rng.random() < 0.5)
     return request

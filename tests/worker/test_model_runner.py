@@ -64,6 +64,33 @@ def test_late_result_is_of_its_own_step() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_slot_has_next_owner_before_result_of_the_last_row(device: str) -> None:
+    """The scheduler hands a slot on when its owner's last row is planned."""
+    model = tiny_model("llama").to(device)
+    first, second = (Sampling(temperature=0.9, seed=seed, logprobs=2, repetition_penalty=1.3) for seed in (1, 2))
+    plans = [
+        StepPlan(1, 1, (Row(0, 0, 5, True, (3, 4)),), (SlotInit(0, (5, 6, 7, 8, 9), 5, (), first),)),
+        StepPlan(1, 2, decodes=Decodes((0,), (5,))),
+        StepPlan(1, 3, (Row(0, 0, 4, True, (5, 6)),), (SlotInit(0, (60, 61, 62, 63), 4, (), second),)),
+        StepPlan(1, 4, decodes=Decodes((0,), (4,))),
+    ]
+    found = []
+    for late in (False, True):
+        runner = runner_of(wrap_model(model))
+        if late:
+            inflight = [runner.launch(plan) for plan in plans]
+            results = [step.result() for step in inflight]
+        else:
+            results = [runner.launch(plan).result() for plan in plans]
+        found.append([(result.tokens, result.logprobs) for result in results])
+    alone = runner_of(wrap_model(model))
+    renumbered = [replace(plan, step=step) for step, plan in enumerate(plans[2:], 1)]
+    results = [alone.launch(plan).result() for plan in renumbered]
+    assert found[0] == found[1]
+    assert found[0][2:] == [(result.tokens, result.logprobs) for result in results]
+
+
 def test_num_blocks_is_limited_by_slots() -> None:
     runner = ModelRunner(wrap_model(tiny_model("llama")), block_size=16, num_slots=3)
     assert runner.capacity.num_blocks == 2 * 3 * (256 // 16)

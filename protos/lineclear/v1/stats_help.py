@@ -33,7 +33,7 @@ HELP = {
     "Counters.wasted_samples": "Sampled tokens dropped because their request had ended.",
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
-    "Gauges.num_requests_running": "Requests that hold a slot of the batch.",
+    "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed.",
     "Gauges.steps_in_flight": "Steps sent to the worker without a result yet.",
     "Gauges.num_blocks": "KV blocks of the whole pool.",
     "Gauges.blocks_used": "KV blocks held by running requests.",

@@ -53,13 +53,19 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         batch.decode_batch.sync(s)
     batch.decode_batch.check()
     size = batch.pool.block_size
-    batch.pool.check([s.blocks for s in running])
+    started = [*running, *batch.finishing]
+    batch.pool.check([s.blocks for s in started])
     assert {*running} == {*batch.decode_batch, *batch.not_decoding}, "running sequences and their groups disagree"
     assert len(running) == len(batch.decode_batch) + len(batch.not_decoding)
-    assert not any(s.in_decode_batch for s in batch.not_decoding)
+    assert not any(s.in_decode_batch for s in (*batch.not_decoding, *batch.finishing))
     slots = [s.slot for s in running]
     assert sorted([*slots, *batch.free_slots]) == list(range(batch.num_slots)), "slots disagree"
     for s in running:
+        assert s.num_known < s.max_len, "a slot is held by a sequence whose last row is planned"
+    for s in batch.finishing:
+        assert (s.slot, s.num_known, s.num_planned) == (-1, s.max_len, s.max_len - 1), "a slot is given up too early"
+        assert s.in_flight > 0, "a sequence waits for a result that does not come"
+    for s in started:
         assert s.state is State.RUNNING
         assert s.epoch == epoch, "a sequence of another worker"
         assert s.num_published <= s.num_computed <= s.num_planned <= s.num_known
@@ -67,4 +73,4 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         longest = s.max_len - 1 if s.protected else max(s.num_planned, s.num_known)
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"
     assert len(worker.inflight) <= core.limits.pipeline_depth
-    return running
+    return started

@@ -42,6 +42,7 @@ class StepPlanner:
         self.chunk_samples: list[Sequence] = []
         self.inits: list[SlotInit] = []
         self.events: list[Event] = []
+        self._finishing: list[Sequence] = []  # their last row is in this step
         self.num_tokens = 0
         self.kv_tokens = 0
 
@@ -55,6 +56,12 @@ class StepPlanner:
             self._plan_decodes()
             self._plan_prefills()
             self._admit()
+        self._release_slots()
+
+    def _release_slots(self) -> None:
+        """Free the slots of sequences with their last row in this step, for the next step."""
+        for sequence in self._finishing:
+            self._batch.release_slot(sequence)
 
     def run_isolated(self, sequence: Sequence) -> None:
         """Plan a step for `sequence` alone; preempt other sequences if it needs their blocks."""
@@ -71,6 +78,7 @@ class StepPlanner:
                 sequence.blocks += batch.pool.take(1)
             count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
             self._add(sequence, count, tuple(sequence.blocks[-1:]) if needs_block else ())
+        self._release_slots()
 
     def _preempt_for_blocks(self, sequence: Sequence) -> bool:
         """Preempt others, youngest first, until a slot and blocks are free for the next row of `sequence`."""
@@ -122,8 +130,7 @@ class StepPlanner:
         self.completing_block = decode_batch.completing_block()
         self.num_tokens += len(rows.slots)
         self.kv_tokens += decode_batch.num_positions
-        for sequence in decode_batch.finishing():
-            batch.leave_decode(sequence)
+        self._finishing += decode_batch.finishing()
 
     def _plan_decodes_one_by_one(self) -> None:
         """Plan decodes oldest first, when tokens or blocks do not suffice for all of them."""
@@ -296,5 +303,7 @@ class StepPlanner:
         if sample:
             self.chunk_samples.append(sequence)
             sequence.num_known += 1
+            if sequence.num_known == sequence.max_len:
+                self._finishing.append(sequence)
         self.num_tokens += count
         self.kv_tokens += count * (start + end + 1) // 2

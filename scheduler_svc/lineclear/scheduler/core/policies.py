@@ -38,6 +38,8 @@ class BatchingState:
     """Requests that have not started. Preempted requests rejoin regardless of the strategy."""
     num_active: int
     """Requests that have started and not ended, preempted ones included."""
+    num_finishing: int
+    """Those of them whose last row is planned: they have no row in later steps, and hold no slot."""
     num_slots: int
     oldest_arrival: float | None
     """Arrival of the oldest request that has not started."""
@@ -168,7 +170,7 @@ class DynamicTimeout(Continuous):
     fills_batches = True
 
     def _is_open(self, state: BatchingState) -> bool:
-        free = state.num_slots - state.num_active
+        free = state.num_slots - (state.num_active - state.num_finishing)
         full = state.num_waiting >= max(1, free) or (
             self._settings.min_batch_size > 1 and state.num_waiting >= self._settings.min_batch_size
         )
@@ -188,7 +190,7 @@ class Adaptive(Continuous):
         rows = state.model.tokens_within(seconds, state.kv_tokens)
         if rows is None:
             return state.num_slots
-        return max(0 if state.num_active else 1, int(rows) - state.num_active)
+        return max(0 if state.num_active else 1, int(rows) - (state.num_active - state.num_finishing))
 
 
 STRATEGIES: dict[str, Callable[[PolicySettings], BatchingStrategy]] = {

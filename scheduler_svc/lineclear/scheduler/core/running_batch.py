@@ -24,7 +24,8 @@ class InflightRows(PendingWrites):
 class RunningBatch:
     """Running sequences over `num_slots` slots and a block pool: those in the decode batch, and the others.
 
-    Empty without a worker.
+    A sequence whose last row is planned is *finishing*. It needs no further row, so the next plan may give its slot to
+    another sequence (law 3 orders their rows); its blocks stay until the result. Empty without a worker.
     """
 
     def __init__(self, block_hash: BlockHash, prefix_cache: bool) -> None:
@@ -36,6 +37,7 @@ class RunningBatch:
         """Start empty, with the capacity of a worker that joined."""
         self.running: dict[Sequence, None] = {}  # an ordered set, by admission
         self.not_decoding: dict[Sequence, None] = {}
+        self.finishing: dict[Sequence, None] = {}  # not in `running`
         self.decode_batch = DecodeBatch(block_size)
         self._pending: list[InflightRows] = []
         self.num_slots = num_slots
@@ -62,9 +64,10 @@ class RunningBatch:
     def free(self, sequence: Sequence, state: State, *, tainted: bool = False) -> None:
         """Free the slot and the blocks of `sequence`: RUNNING -> `state`. `tainted` blocks are zeroed before reuse."""
         assert sequence.state is State.RUNNING
-        if sequence.in_decode_batch:
-            self.leave_decode(sequence)
-        del self.running[sequence], self.not_decoding[sequence]
+        if sequence in self.finishing:
+            del self.finishing[sequence]
+        else:
+            self._remove_from_slot(sequence)
         if tainted:
             self.pool.release_tainted(sequence.blocks)
         elif sequence.num_planned > sequence.num_computed:
@@ -75,8 +78,20 @@ class RunningBatch:
             self.pool.release(sequence.blocks[:first])
         else:
             self.pool.release(sequence.blocks)
-        heapq.heappush(self.free_slots, sequence.slot)
         _reset_sequence(sequence, state, computed=sequence.num_planned)  # plans in flight will run
+
+    def release_slot(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence whose last row is in the plan being made. Later plans may hand it out."""
+        self._remove_from_slot(sequence)
+        assert sequence.num_known == sequence.max_len
+        self.finishing[sequence] = None
+
+    def _remove_from_slot(self, sequence: Sequence) -> None:
+        if sequence.in_decode_batch:
+            self.leave_decode(sequence)
+        del self.running[sequence], self.not_decoding[sequence]
+        heapq.heappush(self.free_slots, sequence.slot)
+        sequence.slot = -1
 
     def resolve_pending(self, step: int, bad: Collection[Sequence]) -> None:
         """Settle the pending writes up to `step`; rows of the sequences in `bad` had non-finite values."""
@@ -94,14 +109,19 @@ class RunningBatch:
         Dissolve the decode batch first, so that the sequences' fields are up to date.
         """
         assert not len(self.decode_batch), "dissolve the decode batch before remove_all"
-        removed = self.by_age()
+        removed = sorted((*self.running, *self.finishing), key=lambda s: s.queue_key)
         for sequence in removed:
             _reset_sequence(sequence, State.WAITING, computed=sequence.num_computed)
         self.reset(0, 0, 1)
         return removed
 
+    @property
+    def num_running(self) -> int:
+        """Number of sequences with a slot or with their last row in flight."""
+        return len(self.running) + len(self.finishing)
+
     def by_age(self) -> list[Sequence]:
-        """Return all running sequences, oldest first."""
+        """Return the sequences with a slot, oldest first."""
         return sorted(self.running, key=lambda s: s.queue_key)
 
     def not_decoding_by_age(self) -> list[Sequence]:
@@ -186,6 +206,7 @@ class RunningBatch:
         return {
             "running": [s.number for s in self.running],
             "not_decoding": [s.number for s in self.not_decoding],
+            "finishing": [s.number for s in self.finishing],
             "decode_batch": self.decode_batch.dump(),
             "pending": [[writes.sequence.number, writes.last_step] for writes in self._pending],
             "capacity": [self.num_slots, self.pool.num_blocks, self.pool.block_size],
@@ -196,8 +217,9 @@ class RunningBatch:
     def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
         """Restore a dump that went through JSON."""
         self.reset(*state["capacity"])
-        self.running = {sequences[number]: None for number in state["running"]}
-        self.not_decoding = {sequences[number]: None for number in state["not_decoding"]}
+        self.running, self.not_decoding, self.finishing = (
+            {sequences[number]: None for number in state[name]} for name in ("running", "not_decoding", "finishing")
+        )
         self.decode_batch.load(state["decode_batch"], sequences)
         self._pending = [InflightRows(sequences[number], last_step) for number, last_step in state["pending"]]
         self.free_slots = state["free_slots"]

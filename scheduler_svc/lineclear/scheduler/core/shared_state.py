@@ -15,7 +15,6 @@ from lineclear.scheduler.core.policies import (
     QueueOrder,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue
-from lineclear.scheduler.core.slot_pace import SlotPace
 from lineclear.scheduler.core.stats import Counters
 from lineclear.scheduler.core.worker_state import WorkerState
 
@@ -35,7 +34,6 @@ class SharedState:
     workers: dict[int, WorkerState] = field(default_factory=dict)
     """The joined workers by epoch, oldest first."""
     counters: Counters = field(default_factory=Counters)
-    pace: SlotPace = field(default_factory=SlotPace)
     draining: bool = False
     refusing: bool = False
     """A request was rejected because the queue is full, and no request has started since."""
@@ -76,7 +74,8 @@ class SharedState:
         return BatchingState(
             now=now,
             num_waiting=len(self.fresh),
-            num_active=len(batch.running) + self._num_resuming(worker),
+            num_active=batch.num_running + self._num_resuming(worker),
+            num_finishing=len(batch.finishing),
             num_slots=max(1, batch.num_slots),
             oldest_arrival=None if oldest is None else oldest.arrival,
             draining=self.draining,
@@ -92,7 +91,6 @@ class SharedState:
             "flags": [self.draining, self.refusing, self.model_fingerprint],
             "isolation": [self.isolation_epoch, self.is_isolating],
             "queue_order": self.queue_order.dump(),
-            "pace": self.pace.dump(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -101,4 +99,3 @@ class SharedState:
         self.draining, self.refusing, self.model_fingerprint = state["flags"]
         self.isolation_epoch, self.is_isolating = state["isolation"]
         self.queue_order.load(state["queue_order"])
-        self.pace.load(state["pace"])

@@ -114,7 +114,7 @@ class WorkerState:
         return WorkerSnapshot(
             epoch=self.epoch,
             num_slots=self.batch.num_slots,
-            num_requests_running=len(self.batch.running),
+            num_requests_running=self.batch.num_running,
             steps=self.step,
             steps_in_flight=len(self.inflight),
             num_blocks=pool.num_blocks,

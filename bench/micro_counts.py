@@ -1,0 +1,93 @@
+"""Counts what the scheduler core plans: slots used and prompt positions computed. No clock is read.
+
+    python -m bench.micro_counts
+
+The worker has immediate results, and the pipeline is full: a result is applied when no further plan can be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import deque
+from collections.abc import Iterator
+
+from bench.figures import Figure, arguments, main
+from bench.instant import TOKEN, InstantRunner
+from lineclear.scheduler.core.events import Finished
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Sampling, StepPlan, StepResult
+
+SLOTS = 8
+DEPTHS = (1, 2, 3)
+LONGEST_ANSWERS = (4, 8, 16)
+_REQUESTS = 2000
+_SLOT_GOAL = 0.97
+
+
+class Counts:
+    """A core with a worker that answers at once. Counts rows and positions of its plans."""
+
+    def __init__(self, num_slots: int, depth: int, budget: int = 2048) -> None:
+        limits = CoreLimits(
+            max_batch_size=num_slots,
+            pipeline_depth=depth,
+            target_batch_tokens=budget,
+            max_queue_size=1 << 20,
+            max_queue_tokens=1 << 30,
+        )
+        self.core = Scheduler(limits)
+        self.core.worker_joined(InstantRunner(num_slots).hello(1), 0.0)
+        self.num_slots = num_slots
+        self.steps_with_queue = self.rows_with_queue = self.positions = 0
+        self.cached: dict[str, int] = {}
+        """Cached positions of each ended request."""
+        self._flights: deque[StepPlan] = deque()
+
+    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> None:
+        """Queue a request."""
+        self.core.submit(Request(request_id, prompt, Sampling(), max_tokens), 0.0)
+
+    def run(self) -> None:
+        """Run until all requests have ended."""
+        while self.core.num_live:
+            while (plan := self.core.plan(1, 0.0)) is not None:
+                self._count(plan)
+                self._flights.append(plan)
+            self.core.drain_events()
+            plan = self._flights.popleft()
+            result = StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples, step_seconds=0.01)
+            for event in self.core.apply(result, 0.0):
+                if isinstance(event, Finished):
+                    self.cached[event.request_id] = event.stats.cached_tokens
+
+    def _count(self, plan: StepPlan) -> None:
+        self.positions += plan.num_tokens
+        if self.core.snapshot().num_requests_waiting:
+            self.steps_with_queue += 1
+            self.rows_with_queue += plan.num_rows
+
+
+def slot_use(longest_answer: int, depth: int) -> float:
+    """Return the share of slots with a row, over the steps with a queue. Answers have 1 to `longest_answer` tokens."""
+    rng = random.Random(longest_answer)
+    counts = Counts(SLOTS, depth)
+    for number in range(_REQUESTS):
+        counts.submit(f"r{number}", (number, *range(rng.randint(1, 40))), rng.randint(1, longest_answer))
+    counts.run()
+    return counts.rows_with_queue / (counts.steps_with_queue * SLOTS)
+
+
+def figures(options: argparse.Namespace) -> Iterator[Figure]:
+    """Count all figures."""
+    for longest in LONGEST_ANSWERS:
+        for depth in DEPTHS:
+            case = f"answers of 1-{longest} tokens, depth {depth}"
+            goal = _SLOT_GOAL if depth == 2 else None
+            yield Figure("slots: share used", case, slot_use(longest, depth), "", goal, more_is_better=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(figures, arguments(__doc__)))
