@@ -16,6 +16,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent / "lineclear" / "client"
 SOURCE, GENERATED = PACKAGE / "_async", PACKAGE / "_sync"
 
+KEPT = "# unasync: keep"
+"""A line with this comment is not changed."""
+
 HEADER = "# Generated from _async/{name} by client/unasync.py. Do not edit.\n"
 REPLACEMENTS = [
     (r"any number of tasks of one event loop", "any number of threads"),
@@ -39,11 +42,17 @@ REPLACEMENTS = [
 ]  # fmt: skip
 
 
+def replaced(line: str) -> str:
+    """Return a line of the source as the client for threads has it."""
+    for pattern, replacement in REPLACEMENTS:
+        line = re.sub(pattern, replacement, line)
+    return line
+
+
 def generated(name: str) -> str:
     """Return the text of a generated file."""
-    text = HEADER.format(name=name) + (SOURCE / name).read_text()
-    for pattern, replacement in REPLACEMENTS:
-        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    lines = (SOURCE / name).read_text().splitlines(keepends=True)
+    text = HEADER.format(name=name) + "".join(line if KEPT in line else replaced(line) for line in lines)
     ruff = [sys.executable, "-m", "ruff"]
     file = ["--stdin-filename", str(GENERATED / name), "-"]
     check = ["check", "-q", "--fix", "--unsafe-fixes", "--select", "I,F401,C416,SIM117,UP028"]

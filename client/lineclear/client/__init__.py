@@ -19,6 +19,7 @@ from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
 from .admin_client import AdminClient
+from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
 from .requests import ChatMessage, OnModelChange, Request, Sampling
 from .results import (
@@ -41,6 +42,8 @@ from .submitted import SubmittedStatus
 
 __all__ = [
     "AdminClient",
+    "AnswerFuture",
+    "AsyncAnswerFuture",
     "AsyncBatchResults",
     "AsyncClient",
     "AsyncStream",

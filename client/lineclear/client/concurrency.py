@@ -39,7 +39,7 @@ def call(callback: Callable[[T], object], value: T) -> None:
 class AsyncEvent(asyncio.Event):
     """An event whose wait may be bounded."""
 
-    async def wait_for(self, timeout_seconds: float) -> None:
+    async def wait_for(self, timeout_seconds: float | None) -> None:
         """Wait until the event is set, at most that long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
@@ -49,7 +49,7 @@ class AsyncEvent(asyncio.Event):
 class Event(threading.Event):
     """`AsyncEvent` for threads."""
 
-    def wait_for(self, timeout_seconds: float) -> None:
+    def wait_for(self, timeout_seconds: float | None) -> None:
         """Wait until the event is set, at most that long."""
         self.wait(timeout_seconds)
 
@@ -129,13 +129,32 @@ class Inbox(Generic[T]):
     def __init__(self, timeout_seconds: float | None) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        self.put = self._items.put
+        self._on_put: Callable[[], None] | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the deadline, None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `get` returns or raises at once."""
+        return not self._items.empty() or self.seconds_left == 0
+
+    def when_filled(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after each `put` from now on, on its thread."""
+        self._on_put = callback
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.put(item)
+        if self._on_put is not None:
+            self._on_put()
 
     def get(self) -> T:
         """Remove and return the next item. Raises TimeoutError once the deadline has passed."""
-        seconds = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
-            return self._items.get(timeout=seconds)
+            return self._items.get(timeout=self.seconds_left)
         except queue.Empty:
             raise TimeoutError from None
 

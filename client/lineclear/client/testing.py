@@ -32,11 +32,10 @@ from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods
-from ._async.transport import AsyncCall
-from ._sync.transport import Call
 from .channel import Pairs
 from .results import FinishReason, HealthStatus
 from .rpc_methods import Method
+from .transports import AsyncCall, Call
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")

@@ -18,7 +18,7 @@ from ..results import Delta, Generation
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
 from ..sigint import AsyncCanceller
-from .transport import AsyncCall, AsyncTransport
+from ..transports import AsyncCall, AsyncStreamTransport
 
 
 class AsyncStream:
@@ -32,7 +32,7 @@ class AsyncStream:
     The call starts when the block is entered. Leaving the block before the end of the answer cancels the request.
     """
 
-    def __init__(self, transport: AsyncTransport, options: CallOptions) -> None:
+    def __init__(self, transport: AsyncStreamTransport, options: CallOptions) -> None:
         self._transport = transport
         self._options = options
         # A submitted request is known to one server only.

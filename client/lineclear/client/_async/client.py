@@ -12,10 +12,12 @@ from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
+from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..batch_window import ALL_AT_ONCE, BatchWindow, Outcome, checked_window, default_concurrency
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..concurrency import async_sleep
+from ..futures import AsyncAnswerFuture, AsyncFutures
 from ..progress import Progress, display
 from ..requests import (
     UNSET,
@@ -36,9 +38,10 @@ from ..results import Generation, HealthStatus, Model, Stats, from_proto
 from ..retry import RetryPolicy
 from ..sigint import AsyncCanceller
 from ..submitted import SubmittedStatus, submit_request, submitted_status
+from ..transports import AsyncTransport
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers
-from .transport import AsyncGrpcTransport, AsyncTransport
+from .transport import AsyncGrpcTransport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -129,6 +132,7 @@ class AsyncClient:
         self._transport = transport or AsyncGrpcTransport(
             default_target() if target is None else target, credentials, options, sessions
         )
+        self._futures = AsyncFutures(self._transport, LoopStream)
 
     @property
     def target(self) -> str:
@@ -145,6 +149,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancel all calls and disconnect."""
+        await self._futures.close()
         await self._transport.close_async()
 
     def stream(
@@ -161,6 +166,16 @@ class AsyncClient:
     ) -> Generation:
         """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
         return await self.stream(prompt, sampling, **params).read_all()
+
+    def submit_future(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> AsyncAnswerFuture:
+        """Send a request and return the future of its answer, without waiting. Arguments are those of `stream`.
+
+        Its `cancel` cancels the request on the server; its exception is the LineclearError of the request. At most
+        MAX_OPEN_FUTURES (256) requests are open at once; the others wait in the client, in order.
+        """
+        return self._futures.start(self._config.outgoing(prompt, sampling, **params))
 
     @overload
     def iter_batch(

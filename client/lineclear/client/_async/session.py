@@ -139,7 +139,7 @@ class AsyncSessionCall:
     def __init__(self, session: AsyncSession, handle: int, timeout_seconds: float | None) -> None:
         self._session = session
         self._handle = handle
-        self._inbox = AsyncInbox[Item](timeout_seconds)
+        self.inbox = AsyncInbox[Item](timeout_seconds)
         self._lock = threading.Lock()
         self._is_over = False  # nothing more is put into the inbox
         self._is_read = False
@@ -148,10 +148,10 @@ class AsyncSessionCall:
         if self._is_read:
             raise StopAsyncIteration
         try:
-            item = await self._inbox.get()
+            item = await self.inbox.get()
         except TimeoutError:
             self._end(errors.DeadlineExceeded("the deadline of the call passed before the answer was complete"))
-            item = await self._inbox.get()
+            item = await self.inbox.get()
         if isinstance(item, pb.GenerateResponse):
             return item
         self._is_read = True
@@ -165,9 +165,9 @@ class AsyncSessionCall:
             if self._is_over:
                 return
             self._is_over = not isinstance(item, pb.GenerateResponse)
-            self._inbox.put(item)
+            self.inbox.put(item)
         if self._is_over:
-            self._inbox.close()
+            self.inbox.close()
             self._session.remove(self._handle)
 
     def cancel(self) -> None:

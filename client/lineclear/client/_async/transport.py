@@ -1,13 +1,9 @@
-"""Transports: the interface between a client and gRPC, and its implementation.
-
-A transport sends one request, returns its responses and raises a LineclearError for whatever goes wrong. It never
-retries. `lineclear.client.testing.FakeTransport` is a transport without a server.
-"""
+"""The transport of a client that makes gRPC calls."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -21,33 +17,11 @@ from ..rpc_methods import Method
 from ..session_messages import names_one_server
 from ..session_multiplexer import SessionMultiplexer
 from ..sigint import AsyncCanceller
+from ..transports import AsyncCall
 from .session import AsyncSession
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-Res_co = TypeVar("Res_co", covariant=True)
-
-
-class AsyncCall(Protocol[Res_co]):
-    """A running call: iterate for its responses. Raises a LineclearError if the call fails."""
-
-    async def __anext__(self) -> Res_co: ...
-    def cancel(self) -> None:
-        """End the call now. Its reader gets Cancelled. May be called again, and after the end."""
-
-
-class AsyncTransport(Protocol):
-    """The calls that a client makes. `target` names the server in error messages."""
-
-    @property
-    def target(self) -> str: ...
-    async def unary_async(
-        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
-    ) -> Res: ...
-    def stream_async(
-        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
-    ) -> AsyncCall[Res]: ...
-    async def close_async(self) -> None: ...
 
 
 class AsyncGrpcTransport:
@@ -109,6 +83,8 @@ class _TrackedCall(AsyncCall[Res]):
         self._call = call
         self._on_end: Callable[[], None] | None = on_end
         self._translator = translator
+        self.inbox = getattr(call, "inbox", None)
+        """The inbox of a request of the Session."""
 
     async def __anext__(self) -> Res:
         self._translator.owner.enter()

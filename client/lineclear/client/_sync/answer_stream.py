@@ -19,7 +19,7 @@ from ..results import Delta, Generation
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
 from ..sigint import Canceller
-from .transport import Call, Transport
+from ..transports import Call, StreamTransport
 
 
 class Stream:
@@ -33,7 +33,7 @@ class Stream:
     The call starts when the block is entered. Leaving the block before the end of the answer cancels the request.
     """
 
-    def __init__(self, transport: Transport, options: CallOptions) -> None:
+    def __init__(self, transport: StreamTransport, options: CallOptions) -> None:
         self._transport = transport
         self._options = options
         # A submitted request is known to one server only.

@@ -13,10 +13,12 @@ from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
+from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..batch_window import ALL_AT_ONCE, BatchWindow, Outcome, checked_window, default_concurrency
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..concurrency import sleep
+from ..futures import AnswerFuture, Futures
 from ..progress import Progress, display
 from ..requests import (
     UNSET,
@@ -37,9 +39,10 @@ from ..results import Generation, HealthStatus, Model, Stats, from_proto
 from ..retry import RetryPolicy
 from ..sigint import Canceller
 from ..submitted import SubmittedStatus, submit_request, submitted_status
+from ..transports import Transport
 from .answer_stream import Stream
 from .batch_workers import BatchResults, BatchWorkers
-from .transport import GrpcTransport, Transport
+from .transport import GrpcTransport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -130,6 +133,7 @@ class Client:
         self._transport = transport or GrpcTransport(
             default_target() if target is None else target, credentials, options, sessions
         )
+        self._futures = Futures(self._transport, LoopStream)
 
     @property
     def target(self) -> str:
@@ -146,6 +150,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel all calls and disconnect."""
+        self._futures.close()
         self._transport.close()
 
     def stream(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Stream:
@@ -160,6 +165,16 @@ class Client:
     ) -> Generation:
         """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
         return self.stream(prompt, sampling, **params).read_all()
+
+    def submit_future(
+        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> AnswerFuture:
+        """Send a request and return the future of its answer, without waiting. Arguments are those of `stream`.
+
+        Its `cancel` cancels the request on the server; its exception is the LineclearError of the request. At most
+        MAX_OPEN_FUTURES (256) requests are open at once; the others wait in the client, in order.
+        """
+        return self._futures.start(self._config.outgoing(prompt, sampling, **params))
 
     @overload
     def iter_batch(

@@ -140,7 +140,7 @@ class SessionCall:
     def __init__(self, session: Session, handle: int, timeout_seconds: float | None) -> None:
         self._session = session
         self._handle = handle
-        self._inbox = Inbox[Item](timeout_seconds)
+        self.inbox = Inbox[Item](timeout_seconds)
         self._lock = threading.Lock()
         self._is_over = False  # nothing more is put into the inbox
         self._is_read = False
@@ -149,10 +149,10 @@ class SessionCall:
         if self._is_read:
             raise StopIteration
         try:
-            item = self._inbox.get()
+            item = self.inbox.get()
         except TimeoutError:
             self._end(errors.DeadlineExceeded("the deadline of the call passed before the answer was complete"))
-            item = self._inbox.get()
+            item = self.inbox.get()
         if isinstance(item, pb.GenerateResponse):
             return item
         self._is_read = True
@@ -166,9 +166,9 @@ class SessionCall:
             if self._is_over:
                 return
             self._is_over = not isinstance(item, pb.GenerateResponse)
-            self._inbox.put(item)
+            self.inbox.put(item)
         if self._is_over:
-            self._inbox.close()
+            self.inbox.close()
             self._session.remove(self._handle)
 
     def cancel(self) -> None:

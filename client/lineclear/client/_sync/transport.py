@@ -1,14 +1,10 @@
 # Generated from _async/transport.py by client/unasync.py. Do not edit.
-"""Transports: the interface between a client and gRPC, and its implementation.
-
-A transport sends one request, returns its responses and raises a LineclearError for whatever goes wrong. It never
-retries. `lineclear.client.testing.FakeTransport` is a transport without a server.
-"""
+"""The transport of a client that makes gRPC calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -22,33 +18,11 @@ from ..rpc_methods import Method
 from ..session_messages import names_one_server
 from ..session_multiplexer import SessionMultiplexer
 from ..sigint import Canceller
+from ..transports import Call
 from .session import Session
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-Res_co = TypeVar("Res_co", covariant=True)
-
-
-class Call(Protocol[Res_co]):
-    """A running call: iterate for its responses. Raises a LineclearError if the call fails."""
-
-    def __next__(self) -> Res_co: ...
-    def cancel(self) -> None:
-        """End the call now. Its reader gets Cancelled. May be called again, and after the end."""
-
-
-class Transport(Protocol):
-    """The calls that a client makes. `target` names the server in error messages."""
-
-    @property
-    def target(self) -> str: ...
-    def unary(
-        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
-    ) -> Res: ...
-    def stream(
-        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
-    ) -> Call[Res]: ...
-    def close(self) -> None: ...
 
 
 class GrpcTransport:
@@ -108,6 +82,8 @@ class _TrackedCall(Call[Res]):
         self._call = call
         self._on_end: Callable[[], None] | None = on_end
         self._translator = translator
+        self.inbox = getattr(call, "inbox", None)
+        """The inbox of a request of the Session."""
 
     def __next__(self) -> Res:
         self._translator.owner.enter()
