@@ -22,6 +22,7 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
+    Placement,
     RequestStats,
     Started,
     StepTokens,
@@ -95,6 +96,8 @@ class FakeEngine:
         self.is_draining = False
         self.answer: Callable[[Request], Sequence[int]] | None = None
         self.refusal: LineclearError | None = None
+        self.placement: Placement | None = None
+        self.predicted_wait: float | None = None
         self.worker_status = WorkerStatus()
         self._publish = publish
         self._records: dict[str, RequestStats] = {}
@@ -110,7 +113,7 @@ class FakeEngine:
             self.fail(request.request_id, self.refusal or ServerDraining("no"))
             return
         self.requests[request.request_id] = request
-        self._publish([Admitted(request.request_id)])
+        self._publish([Admitted(request.request_id, self.placement if request.wants_placement else None)])
         if self.answer is not None:
             self.start(request.request_id)
             tokens = list(self.answer(request))[len(request.output) :]
@@ -134,7 +137,8 @@ class FakeEngine:
         self.is_draining = True
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(self._core.snapshot(), self.worker_status)
+        core = replace(self._core.snapshot(), predicted_wait_seconds=self.predicted_wait)
+        return EngineSnapshot(core, self.worker_status)
 
     # --- called by the test ---
 

@@ -50,6 +50,28 @@ def test_worker_flags_follow_two_dashes() -> None:
     assert flags == ("--dtype", "float32", "--", "x")
 
 
+def test_number_of_workers() -> None:
+    assert SchedulerSettings().worker_count == 1
+    assert load(["--spawn-worker", "--num-workers", "3"])[0].worker_count == 3
+    settings, _ = load(["--spawn-worker", "--worker-devices", "cpu:0-3,8,cpu:4-7"])
+    assert settings.worker_count == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--num-workers", "2"], "--num-workers needs --spawn-worker"),
+        (["--worker-devices", "cuda:1"], "--worker-devices needs --spawn-worker"),
+        (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
+        (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),
+        (["--spawn-worker", "--num-workers", "3", "--max-workers", "2"], "larger than --max-workers"),
+    ],
+)
+def test_wrong_number_of_workers_is_named(flags: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load(flags)
+
+
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "LINECLEAR_PORT": "tcp://10.0.0.1:50051",

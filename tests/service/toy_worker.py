@@ -19,6 +19,8 @@ if __name__ == "__main__":
     for name in ("--max-batch-size", "--target-batch-tokens"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--drain-timeout-seconds", type=float, required=True)
+    parser.add_argument("--machine-share")
+    parser.add_argument("--device")
     flags = parser.parse_args()
     shared = {"num_slots": flags.max_batch_size, "drain_timeout_seconds": flags.drain_timeout_seconds}
     options = {**shared, **json.loads(os.environ.get("TOY_OPTIONS", "{}"))}

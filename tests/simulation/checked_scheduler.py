@@ -50,7 +50,9 @@ class CheckedScheduler:
         outcome: list[Event] | LineclearError
         try:
             outcome = self.core.submit(request, now)
-            assert outcome == [Admitted(request.request_id)]
+            (admitted,) = outcome
+            assert isinstance(admitted, Admitted)
+            assert admitted.request_id == request.request_id
             self.live[request.request_id] = request.prompt + request.output
             effect = poison(request.sampling.seed, self.scenario.poison_per_mille)
             self._poisonous[request.request_id] = effect

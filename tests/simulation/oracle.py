@@ -65,12 +65,28 @@ class Oracle:
             self.plan_checks.batching.refusing |= error is QueueFull
             require(type(outcome) is error, "I12", "rejected with the right error")
             return
-        require(outcome == [Admitted(request.request_id)], "I12", "admitted if no limit is reached")
+        require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
         sequence = ModelSequence(request, self.state.queue.key(request, now), now)
+        assert isinstance(outcome, list)
+        self._check_placement(sequence, outcome[0])
         sequence.protected = self.limits.max_preemptions == 0
         self._set_answer(sequence)
         self.state.add(sequence)
         self.state.counters.requests_admitted += 1
+
+    def _check_placement(self, sequence: ModelSequence, admitted: Event) -> None:
+        """Check the place in the queue of a request that has arrived."""
+        assert isinstance(admitted, Admitted)
+        ahead = sum(other.queue_key < sequence.queue_key for other in (*self.state.fresh, *self.state.resuming))
+        if not sequence.request.wants_placement:
+            require(admitted.placement is None, "I12", "a place only for requests that ask")
+        elif admitted.placement is None:
+            free = self.state.num_slots - len(self.state.running)
+            require(ahead < free, "I12", "a request without a place finds a free slot")
+        else:
+            require(admitted.placement.requests_ahead == ahead, "I12", "the place counts the requests before")
+            seconds = admitted.placement.seconds
+            require(seconds is None or 0.0 <= seconds < float("inf"), "I12", "a predicted wait is a time")
 
     def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
         """Check the events of `cancel`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bug, always, boundary, drop, never, off_by_one, replace, swap, twice, without
 
-from lineclear.scheduler.core import limits, policies, result_applier, running_batch
+from lineclear.scheduler.core import limits, policies, result_applier, running_batch, wait_prediction
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.fair_share import FairShare
@@ -415,6 +415,35 @@ _ORDER = (
     ),
 )
 
+_PLACES = (
+    Bug(
+        "a place leaves out preempted requests",
+        wait_prediction.placement,
+        replace("_1.num_before(key) + _2", "_2"),
+    ),
+    Bug(
+        "a place counts from the end",
+        RequestQueue.num_before,
+        replace("self._keys.rank(key)", "len(self) - self._keys.rank(key)"),
+    ),
+    Bug(
+        "every place is behind all others",
+        wait_prediction.placement,
+        replace("state.fresh.num_before(key)", "len(state.fresh)"),
+    ),
+    Bug(
+        "a request that waits gets no place",
+        wait_prediction.must_wait,
+        replace("place.requests_ahead >= _1 or _2 or _3", "place.requests_ahead > _1"),
+    ),
+    Bug("every request gets a place", Scheduler.submit, never("not request.wants_placement")),
+    Bug(
+        "a running request takes less than no time",
+        wait_prediction._seconds_left,
+        replace("max(0.0, _1)", "_1"),
+    ),
+)
+
 _STRATEGIES = (
     Bug("a fixed batch takes late requests", FixedSize.max_joins, without("state.num_active == 0")),
     Bug(
@@ -562,5 +591,5 @@ _TIES = (
 
 BUGS = (
     *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_NON_FINITE_VALUES, *_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
-    *(*_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
+    *(*_PLACES, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
 )

@@ -380,4 +380,6 @@ def draw_request(
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
     if scenario.estimated and rng.random() < scenario.estimated:
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
+    if scenario.estimated:
+        request = replace(request, wants_placement=rng.random() < 0.5)
     return request

@@ -100,7 +100,7 @@ class EngineHarness:
         directory: Path | None = None,
         core: CoreLimits | Scheduler | None = None,
         timeouts: WorkerTimeouts | None = None,
-        max_workers: int = 1,
+        max_workers: int = 64,
         max_inbox: int = 4096,
         check_every_steps: int = 1,
         options: ToyOptions | None = None,
@@ -119,6 +119,8 @@ class EngineHarness:
         self.is_killing = False
         """Report to the engine that a condemned worker is being killed, without killing it."""
         self.supervisor: WorkerSupervisor | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The loop of the supervisor."""
         self.workers: list[subprocess.Popen[bytes]] = []
         limits = core or CoreLimits(max_batch_size=self.options.num_slots)
         self.core = limits if isinstance(limits, Scheduler) else Scheduler(limits)
@@ -295,19 +297,21 @@ def supervised(
     limits: SupervisorLimits | None = None,
     *,
     standby: bool = False,
+    flags: Sequence[Sequence[str]] = ((),),
 ) -> WorkerSupervisor:
-    """Run `body` on a thread, while a supervisor on the event loop keeps a worker of `harness` running."""
+    """Run `body` on a thread, while a supervisor on the event loop keeps workers of `harness` running."""
 
     async def scenario() -> WorkerSupervisor:
         supervisor = WorkerSupervisor(
             harness.options.arguments(harness.directory),
+            flags=flags,
             limits=limits or SupervisorLimits(),
             environment=ENVIRONMENT,
             standby=standby,
             on_exit=harness.engine.worker_exited,
             on_give_up=harness.give_ups.append,
         )
-        harness.supervisor = supervisor
+        harness.supervisor, harness.loop = supervisor, asyncio.get_running_loop()
         supervisor.start()
         try:
             await asyncio.to_thread(body, supervisor)

@@ -36,7 +36,10 @@ def test_environment_sets_required_settings(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ([], "--model is missing.*LINECLEAR_WORKER_MODEL.*\n--socket-directory is missing"),
         ([*REQUIRED, "--max-batch-size", "0"], "^--max-batch-size 0 is not a whole number from 1 to 4096$"),
-        ([*REQUIRED, "--device", "tpu"], "^--device tpu is not one of auto, cpu, cuda, mps$"),
+        (
+            [*REQUIRED, "--device", "tpu"],
+            "^--device tpu: 'tpu' is no device; give auto, cpu, cuda, mps",
+        ),
         (
             [*REQUIRED, "--kv-cache-memory-fraction", "1"],
             "^--kv-cache-memory-fraction 1 is not a number from 0 to below 1$",

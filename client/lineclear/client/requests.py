@@ -117,6 +117,7 @@ class Params(TypedDict, total=False):
     top_logprobs: int | None
     keep_special_tokens: bool | None
     token_timings: bool | None
+    queue_position: bool | None
     timeout_seconds: float | None
     metadata: Metadata
     on_delta: OnDelta | None
@@ -155,6 +156,7 @@ class Request:
     top_logprobs: int | None = None
     keep_special_tokens: bool | None = None
     token_timings: bool | None = None
+    queue_position: bool | None = None
     timeout_seconds: float | Unset | None = UNSET
     metadata: Metadata = ()
     on_delta: OnDelta | None = None
@@ -193,7 +195,7 @@ class Request:
         _set(message, "cache_salt", self.cache_salt)
         _set(message, "model", self.model)
         _set(message, "model_fingerprint", self.model_fingerprint)
-        for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings"):
+        for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings", "queue_position"):
             _set(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:
             message.output.logprobs = True

@@ -56,6 +56,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits: how many requests start before it, and the predicted wait; None if unknown."""
+
+    requests_ahead: int
+    predicted_wait_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The request left the queue. `cached_tokens` of the prompt need no computing; `first_step` is the worker's count.
 
@@ -296,6 +304,12 @@ class Stats:
 def from_proto(kind: type[T], message: Message) -> T:
     """Convert `message` to a dataclass of this module. A Duration `x` becomes the field `x_seconds`."""
     return kind(**{name: _plain(types, message, name) for name, types in _fields(cast("Hashable", kind))})
+
+
+def queued_from_proto(message: pb.Queued) -> Queued:
+    """Convert the place of a request in the queue."""
+    wait = message.predicted_wait.ToNanoseconds() / 1e9 if message.HasField("predicted_wait") else None
+    return Queued(message.requests_ahead, wait)
 
 
 def delta_from_proto(message: pb.GenerateResponse) -> Delta:

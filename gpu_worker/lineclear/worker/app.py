@@ -32,18 +32,18 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
         logging_setup.write_stderr(f"lineclear-worker: {error}")
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("worker", settings.log_level, settings.log_format)
+    # torch reads this when it is imported: memory for KV pools and activations in huge pages, where the system allows.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        return _serve(settings, supervised, standby)
+        if standby is not None:
+            standby.run_in_background(lambda: _prepare(settings))
+            settings = load([*argv, *standby.wait_until_promoted()])  # of the worker that it replaces
+        return _serve(settings, supervised)
     finally:
         writer.close()
 
 
-def _serve(settings: WorkerSettings, supervised: bool, standby: Standby | None) -> int:
-    # torch reads this when it is imported: memory for KV pools and activations in huge pages, where the system allows.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    if standby is not None:
-        standby.run_in_background(lambda: _prepare(settings))
-        standby.wait_until_promoted()
+def _serve(settings: WorkerSettings, supervised: bool) -> int:
     with _importing():
         from .kernels.native_library import NONE, library_name
         from .model.loaded_model import ModelFilesChanged, ModelRefused

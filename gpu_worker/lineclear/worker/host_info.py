@@ -17,6 +17,15 @@ _HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage/enabled")
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
+class _Quota:
+    num_workers = 1
+
+
+def divide_quota(num_workers: int) -> None:
+    """Let `usable_cores` count this worker's part of the quota only: its control group holds so many workers."""
+    _Quota.num_workers = num_workers
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that CPU affinity and control group quotas let this process use at once, at least 1.
 
@@ -25,7 +34,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(root)
-    return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+    return bound if quota is None else max(1, min(bound, math.ceil(quota / _Quota.num_workers)))
 
 
 def allocator(root: Path = Path("/")) -> str:

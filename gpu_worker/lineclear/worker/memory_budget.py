@@ -16,9 +16,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def blocks_that_fit(block_bytes: int, max_blocks: int, fraction: float, device: torch.device) -> int:
-    """Return how many blocks fit in `fraction` of the free memory (0: the device's default), at most `max_blocks`."""
-    share = fraction or _DEFAULT_FRACTION.get(device.type, 0.5)
+def blocks_that_fit(
+    block_bytes: int, max_blocks: int, fraction: float, device: torch.device, num_workers: int = 1
+) -> int:
+    """Return how many blocks fit in `fraction` of the free memory (0: the device's default), at most `max_blocks`.
+
+    `num_workers` workers divide that fraction: they load at the same time, and each sees the same free memory.
+    """
+    share = (fraction or _DEFAULT_FRACTION.get(device.type, 0.5)) / num_workers
     return min(max_blocks, int(free_bytes(device) * share) // block_bytes)
 
 

@@ -41,6 +41,7 @@ class ModelRunner:
         *,
         num_blocks: int = 0,
         kv_cache_memory_fraction: float = 0.0,
+        num_workers: int = 1,
         block_size: int = 16,
         kv_prefault_tokens: int = 0,
         num_slots: int = 64,
@@ -50,12 +51,14 @@ class ModelRunner:
     ) -> None:
         """Allocate the KV pools. num_blocks 0: as many as fit in `kv_cache_memory_fraction` of the free memory.
 
+        `num_workers` workers of this device divide that memory.
         kv_dtype None: the model's. Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
         """
         self._loaded = loaded
         self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
         self._kv_dtype = kv_dtype or loaded.dtype
-        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, kv_cache_memory_fraction)
+        fraction = kv_cache_memory_fraction
+        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, fraction, num_workers)
         self.capacity = Capacity(
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
@@ -160,11 +163,13 @@ class ModelRunner:
         return self._loaded.logits(self._batch.flat_tokens, packed.read_indices, packed.positions, packed.sample_rows)
 
 
-def _num_blocks(loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float) -> int:
+def _num_blocks(
+    loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float, num_workers: int
+) -> int:
     """Return how many blocks fit in the free memory, at most twice as many as all slots can fill."""
     size = block_bytes(loaded.layers, block_size, kv_dtype)
     max_blocks = 2 * num_slots * -(-loaded.max_model_len // block_size)
-    count = blocks_that_fit(size, max_blocks, fraction, loaded.device)
+    count = blocks_that_fit(size, max_blocks, fraction, loaded.device, num_workers)
     if count < 1:
         raise ModelRefused(f"after loading, the free memory does not hold one KV block of {size} bytes")
     return count

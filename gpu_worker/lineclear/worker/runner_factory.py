@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from lineclear.process.settings_base import ConfigurationError
 
-from . import self_test
+from . import host_info, self_test
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
 from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner
+from .placement import MachineShare, bind, cores_of, named_cores
 from .settings import WorkerSettings
 
 _MAX_STEP_TOKENS = {"cpu": 256}  # enough for full speed; larger steps only delay other requests
@@ -44,12 +46,17 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     set_verbosity_error()  # type: ignore[no-untyped-call]
     if settings.quantization == "int8" and not settings.fused_cpu_forward:
         raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-cpu-forward")
+    share = MachineShare.parse(settings.machine_share)
+    device = choose_device(settings.device, share)
+    if device.type == "cpu":
+        _take_cores(settings.device, share)
+    elif device.index is not None:
+        torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or usable_cores())
     try:
         kernels.choose(settings.cpu_kernels)
     except ValueError as error:
         raise ConfigurationError(f"--cpu-kernels: {error}") from None
-    device = choose_device(settings.device)
     loaded = _load(settings, device)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
     with probe_threads(loaded.weight_bytes):
@@ -58,6 +65,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         loaded,
         num_blocks=settings.num_blocks,
         kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+        num_workers=_num_sharing(device, share),
         block_size=settings.block_size,
         kv_prefault_tokens=settings.kv_prefault_tokens,
         num_slots=settings.max_batch_size,
@@ -92,11 +100,35 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
     return build_fused(load_once()) or load_once()  # a failed comparison leaves a model without matrices
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device for a setting. Raises ConfigurationError if this machine lacks it."""
+def _take_cores(device: str, share: MachineShare) -> None:
+    """Bind this process to the cores that the device names, or to its share of the usable ones."""
+    host_info.divide_quota(share.count)
+    if cores := named_cores(device):
+        bind(cores)
+    elif share.count > 1:
+        bind(cores_of(share, os.sched_getaffinity(0)))
+
+
+def _num_sharing(device: torch.device, share: MachineShare) -> int:
+    """Return how many workers take the memory of this device."""
+    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return -(-share.count // max(1, num_devices))
+
+
+def choose_device(name: str, share: MachineShare = MachineShare()) -> torch.device:  # noqa: B008 (it is frozen)
+    """Return the device for a setting; of several GPUs, that of the share.
+
+    Raises ConfigurationError if this machine lacks it.
+    """
+    name, _, place = name.partition(":")
     devices = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind, available in devices.items() if available)
     if not devices[name]:
         raise ConfigurationError(f"--device {name}: this machine has no {name} device that torch can use")
-    return torch.device(name)
+    if name != "cuda" or not (place or share.count > 1):
+        return torch.device(name)
+    num_gpus = torch.cuda.device_count()
+    if place and int(place) >= num_gpus:
+        raise ConfigurationError(f"--device cuda:{place}: this machine has {num_gpus} GPUs, counted from 0")
+    return torch.device("cuda", int(place) if place else share.index % num_gpus)

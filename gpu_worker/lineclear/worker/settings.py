@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+from pydantic import field_validator
 from pydantic_settings import SettingsConfigDict
 
 from lineclear.process import settings_base
+from lineclear.process.device_names import check_device
 from lineclear.process.setting_fields import Group
+from lineclear.worker.placement import MachineShare
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvCacheDtype = Literal["auto", "int8"]
@@ -40,8 +42,13 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Private directory of the sockets to the scheduler. It has mode 0700 and belongs to the user of both processes."""
 
     # --- computation ---
-    device: Device = COMPUTATION.field("auto")
-    """Device of the model. auto: cuda if available, else mps, else cpu."""
+    device: str = COMPUTATION.field("auto")
+    """Device of the model: auto, cpu, cuda or mps. auto: cuda if available, else mps, else cpu. cuda:1 is the second
+    GPU. cpu:0-3 runs on these cores only, and its memory then lies on their NUMA node."""
+    machine_share: str = COMPUTATION.field("0/1")
+    """Which part of the machine this worker takes, as INDEX/COUNT. Without a GPU or cores in device, worker 1/2 takes
+    the second GPU, or the second half of the NUMA nodes or cores; its KV cache takes half of the memory that it would
+    take alone. The scheduler sets it for the workers that it starts."""
     dtype: Dtype = COMPUTATION.field("auto")
     """Number format of weights, activations and KV cache. auto: that of the checkpoint. A CPU without bfloat16
     instructions is faster with float32."""
@@ -93,6 +100,17 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Least severe level logged."""
     log_format: Literal["auto", "json", "console"] = LOGS.field("auto")
     """One JSON object a line, or text. auto: text if standard error is a terminal."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        return check_device(value)
+
+    @field_validator("machine_share")
+    @classmethod
+    def _is_a_share(cls, value: str) -> str:
+        MachineShare.parse(value)
+        return value
 
 
 def load(argv: Sequence[str]) -> WorkerSettings:

@@ -371,6 +371,7 @@ class OutputOptions(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_TIMINGS_FIELD_NUMBER: _builtins.int
+    QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     omit_text: _builtins.bool
     """Sends token ids without text. Default false."""
     logprobs: _builtins.bool
@@ -383,6 +384,10 @@ class OutputOptions(_message.Message):
     """Keeps the text of special tokens. Default false."""
     token_timings: _builtins.bool
     """Sends the time of each token. Default false."""
+    queue_position: _builtins.bool
+    """Sends `queued` at once if the request must wait in the queue. Default
+    false.
+    """
     def __init__(
         self,
         *,
@@ -391,10 +396,11 @@ class OutputOptions(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         keep_special_tokens: _builtins.bool | None = ...,
         token_timings: _builtins.bool | None = ...,
+        queue_position: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_special_tokens: _TypeAlias = _typing.Literal["keep_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__keep_special_tokens: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens"]  # noqa: Y015
@@ -402,6 +408,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__omit_text: _TypeAlias = _typing.Literal["omit_text"]  # noqa: Y015
     _WhichOneofArgType__omit_text: _TypeAlias = _typing.Literal["_omit_text", b"_omit_text"]  # noqa: Y015
+    _WhichOneofReturnType__queue_position: _TypeAlias = _typing.Literal["queue_position"]  # noqa: Y015
+    _WhichOneofArgType__queue_position: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position"]  # noqa: Y015
     _WhichOneofReturnType__token_timings: _TypeAlias = _typing.Literal["token_timings"]  # noqa: Y015
     _WhichOneofArgType__token_timings: _TypeAlias = _typing.Literal["_token_timings", b"_token_timings"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
@@ -412,6 +420,8 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__omit_text) -> _WhichOneofReturnType__omit_text | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_position) -> _WhichOneofReturnType__queue_position | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_timings) -> _WhichOneofReturnType__token_timings | None: ...
     @_typing.overload
@@ -434,6 +444,7 @@ class GenerateResponse(_message.Message):
     TOKEN_TIMES_US_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index in the answer of the first of `token_ids`."""
     text: _builtins.str
@@ -459,13 +470,19 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def started(self) -> Global___Started:
-        """Set once, on the first response, which is sent when the request leaves
-        the queue and may carry no token yet.
+        """Set once, on the first response without `queued`, which is sent when the
+        request leaves the queue and may carry no token yet.
         """
 
     @_builtins.property
     def finished(self) -> Global___Finished:
         """Set on the last response."""
+
+    @_builtins.property
+    def queued(self) -> Global___Queued:
+        """Set at most once, on the first response, if the request waits in the
+        queue and OutputOptions.queue_position is set.
+        """
 
     def __init__(
         self,
@@ -477,21 +494,59 @@ class GenerateResponse(_message.Message):
         token_times_us: _abc.Iterable[_builtins.int] | None = ...,
         started: Global___Started | None = ...,
         finished: Global___Finished | None = ...,
+        queued: Global___Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_started", b"_started", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "queued", b"queued", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "logprobs", b"logprobs", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "logprobs", b"logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finished: _TypeAlias = _typing.Literal["finished"]  # noqa: Y015
     _WhichOneofArgType__finished: _TypeAlias = _typing.Literal["_finished", b"_finished"]  # noqa: Y015
+    _WhichOneofReturnType__queued: _TypeAlias = _typing.Literal["queued"]  # noqa: Y015
+    _WhichOneofArgType__queued: _TypeAlias = _typing.Literal["_queued", b"_queued"]  # noqa: Y015
     _WhichOneofReturnType__started: _TypeAlias = _typing.Literal["started"]  # noqa: Y015
     _WhichOneofArgType__started: _TypeAlias = _typing.Literal["_started", b"_started"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finished) -> _WhichOneofReturnType__finished | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued) -> _WhichOneofReturnType__queued | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__started) -> _WhichOneofReturnType__started | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Queued(_message.Message):
+    """The request waits in the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_AHEAD_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_FIELD_NUMBER: _builtins.int
+    requests_ahead: _builtins.int
+    """Waiting requests that start earlier in the queue's order. Later requests
+    may be placed before this one, except with the order `fifo`.
+    """
+    @_builtins.property
+    def predicted_wait(self) -> _duration_pb2.Duration:
+        """Predicted time until the request starts, from the expected output lengths
+        and the pace of the requests that ended last. Unset: unknown, as before a
+        request has ended.
+        """
+
+    def __init__(
+        self,
+        *,
+        requests_ahead: _builtins.int = ...,
+        predicted_wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_wait", b"predicted_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_wait", b"predicted_wait", "requests_ahead", b"requests_ahead"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Queued: _TypeAlias = Queued  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
@@ -1039,7 +1094,7 @@ class GetResultResponse(_message.Message):
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
         """The whole answer so far in one message, without log-probabilities and
-        token times.
+        token times. While the request waits, `queued` is its place on arrival.
         """
 
     @_builtins.property

@@ -72,6 +72,7 @@ async def serve(
         link,
         service.publish,
         supervisor,
+        max_workers=settings.max_workers,
         max_inbox=_max_inbox(settings),
         check_every_steps=settings.invariant_check_interval_steps,
         timeouts=_worker_timeouts(settings),

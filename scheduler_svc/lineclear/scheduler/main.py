@@ -24,6 +24,7 @@ import uvloop
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import core_dumps, logging_setup
+from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
@@ -94,6 +95,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         supervisor = WorkerSupervisor(
             _worker_command(settings, model, directory, worker_flags),
             limits=_supervisor_limits(settings),
+            flags=_placements(settings),
             standby=settings.standby_worker,
             on_give_up=lambda reason: shutdown.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
         )
@@ -162,12 +164,22 @@ def _worker_command(
     return [*command, *(f"{flag_of(name)}={value}" for name, value in shared.items()), *worker_flags]
 
 
+def _placements(settings: SchedulerSettings) -> list[list[str]]:
+    """Return the flags that place each worker: its device, and its part of the machine. A single one takes it all."""
+    count, devices = settings.worker_count, split_devices(settings.worker_devices)
+    shares = [[f"--machine-share={index}/{count}"] if count > 1 else [] for index in range(count)]
+    return [
+        [*share, *(f"--device={device}" for device in devices[index : index + 1])] for index, share in enumerate(shares)
+    ]
+
+
 def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:
     return SupervisorLimits(
         max_crashes=settings.max_worker_crashes,
         crash_window_seconds=settings.crash_window_seconds,
         start_timeout_seconds=settings.start_timeout_seconds,
         stop_timeout_seconds=settings.stop_timeout_seconds,
+        drain_timeout_seconds=settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS,
     )
 
 

@@ -15,6 +15,7 @@ from pydantic_settings import SettingsConfigDict
 
 from lineclear.api_limits import MAX_REQUEST_BYTES
 from lineclear.process import settings_base
+from lineclear.process.device_names import split_devices
 from lineclear.process.setting_fields import Group
 from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
 
@@ -233,6 +234,15 @@ class SchedulerSettings(settings_base.ProcessSettings):
     Empty: a temporary one."""
     spawn_worker: bool = WORKER.field(False)
     """Start and supervise a worker process. Otherwise wait for a worker to connect."""
+    num_workers: int = WORKER.field(1, ge=1, le=64)
+    """Worker processes to start. Each has a copy of the model and its own KV cache. They divide the GPUs, NUMA nodes or
+    cores of the machine. Needs spawn_worker."""
+    worker_devices: str = WORKER.field("")
+    """Device of each spawned worker, in order: cuda:0,cuda:1 or cpu:0-3,cpu:4-7, where the numbers are cores. Empty: an
+    equal part of the machine for each. Sets num_workers if that is not set."""
+    max_workers: int = WORKER.field(64, ge=1, le=1024)
+    """Most workers that serve at the same time, spawned or not. Others wait. All serve the same model; a worker of
+    another one waits until they have left."""
     worker_command: str = WORKER.field("")
     """Command that starts a worker, quoted as for a shell. Empty: this Python with -m lineclear.worker.main."""
     standby_worker: bool = WORKER.field(False)
@@ -251,8 +261,9 @@ class SchedulerSettings(settings_base.ProcessSettings):
     max_isolated_crashes: int = WORKER.field(1, ge=1, le=100)
     """A request fails after this many crashes while it runs alone."""
     max_worker_crashes: int = WORKER.field(5, ge=0, le=1000)
-    """Most worker exits within crash_window_seconds. Failed starts count; one more stops the server. A generated token
-    or ten idle seconds of a joined worker reset the count, so a worker killed from outside is always replaced."""
+    """Most exits of a worker within crash_window_seconds. Failed starts count; after one more it is not started again,
+    and the server stops when no worker is left. A generated token or ten idle seconds of a joined worker reset the
+    count, so a worker killed from outside is always replaced."""
     crash_window_seconds: float = WORKER.field(600.0, gt=0, le=7 * 86_400)
     """Window in which worker exits are counted."""
 
@@ -300,12 +311,23 @@ class SchedulerSettings(settings_base.ProcessSettings):
         shlex.split(value)  # raises ValueError for a quotation mark without its counterpart
         return value
 
+    @field_validator("worker_devices")
+    @classmethod
+    def _are_devices(cls, value: str) -> str:
+        split_devices(value)
+        return value
+
     @field_validator("max_message_bytes")
     @classmethod
     def _is_a_size(cls, value: int) -> int:
         if 0 < value < _MIN_MESSAGE_BYTES:
             raise ValueError(f"must be 0 or at least {_MIN_MESSAGE_BYTES}")
         return value
+
+    @property
+    def worker_count(self) -> int:
+        """Workers to spawn: num_workers, or as many as worker_devices has."""
+        return max(self.num_workers, len(split_devices(self.worker_devices)))
 
     @property
     def max_request_bytes(self) -> int:
@@ -335,6 +357,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
             raise ValueError(
                 "--standby-worker needs --spawn-worker; where another program starts workers, start two of them"
             )
+        self._check_workers()
         if "max_prompt_bytes" in self.model_fields_set and self.max_prompt_bytes > self.max_request_bytes:
             raise ValueError(
                 f"--max-prompt-bytes is {self.max_prompt_bytes}, but a request has at most {self.max_request_bytes}"
@@ -345,6 +368,24 @@ class SchedulerSettings(settings_base.ProcessSettings):
                 f"--min-batch-size ({self.min_batch_size}) is larger than --max-batch-size ({self.max_batch_size})"
             )
         return self
+
+    def _check_workers(self) -> None:
+        devices = split_devices(self.worker_devices)
+        if devices and "num_workers" in self.model_fields_set and len(devices) != self.num_workers:
+            raise ValueError(
+                f"--worker-devices names {len(devices)} devices and --num-workers is {self.num_workers}; give one"
+                " device for each worker, or leave --num-workers out"
+            )
+        if self.worker_count > 1 and not self.spawn_worker:
+            raise ValueError(
+                "--num-workers needs --spawn-worker; where another program starts workers, start as many as you need"
+            )
+        if devices and not self.spawn_worker:
+            raise ValueError("--worker-devices needs --spawn-worker; other workers take --device themselves")
+        if self.worker_count > self.max_workers:
+            raise ValueError(
+                f"--num-workers ({self.worker_count}) is larger than --max-workers ({self.max_workers}); raise that"
+            )
 
     def _check_security(self) -> None:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

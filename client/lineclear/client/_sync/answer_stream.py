@@ -15,7 +15,7 @@ from .. import rpc_methods
 from ..answer_assembler import AnswerAssembler
 from ..call_settings import CallOptions
 from ..concurrency import Event, call
-from ..results import Delta, Generation
+from ..results import Delta, Generation, Queued, queued_from_proto
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
 from ..sigint import Canceller
@@ -49,6 +49,7 @@ class Stream:
         self._restarting = False  # the next delta is the first of a new answer
         self._ended = False
         self._result: Generation | None = None
+        self._queued: Queued | None = None
 
     @property
     def resumes(self) -> int:
@@ -64,6 +65,11 @@ class Stream:
     def restarts(self) -> int:
         """How often the answer started over with another model; `text` and `token_ids` are those of the last one."""
         return self._assembler.restarts
+
+    @property
+    def queued(self) -> Queued | None:
+        """The request's place in the queue when it arrived, with `queue_position=True`. None if it did not wait."""
+        return self._queued
 
     @property
     def text(self) -> str:
@@ -175,13 +181,17 @@ class Stream:
     def _add(self, message: pb.GenerateResponse | None) -> Delta | None:
         """Add a response, or None at the end of the stream, to the answer.
 
-        Returns None at the end, and for the first response of a resumed call. Raises DataLoss if the message does not
-        continue the answer, or the answer is not complete at the end.
+        Returns None at the end, for the place in the queue, and for the first response of a resumed call. Raises
+        DataLoss if the message does not continue the answer, or the answer is not complete at the end.
         """
         if message is None:
             self._assembler.close()
             self._ended = True
             return None
+        if message.HasField("queued"):
+            self._queued = queued_from_proto(message.queued)
+            if not message.HasField("started"):
+                return None
         self._has_responses = True
         delta = self._assembler.add(message)
         self._call_has_responses = True

@@ -41,10 +41,22 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The place of a request in the queue, at one moment."""
+
+    requests_ahead: int
+    """Waiting requests with an earlier key."""
+    seconds: float | None
+    """Predicted time until the request starts; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """The request is in the queue."""
 
     request_id: str
+    placement: Placement | None = None
+    """Set if the request asks for it and must wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +45,36 @@ class CoreLimits:
         return cls(**state | {"policy": PolicySettings(**state["policy"])})
 
 
-def check_queue(request: Request, waiting: RequestQueue, limits: CoreLimits) -> None:
-    """Raises QueueFull. An empty queue takes any one request, even one over `max_queue_tokens`."""
+def check_queue(
+    request: Request, waiting: RequestQueue, limits: CoreLimits, predicted_wait: Callable[[], float | None]
+) -> None:
+    """Raises QueueFull. An empty queue takes any one request, even one over `max_queue_tokens`.
+
+    `predicted_wait()` is that of a request at the end of the queue.
+    """
     if len(waiting) >= limits.max_queue_size:
-        raise QueueFull(
-            f"{len(waiting)} requests are waiting, the limit is {limits.max_queue_size}; retry later",
-            retry_after_seconds=1.0,
-            metadata={"waiting": str(len(waiting)), "limit": str(limits.max_queue_size)},
-        )
+        figures = {"waiting": len(waiting), "limit": limits.max_queue_size}
+        raise queue_full(f"{len(waiting)} requests are waiting", limits.max_queue_size, figures, predicted_wait())
     num_tokens = len(request.prompt) + len(request.output)
     if len(waiting) > 0 and waiting.num_tokens + num_tokens > limits.max_queue_tokens:
-        raise QueueFull(
-            f"{waiting.num_tokens} prompt tokens are waiting, the limit is {limits.max_queue_tokens}; retry later",
-            retry_after_seconds=1.0,
-            metadata={"waiting_tokens": str(waiting.num_tokens), "limit_tokens": str(limits.max_queue_tokens)},
-        )
+        message = f"{waiting.num_tokens} prompt tokens are waiting"
+        figures = {"waiting_tokens": waiting.num_tokens, "limit_tokens": limits.max_queue_tokens}
+        raise queue_full(message, limits.max_queue_tokens, figures, predicted_wait())
+
+
+def queue_full(
+    message: str, limit: int, figures: Mapping[str, int], predicted_wait: float | None, retry_seconds: float = 1.0
+) -> QueueFull:
+    """Return the error of a full queue. `retry_seconds` is the retry hint where no wait is predicted.
+
+    A retry after half of the wait finds free places before the queue is empty.
+    """
+    metadata = {name: str(figure) for name, figure in figures.items()}
+    if predicted_wait is not None:
+        metadata["predicted_wait_seconds"] = f"{predicted_wait:.3f}"
+        retry_seconds = min(max(predicted_wait / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+    sentence = f"{message}, the limit is {limit}; retry in about {retry_seconds:.1f} s"
+    return QueueFull(sentence, retry_after_seconds=retry_seconds, metadata=metadata)
 
 
 def check_model(request: Request, hello: Hello, started_on: str = "") -> None:

@@ -64,6 +64,7 @@ class LiveRequests:
     ) -> Finished:
         """End a request whose answer is complete."""
         self._free(sequence)
+        self._state.pace.observe(sequence)
         self._state.counters.requests_finished += 1
         return Finished(sequence.request.request_id, reason, matched, sequence.stats(now, num_tokens))
 

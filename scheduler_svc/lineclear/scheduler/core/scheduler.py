@@ -36,6 +36,7 @@ from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.sequence import Request, Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.stats import CoreSnapshot
+from lineclear.scheduler.core.wait_prediction import LAST, must_wait, placement
 from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
@@ -77,7 +78,7 @@ class Scheduler:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
-            limits.check_queue(request, state.fresh, self.limits)
+            limits.check_queue(request, state.fresh, self.limits, lambda: placement(state, LAST, now).seconds)
             if state.workers:
                 largest = self._largest_worker()
                 limits.check_model(request, largest)
@@ -92,7 +93,10 @@ class Scheduler:
         self._live.add(sequence)
         state.fresh.push(sequence)
         state.counters.requests_admitted += 1
-        return [Admitted(request.request_id)]
+        if not request.wants_placement:
+            return [Admitted(request.request_id)]
+        place = placement(state, sequence.queue_key, now)
+        return [Admitted(request.request_id, place if must_wait(state, place) else None)]
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
         """Fail a request with `error` or Cancelled. An unknown id does nothing."""
@@ -300,8 +304,8 @@ class Scheduler:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> CoreSnapshot:
-        """Return a copy of counters and gauges."""
+    def snapshot(self, now: float | None = None) -> CoreSnapshot:
+        """Return a copy of counters and gauges. Without `now`, no wait is predicted."""
         state = self._state
         return CoreSnapshot(
             counters=state.counters.copy(),
@@ -309,6 +313,7 @@ class Scheduler:
             num_tokens_waiting=state.fresh.num_tokens + state.resuming.num_tokens,
             draining=state.draining,
             workers=tuple(worker.snapshot() for worker in state.workers.values()),
+            predicted_wait_seconds=None if now is None else placement(state, LAST, now).seconds,
         )
 
     def clear_prefix_cache(self) -> None:

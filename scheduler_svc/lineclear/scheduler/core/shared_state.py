@@ -15,6 +15,7 @@ from lineclear.scheduler.core.policies import (
     QueueOrder,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.slot_pace import SlotPace
 from lineclear.scheduler.core.stats import Counters
 from lineclear.scheduler.core.worker_state import WorkerState
 
@@ -34,6 +35,7 @@ class SharedState:
     workers: dict[int, WorkerState] = field(default_factory=dict)
     """The joined workers by epoch, oldest first."""
     counters: Counters = field(default_factory=Counters)
+    pace: SlotPace = field(default_factory=SlotPace)
     draining: bool = False
     refusing: bool = False
     """A request was rejected because the queue is full, and no request has started since."""
@@ -91,6 +93,7 @@ class SharedState:
             "flags": [self.draining, self.refusing, self.model_fingerprint],
             "isolation": [self.isolation_epoch, self.is_isolating],
             "queue_order": self.queue_order.dump(),
+            "pace": self.pace.dump(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -99,3 +102,4 @@ class SharedState:
         self.draining, self.refusing, self.model_fingerprint = state["flags"]
         self.isolation_epoch, self.is_isolating = state["isolation"]
         self.queue_order.load(state["queue_order"])
+        self.pace.load(state["pace"])

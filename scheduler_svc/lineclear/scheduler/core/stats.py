@@ -60,6 +60,8 @@ class CoreSnapshot:
     draining: bool
     workers: tuple[WorkerSnapshot, ...] = ()
     """The joined workers, oldest first."""
+    predicted_wait_seconds: float | None = None
+    """Of a request at the end of the queue; None if unknown."""
 
     @property
     def num_requests_running(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from lineclear.errors import LineclearError, QueueFull
+from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import Event, Failed, RequestStats
+from lineclear.scheduler.core.limits import queue_full
 from lineclear.scheduler.core.sequence import Request
 
 _MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the results of running ones
@@ -41,14 +42,15 @@ class CommandInbox:
             self._refused.append(request)
         self._wake()
 
-    def run(self, now: float) -> list[Event]:
-        """Run the next commands and return the events of all."""
+    def run(self, now: float, predicted_wait: float | None = None) -> list[Event]:
+        """Run the next commands and return all events. A refusal has the `predicted_wait` of the queue."""
         events: list[Event] = []
         for _ in range(min(len(self._commands), _MAX_COMMANDS_PER_ITERATION)):
             events += self._commands.popleft()(now) or ()
         while self._refused:
-            message = f"{self._max_commands} commands are unread, the limit that follows from --max-queue-size"
-            events.append(refusal(self._refused.popleft(), QueueFull(message, retry_after_seconds=1.0), now))
+            limit = self._max_commands
+            error = queue_full(f"{limit} commands are unread", limit, {"limit": limit}, predicted_wait)
+            events.append(refusal(self._refused.popleft(), error, now))
         return events
 
 

@@ -74,7 +74,7 @@ class Engine:
         *,
         timeouts: WorkerTimeouts | None = None,
         text_fingerprint: str = "",
-        max_workers: int = 1,
+        max_workers: int = 64,
         max_inbox: int = 4096,
         check_every_steps: int = 64,
         on_rejected: Callable[[Hello], None] = lambda hello: None,
@@ -211,7 +211,7 @@ class Engine:
             log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
             self._workers.extend_deadlines(now)
         self._next_wakeup = math.inf
-        events = self._inbox.run(now)
+        events = self._inbox.run(now, self._snapshot.core.predicted_wait_seconds)
         for fact in self._link.receive(self._workers, now):
             self._handle(fact, events, now)
         self._check_workers(events, now)
@@ -423,7 +423,7 @@ class Engine:
     def _take_snapshot(self, now: float) -> None:
         self._snapshot_at = now
         self._snapshot = EngineSnapshot(
-            core=self._core.snapshot(),
+            core=self._core.snapshot(now),
             worker=self._workers.status,
             workers=self._workers.figures(now),
             step_times=tuple(self._step_times),

@@ -112,6 +112,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def attach(self, engine: EngineApi) -> None:
         """Connect the engine. Called once, before the first call."""
         self._engine = engine
+        self.quota.predicted_wait = lambda: engine.snapshot().core.predicted_wait_seconds
         self._model = ServedModel(self._settings, engine, self._defaults, self.tokenizers.tokenizer.vocab_size)
         self.streams = OutputRouter(
             engine,

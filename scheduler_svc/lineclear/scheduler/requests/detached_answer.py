@@ -48,6 +48,7 @@ class DetachedAnswer:
         self.request_id = request.request_id
         self.timer: asyncio.TimerHandle | None = None
         self.first_index = len(request.validated.received)
+        self.queued: pb.Queued | None = None
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
         self.error: LineclearError | None = None
@@ -108,6 +109,8 @@ class DetachedAnswer:
             packed = pb.GenerateResponse(logprobs=[entry]).SerializeToString()
             self._logprobs.append(packed)
             self._object_bytes += sys.getsizeof(packed)
+        if message.HasField("queued"):
+            self.queued = message.queued
         if message.HasField("started"):
             self.started = message.started
         if message.HasField("finished"):
@@ -145,6 +148,8 @@ class DetachedAnswer:
             message.MergeFromString(b"".join(self._logprobs[a:b]))
         if brief and self.started is not None:
             message.started.CopyFrom(self.started)
+        elif brief and self.queued is not None:
+            message.queued.CopyFrom(self.queued)
         if is_last and self.finished is not None:
             message.finished.CopyFrom(self.finished)
         return message

@@ -122,5 +122,8 @@ class OutputRouter:
             stream.on_finished(event)
         elif isinstance(event, Failed):
             stream.on_failed(event)
+        elif isinstance(event, Admitted):
+            if event.placement is not None:
+                stream.on_queued(event.placement)
         else:
-            assert isinstance(event, Admitted | Preempted)
+            assert isinstance(event, Preempted)

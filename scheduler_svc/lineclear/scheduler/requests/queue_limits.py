@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import DeadlineUnreachable, QueueFull
+from lineclear.errors import DeadlineUnreachable
+from lineclear.scheduler.core.limits import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, queue_full
 
 _WINDOW_SECONDS = 10
 _UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
@@ -19,7 +20,6 @@ _UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
 _MIN_BUSY_SECONDS, _MIN_STARTED = 3, 16
 # A queue may speed up. At half load, a factor of 3 rejected one in 400,000 requests that would have started in time.
 _MAX_SPEEDUP = 3.0
-_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class QueueLimiter:
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
         self.num_rejected = 0
+        self.predicted_wait: Callable[[], float | None] = lambda: None
+        """The predicted wait of a request at the end of the queue; None if unknown."""
         self._limits = limits
         self._clock = clock
         self._requests: dict[str, int] = {}
@@ -125,17 +127,21 @@ class QueueLimiter:
             self._record_start(tokens)
 
     def retry_after_seconds(self) -> float:
-        """Return the time until half of the queue has started, at the rate of the last ten seconds.
+        """Return the time until half of the queue has started: a retry finds a free place before the queue is empty."""
+        wait = self.predicted_wait()
+        if wait is None:
+            return self._observed_retry_seconds()
+        return min(max(wait / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
-        Half, so that a retry finds a free place before the queue is empty.
-        """
+    def _observed_retry_seconds(self) -> float:
+        """Return the time until half of the queue has started, at the rate of the last ten seconds."""
         self._expire_window()
         requests, tokens = (sum(entry[part] for entry in self._started) for part in (1, 2))
         if not requests:
             return _UNKNOWN_SECONDS
         window_seconds = min(self._clock() - self._started[0][0] + 1.0, float(_WINDOW_SECONDS))
         ahead = max(self._num_requests / requests, self._num_tokens / tokens if tokens else 0.0)
-        return min(max(ahead * window_seconds / 2, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return min(max(ahead * window_seconds / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
     def min_wait_seconds(self) -> float:
         """Return the shortest plausible wait of a new request, at three times the recent rate; 0 while that is unknown.
@@ -169,9 +175,5 @@ class QueueLimiter:
 
     def _reject(self, message: str, suffix: str, waiting: int, limit: int) -> None:
         self.num_rejected += 1
-        seconds = self.retry_after_seconds()
-        raise QueueFull(
-            f"{message}, the limit is {limit}; retry in about {seconds:.1f} s",
-            retry_after_seconds=seconds,
-            metadata={f"waiting{suffix}": str(waiting), f"limit{suffix}": str(limit)},
-        )
+        figures = {f"waiting{suffix}": waiting, f"limit{suffix}": limit}
+        raise queue_full(message, limit, figures, self.predicted_wait(), self._observed_retry_seconds())

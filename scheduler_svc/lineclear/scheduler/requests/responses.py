@@ -29,6 +29,10 @@ def response(chunk: OutputChunk, request: RequestContext, timings: RequestTiming
         message.logprobs.extend(map(_logprobs, chunk.logprobs))
     if validated.token_timings:
         message.token_times_us.extend(max(0, round((at - request.arrival) * 1e6)) for at in chunk.times)
+    if chunk.queued is not None:
+        message.queued.requests_ahead = chunk.queued.requests_ahead
+        if (wait := duration(chunk.queued.seconds)) is not None:
+            message.queued.predicted_wait.CopyFrom(wait)
     if chunk.started is not None:
         message.started.request_id = request.request_id
         message.started.prompt_tokens = request.prompt_tokens

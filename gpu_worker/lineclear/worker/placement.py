@@ -1,0 +1,119 @@
+"""Where a worker runs: its device and, on a CPU, its cores.
+
+Several workers of one machine divide it. Each takes a GPU of its own, or the cores of its own NUMA nodes, where its
+memory then lies too, because Linux allocates a page on the node of the thread that touches it first. On a machine with
+one node they divide the cores evenly. Hardware threads of one core stay together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineclear.process.settings_base import ConfigurationError
+
+_NODES = Path("sys/devices/system/node")
+_CPUS = Path("sys/devices/system/cpu")
+_SHARE = re.compile(r"(\d{1,3})/([1-9]\d{0,2})")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """Part `index` of `count` equal parts of the machine."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> MachineShare:
+        """Return the share of "0/2". Raises ValueError."""
+        found = _SHARE.fullmatch(text)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise ValueError("give INDEX/COUNT with INDEX from 0 to COUNT - 1, such as 0/2")
+        return cls(int(found[1]), int(found[2]))
+
+
+def named_cores(device: str) -> frozenset[int]:
+    """Return the cores in a device name as cpu:0-3,8; empty for other names."""
+    kind, _, cores = device.partition(":")
+    return _cores(cores) if kind == "cpu" else frozenset()
+
+
+def cores_of(share: MachineShare, usable: Iterable[int], root: Path = Path("/")) -> frozenset[int]:
+    """Return the cores of a share of the `usable` ones.
+
+    With at least as many NUMA nodes as shares, a share has whole nodes. Otherwise it has part of one node.
+    """
+    cores = frozenset(usable)
+    nodes = [node for node in (cores & node for node in _nodes(root)) if node] or [cores]
+    index, count = share.index, share.count
+    if count <= len(nodes):
+        return frozenset().union(*nodes[index * len(nodes) // count : (index + 1) * len(nodes) // count])
+    on_node = [other for other in range(count) if other * len(nodes) // count == index * len(nodes) // count]
+    return _part(_siblings(nodes[index * len(nodes) // count], root), index - on_node[0], len(on_node))
+
+
+def bind(cores: frozenset[int]) -> None:
+    """Let all threads of this process, and those it starts later, run on `cores` only.
+
+    Raises ConfigurationError if none of them can be used.
+    """
+    lacking = cores - os.sched_getaffinity(0)
+    if lacking:
+        raise ConfigurationError(
+            f"--device cpu:... names core {min(lacking)}, which this process may not use; usable are"
+            f" {_text(os.sched_getaffinity(0))}"
+        )
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def _nodes(root: Path) -> list[frozenset[int]]:
+    """Return the cores of each NUMA node; nodes of memory alone have none."""
+    folders = sorted(root.glob(f"{_NODES}/node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
+    return [_cores(_read(folder / "cpulist")) for folder in folders]
+
+
+def _siblings(cores: frozenset[int], root: Path) -> list[frozenset[int]]:
+    """Return the hardware threads of each physical core."""
+    found = (_cores(_read(root / _CPUS / f"cpu{core}/topology/thread_siblings_list")) & cores for core in cores)
+    return sorted({group or frozenset((core,)) for core, group in zip(cores, found, strict=True)}, key=min)
+
+
+def _part(groups: Sequence[frozenset[int]], index: int, count: int) -> frozenset[int]:
+    """Return one of `count` equal parts; parts share a core if there are more of them than cores."""
+    if count > len(groups):
+        return groups[index % len(groups)]
+    return frozenset().union(*groups[index * len(groups) // count : (index + 1) * len(groups) // count])
+
+
+def _cores(text: str) -> frozenset[int]:
+    """Return the numbers of a list as the kernel writes it: 0-3,8."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def _text(cores: Iterable[int]) -> str:
+    """Return a list of cores as the kernel writes it."""
+    ranges: list[list[int]] = []
+    for core in sorted(cores):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,311 @@
+"""Several workers behind one engine: real processes, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.engine_harness import ENVIRONMENT, EngineHarness, Stream, eventually, request, supervised
+from support.time_limits import PATIENCE_SECONDS
+from support.toy_worker import ToyOptions
+
+from lineclear.errors import WorkerUnavailable
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.engine import worker_process
+from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.wire.messages import Hello
+
+OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004)
+
+
+def check(harness: EngineHarness, streams: list[Stream]) -> None:
+    harness.wait_ended(streams)
+    for stream in streams:
+        stream.check(harness.options.vocab_size)
+
+
+def both_at_work(harness: EngineHarness, count: int = 2) -> None:
+    """Wait until every worker runs requests."""
+
+    def running() -> list[int]:
+        return [worker.num_requests_running for worker in harness.engine.snapshot().core.workers]
+
+    eventually(lambda: len(running()) == count and all(running()), what="requests on each worker")
+
+
+def test_workers_share_the_requests() -> None:
+    with EngineHarness(options=OPTIONS) as harness:
+        for _ in range(3):
+            harness.start_worker()
+        harness.wait_joined(3)
+        streams = [harness.submit(request(number, max_tokens=100)) for number in range(24)]
+        both_at_work(harness, 3)
+        check(harness, streams)
+        figures = harness.engine.snapshot().workers
+        assert [worker.index for worker in figures] == [0, 1, 2]
+        assert all(worker.num_steps > 0 for worker in figures)
+
+
+def test_requests_of_a_killed_worker_continue_on_the_others() -> None:
+    """Nothing replaces the killed worker here."""
+    with EngineHarness(options=OPTIONS) as harness:
+        killed, _ = harness.start_worker(), harness.start_worker()
+        harness.wait_joined(2)
+        streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
+        both_at_work(harness)
+        killed.kill()
+        harness.wait(lambda: len(harness.losses) == 1, what="the loss")
+        check(harness, streams)
+        assert len(harness.joins) == 2
+
+
+def test_a_hung_worker_delays_no_stream_of_the_other() -> None:
+    timeouts = WorkerTimeouts(heartbeat_timeout_seconds=3.0)
+    with EngineHarness(options=OPTIONS, timeouts=timeouts) as harness:
+        hung, _ = harness.start_worker(), harness.start_worker()
+        harness.wait_joined(2)
+        streams = [harness.submit(request(number, max_tokens=400)) for number in range(12)]
+        both_at_work(harness)
+        hung.send_signal(signal.SIGSTOP)
+        harness.wait(lambda: any(stream.end is not None for stream in streams), what="an end on the other worker")
+        assert harness.losses == [], "the streams of the other worker went on before the silence was over"
+        check(harness, streams)
+        assert len(harness.losses) == 1
+
+
+def test_a_stopped_worker_hands_its_requests_over_at_once() -> None:
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
+        stopped, _ = harness.start_worker(), harness.start_worker()
+        harness.wait_joined(2)
+        streams = [harness.submit(request(number, max_tokens=450)) for number in range(12)]
+        both_at_work(harness)
+        stopped.send_signal(signal.SIGTERM)
+        assert stopped.wait(PATIENCE_SECONDS) == 0
+        assert any(stream.end is None for stream in streams), "it did not wait for their end"
+        check(harness, streams)
+
+
+def test_workers_that_stop_together_finish_the_requests() -> None:
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
+        workers = [harness.start_worker(), harness.start_worker()]
+        harness.wait_joined(2)
+        streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
+        both_at_work(harness)
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        check(harness, streams)
+        assert [worker.wait(PATIENCE_SECONDS) for worker in workers] == [0, 0]
+
+
+def test_draining_server_leaves_requests_where_they_run() -> None:
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
+        workers = [harness.start_worker(), harness.start_worker()]
+        harness.wait_joined(2)
+        streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
+        both_at_work(harness)
+        harness.engine.drain()
+        workers[0].send_signal(signal.SIGTERM)
+        check(harness, streams)
+        assert all(stream.end is not None and stream.end.stats.recoveries == 0 for stream in streams)
+
+
+def test_another_model_waits_for_all_workers() -> None:
+    with EngineHarness(options=OPTIONS) as harness:
+        workers = [harness.start_worker(), harness.start_worker()]
+        harness.wait_joined(2)
+        harness.start_worker(replace(OPTIONS, model="other"))
+        eventually(lambda: len(harness.engine.snapshot().workers) == 3)
+        assert [figure.state for figure in harness.engine.snapshot().workers] == ["joined", "joined", "waiting"]
+        workers[0].kill()
+        harness.wait(lambda: len(harness.losses) == 1)
+        assert len(harness.joins) == 2
+        workers[1].kill()
+        harness.wait_joined(3)
+
+
+# --- supervised -----------------------------------------------------------------------------------------------------
+
+TWO = ((), ())
+
+
+def test_killed_workers_are_replaced_in_their_slots() -> None:
+    # So many kills without progress between them would make a request a suspect.
+    limits = CoreLimits(max_batch_size=8, max_isolated_kills=100)
+    with EngineHarness(options=OPTIONS, core=limits) as harness:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.wait_joined(2)
+            streams = [harness.submit(request(number, max_tokens=400)) for number in range(12)]
+            rng = random.Random(1)
+            for number in range(3, 13):
+                pid = supervisor.pids[rng.randrange(2)]
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                harness.wait_joined(number)
+            check(harness, streams)
+
+        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001), flags=TWO)
+        assert supervisor.num_starts == 12
+        assert harness.engine.snapshot().worker.num_joins == 12
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 (nothing else tells)
+            await asyncio.sleep(0.001)
+
+
+FLAGGED = "import signal, sys; sys.exit(1) if sys.argv[1:] == ['bad'] else signal.pause()"
+
+
+async def test_one_given_up_worker_does_not_end_the_server() -> None:
+    give_ups: list[str] = []
+    supervisor = WorkerSupervisor(
+        [sys.executable, "-c", FLAGGED],
+        flags=[["good"], ["bad"]],
+        limits=SupervisorLimits(max_crashes=1, min_backoff_seconds=0.01),
+        on_give_up=give_ups.append,
+    )
+    supervisor.start()
+    try:
+        await until(lambda: supervisor.num_starts == 3)
+        await until(lambda: supervisor.pids[1] is None)
+        await asyncio.sleep(0.3)  # longer than any pause
+        assert supervisor.num_starts == 3
+        assert give_ups == []
+        assert supervisor.given_up is None
+        with pytest.raises(WorkerUnavailable, match="worker 1 was not restarted"):
+            await supervisor.restart(1)
+        for _ in range(2):
+            pid = supervisor.pids[0]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: supervisor.pids[0] not in (pid, *([] if give_ups else [None])))
+        await until(lambda: bool(give_ups))
+        assert supervisor.given_up is GiveUpReason.CRASHES
+    finally:
+        await supervisor.stop()
+
+
+async def test_each_worker_has_its_own_crash_budget() -> None:
+    give_ups: list[str] = []
+    supervisor = WorkerSupervisor(
+        [sys.executable, "-c", FLAGGED],
+        flags=[["bad"], ["bad"]],
+        limits=SupervisorLimits(max_crashes=2, min_backoff_seconds=0.01),
+        on_give_up=give_ups.append,
+    )
+    supervisor.start()
+    await until(lambda: bool(give_ups))
+    assert supervisor.num_starts == 6
+    await supervisor.stop()
+    assert len(give_ups) == 1
+
+
+def test_one_standby_serves_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.01)
+    with EngineHarness(options=OPTIONS) as harness:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.wait_joined(2)
+            for number, slot in ((3, 1), (4, 0), (5, 1)):
+                eventually(lambda: supervisor.standby_pid is not None, what="a standby")
+                standby, pid = supervisor.standby_pid, supervisor.pids[slot]
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                harness.wait_joined(number)
+                assert supervisor.pids[slot] == standby
+
+        supervised(harness, body, SupervisorLimits(max_crashes=9), standby=True, flags=TWO)
+
+
+ECHO = """
+import signal, sys
+from lineclear.process.standby import Standby
+standby = Standby.claim()
+flags = sys.argv[2:]
+if standby is not None:
+    flags += standby.wait_until_promoted()
+with open(sys.argv[1], "a") as file:
+    file.write(" ".join(flags) + "\\n")
+signal.pause()
+"""
+
+
+async def test_a_promoted_standby_gets_the_flags_of_its_slot(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.01)
+    file = f"{tmp_path}/flags"
+    supervisor = WorkerSupervisor(
+        [sys.executable, "-c", ECHO, file],
+        flags=[["--device=cpu:0"], ["--device=cpu:1", "--x=a b"]],
+        environment=ENVIRONMENT,
+        standby=True,
+    )
+
+    def lines() -> list[str]:
+        if not os.path.exists(file):
+            return []
+        with open(file) as opened:
+            return opened.read().splitlines()
+
+    supervisor.start()
+    try:
+        await until(lambda: len(lines()) == 2)
+        pid = supervisor.pids[1]
+        assert pid is not None
+        supervisor.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
+        await until(lambda: supervisor.standby_pid is not None)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(lines()) == 3)
+        assert sorted(lines()[:2]) == ["--device=cpu:0", "--device=cpu:1 --x=a b"]
+        assert lines()[2] == "--device=cpu:1 --x=a b"
+    finally:
+        await supervisor.stop()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rolling_restart_keeps_every_stream(count: int) -> None:
+    with EngineHarness(options=OPTIONS) as harness:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.wait_joined(count)
+            streams = [harness.submit(request(number, max_tokens=300)) for number in range(8)]
+            harness.wait(lambda: all(stream.tokens for stream in streams))
+            before, loop = supervisor.pids, harness.loop
+            assert loop is not None
+            for number in range(count):
+                restarted = asyncio.run_coroutine_threadsafe(supervisor.restart(number), loop)
+                assert restarted.result(PATIENCE_SECONDS) == supervisor.pids[number]
+            check(harness, streams)
+            assert not {*before} & {*supervisor.pids}
+
+        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=0), flags=((),) * count)
+        assert supervisor.num_starts == 2 * count
+        assert harness.give_ups == []
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_and_replaced() -> None:
+    limits = SupervisorLimits(max_crashes=0, drain_timeout_seconds=0.2, stop_timeout_seconds=0.2)
+    with EngineHarness(options=OPTIONS) as harness:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.wait_joined(2)
+            pid, loop = supervisor.pids[0], harness.loop
+            assert pid is not None
+            assert loop is not None
+            os.kill(pid, signal.SIGSTOP)
+            begin = time.monotonic()
+            asyncio.run_coroutine_threadsafe(supervisor.restart(0), loop).result(PATIENCE_SECONDS)
+            assert time.monotonic() - begin >= 0.4
+            assert supervisor.pids[0] != pid
+
+        supervised(harness, body, limits, flags=TWO)

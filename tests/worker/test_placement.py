@@ -1,0 +1,138 @@
+"""Device and cores of a worker, on copies of the kernel's files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineclear.process.device_names import split_devices
+from lineclear.process.settings_base import ConfigurationError
+from lineclear.worker.host_info import divide_quota, usable_cores
+from lineclear.worker.placement import MachineShare, bind, cores_of, named_cores
+from lineclear.worker.runner_factory import choose_device
+
+
+def put(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def nodes(root: Path, *cpu_lists: str) -> None:
+    for number, cores in enumerate(cpu_lists):
+        put(root, f"sys/devices/system/node/node{number}/cpulist", f"{cores}\n")
+
+
+def shares(root: Path, count: int, usable: int) -> list[list[int]]:
+    return [sorted(cores_of(MachineShare(index, count), range(usable), root)) for index in range(count)]
+
+
+def test_one_node_is_divided_evenly(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-7")
+    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shares(tmp_path, 3, 8) == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert shares(tmp_path, 3, 2) == [[0], [1], [0]]  # more workers than cores
+
+
+def test_without_the_kernels_files_the_cores_are_divided(tmp_path: Path) -> None:
+    assert shares(tmp_path, 2, 4) == [[0, 1], [2, 3]]
+
+
+def test_each_worker_gets_its_own_node(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-3", "4-7", "")
+    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_fewer_workers_than_nodes_take_whole_nodes(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-1", "2-3", "4-5", "6-7")
+    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_more_workers_than_nodes_stay_within_a_node(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-3", "4-7")
+    assert shares(tmp_path, 4, 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert shares(tmp_path, 3, 8) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+
+
+def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-7")
+    for core in range(8):
+        put(tmp_path, f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list", f"{core % 4},{core % 4 + 4}\n")
+    assert shares(tmp_path, 2, 8) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_cores_outside_the_affinity_are_not_taken(tmp_path: Path) -> None:
+    nodes(tmp_path, "0-3", "4-7")
+    assert shares(tmp_path, 2, 4) == [[0, 1], [2, 3]]  # the other node is not ours
+
+
+def test_quota_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    put(tmp_path, "sys/fs/cgroup/cpu.max", "400000 100000\n")
+    assert usable_cores(tmp_path) == 4
+    divide_quota(2)
+    try:
+        assert usable_cores(tmp_path) == 2
+    finally:
+        divide_quota(1)
+
+
+@pytest.mark.parametrize("text", ["", "1", "2/2", "0/0", "-1/2", "0/2/3", "a/b"])
+def test_a_share_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="INDEX/COUNT"):
+        MachineShare.parse(text)
+
+
+def test_names_of_devices() -> None:
+    assert split_devices("cuda:0,cuda:1") == ["cuda:0", "cuda:1"]
+    assert split_devices("cpu:0-3,8,cpu:4-7") == ["cpu:0-3,8", "cpu:4-7"]
+    assert named_cores("cpu:0-3,8") == {0, 1, 2, 3, 8}
+    assert named_cores("cpu") == named_cores("cuda:1") == frozenset()
+    for bad in ("gpu", "cuda:", "cpu:a", "cuda:0;cuda:1", "3,cpu"):
+        with pytest.raises(ValueError, match="no device"):
+            split_devices(bad)
+
+
+def test_each_share_takes_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = [choose_device("auto", MachineShare(index, 3)) for index in range(3)]
+    assert found == [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert choose_device("cuda:1", MachineShare(0, 2)) == torch.device("cuda", 1)
+    assert choose_device("auto") == torch.device("cuda")
+    with pytest.raises(ConfigurationError, match="2 GPUs"):
+        choose_device("cuda:2")
+
+
+def test_a_core_that_is_not_usable_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match="names core 4095"):
+        bind(frozenset({0, 4095}))
+
+
+BOUND = """
+import os, threading
+from lineclear.worker.placement import bind
+started, done = threading.Event(), threading.Event()
+found = []
+def run():
+    started.set()
+    done.wait()
+    found.append(os.sched_getaffinity(threading.get_native_id()))
+thread = threading.Thread(target=run)
+thread.start()
+started.wait()
+core = min(os.sched_getaffinity(0))
+bind(frozenset({core}))
+done.set()
+thread.join()
+assert found == [{core}] and os.sched_getaffinity(0) == {core}, found
+"""
+
+
+def test_all_threads_of_the_process_are_bound() -> None:
+    subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=60)
