@@ -122,7 +122,7 @@ class Calls:
             method, data = rng.choice(self._corpus)
             messages: tuple[bytes, ...] = (mutate(data, rng, self._corpus_bytes),)
         else:
-            method, sent = rng.choice((self._session, self._submit, self._detached, self._resumed))()
+            method, sent = rng.choice((self._generate, self._session, self._submit, self._detached, self._resumed))()
             messages = tuple(message.SerializeToString() for message in sent)
         deadline = rng.choice((0.001, 0.01, 0.05)) if rng.random() < 0.05 else None
         reads = rng.choice((1, 1, 4, 10**6))
@@ -156,6 +156,9 @@ class Calls:
     def _duration(self) -> Duration:
         seconds, nanos = self._rng.choice(_DURATIONS)
         return Duration(seconds=seconds, nanos=nanos)
+
+    def _generate(self) -> tuple[str, list[Message]]:
+        return "Generate", [self._request()]
 
     def _session(self) -> tuple[str, list[Message]]:
         """Make session commands with reused, early-cancelled and unknown handles."""

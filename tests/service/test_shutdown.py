@@ -187,8 +187,8 @@ def test_stalled_engine_is_reported_and_logged(start: Callable[..., Running], ta
     os.mkfifo(gate)
     stall = {
         "loop": f"loop.add_signal_handler(signal.SIGALRM, Path({str(gate)!r}).read_bytes)",
-        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0]._enqueue("
-        f"lambda now: Path({str(gate)!r}).read_bytes()))",
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0].call_on_engine_thread("
+        f"Path({str(gate)!r}).read_bytes))",
     }[target]
     code = WITHOUT_TORCH + (
         "import asyncio, signal\n"
