@@ -8,7 +8,7 @@ import pytest
 from core.harness import CoreHarness, make_request
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.core.events import Admitted, Placement, Started
+from lineclear.scheduler.core.events import Admitted, QueuePosition, Started
 from lineclear.scheduler.core.policies import QUEUE_ORDERS
 
 STEP_SECONDS = 0.1
@@ -19,17 +19,17 @@ class Timed(CoreHarness):
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**{"max_batch_size": 2, "worker_num_blocks": 200} | sizes)
-        self.places: dict[str, Placement] = {}
+        self.places: dict[str, QueuePosition] = {}
         self.arrivals: dict[str, float] = {}
         self.starts: dict[str, float] = {}
 
-    def ask(self, name: str, prompt: int = 4, max_tokens: int = 10, **more: Any) -> Placement | None:
-        request = make_request(name, prompt, max_tokens, wants_placement=True, **more)
+    def ask(self, name: str, prompt: int = 4, max_tokens: int = 10, **more: Any) -> QueuePosition | None:
+        request = make_request(name, prompt, max_tokens, wants_position=True, **more)
         (event,) = self.record(self.core.submit(request, self.now))
         assert isinstance(event, Admitted)
-        if event.placement is not None:
-            self.places[name], self.arrivals[name] = event.placement, self.now
-        return event.placement
+        if event.position is not None:
+            self.places[name], self.arrivals[name] = event.position, self.now
+        return event.position
 
     def tick(self) -> None:
         for event in self.record_plan():
@@ -73,22 +73,22 @@ def test_request_that_starts_at_once_gets_no_place() -> None:
     assert harness.ask("a") is None
     harness.tick()
     assert harness.ask("b") is None
-    assert harness.ask("c") == Placement(1, harness.places["c"].seconds)
+    assert harness.ask("c") == QueuePosition(1, harness.places["c"].seconds)
 
 
 def test_only_requests_that_ask_get_a_place() -> None:
     harness = trained(max_batch_size=1)
     for name in "ab":
         harness.submit(name, 4)
-    assert [e.placement for e in harness.events if isinstance(e, Admitted)][-2:] == [None, None]
+    assert [e.position for e in harness.events if isinstance(e, Admitted)][-2:] == [None, None]
 
 
 def test_pace_is_unknown_before_a_request_has_ended() -> None:
     harness = Timed(max_batch_size=1)
     harness.ask("a")
     harness.tick()
-    assert harness.ask("b") == Placement(0, None)
-    assert harness.ask("c") == Placement(1, None)
+    assert harness.ask("b") == QueuePosition(0, None)
+    assert harness.ask("c") == QueuePosition(1, None)
 
 
 @pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))
@@ -145,7 +145,7 @@ def test_slots_of_a_fixed_batch_are_free_together() -> None:
     harness.ask("a", 4, 10)
     harness.ask("b", 4, 40)
     harness.tick()
-    assert harness.ask("c") == Placement(0, None)  # the next batch is not full
+    assert harness.ask("c") == QueuePosition(0, None)  # the next batch is not full
     place = harness.ask("d")
     assert place is not None
     assert place.requests_ahead == 1

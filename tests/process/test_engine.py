@@ -280,7 +280,7 @@ def test_snapshot_counts_requests_steps_and_bytes() -> None:
 
 def spoil(harness: EngineHarness) -> None:
     """Give one slot back twice."""
-    free = harness.core._state.workers[harness.core.workers[0]].batch.free_slots
+    free = harness.core._state.workers[harness.core.workers[0]].batch.unused_slots
     harness.engine.call_on_engine_thread(lambda: free.append(free[0]))
 
 

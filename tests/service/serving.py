@@ -22,7 +22,7 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
-    Placement,
+    QueuePosition,
     RequestStats,
     Started,
     StepTokens,
@@ -96,7 +96,7 @@ class FakeEngine:
         self.is_draining = False
         self.answer: Callable[[Request], Sequence[int]] | None = None
         self.refusal: LineclearError | None = None
-        self.placement: Placement | None = None
+        self.position: QueuePosition | None = None
         self.predicted_wait: float | None = None
         self.worker_status = WorkerStatus()
         self._publish = publish
@@ -113,7 +113,7 @@ class FakeEngine:
             self.fail(request.request_id, self.refusal or ServerDraining("no"))
             return
         self.requests[request.request_id] = request
-        self._publish([Admitted(request.request_id, self.placement if request.wants_placement else None)])
+        self._publish([Admitted(request.request_id, self.position if request.wants_position else None)])
         if self.answer is not None:
             self.start(request.request_id)
             tokens = list(self.answer(request))[len(request.output) :]

@@ -10,7 +10,7 @@ from service.serving import HELLO_IDS, error_of, read_all, serving, text_request
 from service.session_driver import Caller, submit
 
 from lineclear.client import AsyncClient, Queued
-from lineclear.scheduler.core.events import FinishReason, Placement
+from lineclear.scheduler.core.events import FinishReason, QueuePosition
 from lineclear.v1 import inference_pb2 as pb
 
 ASKING = text_request(output={"queue_position": True})
@@ -19,7 +19,7 @@ QUEUED = pb.Queued(requests_ahead=3, predicted_wait=Duration(seconds=1, nanos=50
 
 async def test_waiting_request_gets_its_place_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(3, 1.5)
+        s.engine.position = QueuePosition(3, 1.5)
         call = s.generate(ASKING)
         assert await call.read() == pb.GenerateResponse(queued=QUEUED)
         key = await s.engine.next_request()
@@ -33,7 +33,7 @@ async def test_waiting_request_gets_its_place_at_once(tmp_path: Path) -> None:
 
 async def test_request_that_does_not_ask_begins_with_started(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(3, 1.5)
+        s.engine.position = QueuePosition(3, 1.5)
         s.engine.answer = lambda request: HELLO_IDS
         responses = await read_all(s.generate())
         assert responses[0].HasField("started")
@@ -42,7 +42,7 @@ async def test_request_that_does_not_ask_begins_with_started(tmp_path: Path) -> 
 
 async def test_unknown_wait_is_unset(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(0, None)
+        s.engine.position = QueuePosition(0, None)
         call = s.generate(ASKING)
         queued = (await call.read()).queued
         assert (queued.requests_ahead, queued.HasField("predicted_wait")) == (0, False)
@@ -52,7 +52,7 @@ async def test_unknown_wait_is_unset(tmp_path: Path) -> None:
 
 async def test_session_sends_the_place_as_an_event(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(3, 1.5)
+        s.engine.position = QueuePosition(3, 1.5)
         caller = Caller(s)
         await caller.send(submit(1, ASKING))
         await caller.until(lambda: caller.messages)
@@ -69,7 +69,7 @@ async def test_session_sends_the_place_as_an_event(tmp_path: Path) -> None:
 
 async def test_result_of_a_waiting_request_has_its_place(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(3, 1.5)
+        s.engine.position = QueuePosition(3, 1.5)
         name = (await s.stub.Submit(pb.SubmitRequest(request=ASKING))).request_id
         result = await s.stub.GetResult(pb.GetResultRequest(request_id=name))
         assert (result.state, result.response.queued) == (pb.RESULT_STATE_WAITING, QUEUED)
@@ -83,7 +83,7 @@ async def test_result_of_a_waiting_request_has_its_place(tmp_path: Path) -> None
 
 async def test_client_shows_the_place(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        s.engine.placement = Placement(3, None)
+        s.engine.position = QueuePosition(3, None)
         s.engine.answer = lambda request: HELLO_IDS
         async with AsyncClient(s.server.address, max_attempts=1) as client:
             stream = client.stream("hi", queue_position=True)

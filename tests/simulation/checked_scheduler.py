@@ -14,6 +14,7 @@ from lineclear.errors import Cancelled, DeviceOutOfMemory, LineclearError, Poiso
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
 from lineclear.scheduler.core.inflight_step import BadResult
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
@@ -150,6 +151,15 @@ class CheckedScheduler:
         self._record("worker_lost", events, now)
         if self.oracle:
             self.oracle.on_worker_lost(now, events, loss)
+            self._check()
+
+    def switch(self, limits: CoreLimits, now: float) -> None:
+        """Switch to other limits and policies."""
+        self.transcript.append((now, "switch", limits))
+        self.core.switch(limits, now)
+        self.counts["switch"] += 1
+        if self.oracle:
+            self.oracle.on_switch(limits)
             self._check()
 
     def clear_prefix_cache(self) -> None:

@@ -81,6 +81,26 @@ class ModelQueue:
         self._last_key[tenant] = max(start, self._last_key.get(tenant, 0))
         return self._last_key[tenant]
 
+    def switch(self, limits: CoreLimits, live: Collection[ModelSequence]) -> None:
+        """Follow other limits. Under another order, started requests and then waiting ones arrive again, by number."""
+        before, self._limits = self._limits, limits
+        aging = limits.policy.priority_aging_seconds
+        if (limits.scheduling_policy, aging) == (before.scheduling_policy, before.policy.priority_aging_seconds):
+            return
+        self._clock = 0.0
+        for counts in (self._charged, self._largest, self._settled, self._settled_before):
+            counts.clear()
+        for state in (self._last_key, self._waiting, self._leads):
+            state.clear()
+        by_number = sorted(live, key=lambda sequence: sequence.number)
+        for sequence in (s for s in by_number if s.started_at is not None):
+            sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
+            self._last_key.clear()  # it does not wait
+            self._clock = max(self._clock, sequence.queue_key[0])
+        for sequence in (s for s in by_number if s.started_at is None):
+            sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
+            self.push(sequence)
+
     def push(self, sequence: ModelSequence) -> None:
         """Add a request that waits to start."""
         self._waiting[sequence] = _Waiting(sequence.queue_key[0] - self._clock, self._settled_before.copy())

@@ -39,6 +39,7 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import CoreSnapshot, Counters
@@ -68,25 +69,33 @@ class Oracle:
         require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
         sequence = ModelSequence(request, self.state.queue.key(request, now), now)
         assert isinstance(outcome, list)
-        self._check_placement(sequence, outcome[0])
+        self._check_position(sequence, outcome[0])
         sequence.protected = self.limits.max_preemptions == 0
         self._set_answer(sequence)
         self.state.add(sequence)
         self.state.counters.requests_admitted += 1
 
-    def _check_placement(self, sequence: ModelSequence, admitted: Event) -> None:
+    def _check_position(self, sequence: ModelSequence, admitted: Event) -> None:
         """Check the place in the queue of a request that has arrived."""
         assert isinstance(admitted, Admitted)
         ahead = sum(other.queue_key < sequence.queue_key for other in (*self.state.fresh, *self.state.resuming))
-        if not sequence.request.wants_placement:
-            require(admitted.placement is None, "I12", "a place only for requests that ask")
-        elif admitted.placement is None:
+        if not sequence.request.wants_position:
+            require(admitted.position is None, "I12", "a place only for requests that ask")
+        elif admitted.position is None:
             free = self.state.num_slots - len(self.state.running)
             require(ahead < free, "I12", "a request without a place finds a free slot")
         else:
-            require(admitted.placement.requests_ahead == ahead, "I12", "the place counts the requests before")
-            seconds = admitted.placement.seconds
+            require(admitted.position.requests_ahead == ahead, "I12", "the place counts the requests before")
+            seconds = admitted.position.seconds
             require(seconds is None or 0.0 <= seconds < float("inf"), "I12", "a predicted wait is a time")
+
+    def on_switch(self, limits: CoreLimits) -> None:
+        """Follow other limits and policies."""
+        before, self.limits, self.state.limits = self.limits, limits, limits
+        self.plan_checks.switch(before, limits)
+        if self.state.hello is not None:
+            self.state.num_slots = min(self.state.hello.num_slots, limits.max_batch_size)
+        self.state.queue.switch(limits, list(self.state.live.values()))
 
     def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
         """Check the events of `cancel`."""

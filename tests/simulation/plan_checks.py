@@ -21,12 +21,12 @@ class Budget:
     """The token budget of a step: halved by an out-of-memory step, doubled again after 200 steps without one."""
 
     def __init__(self, limits: CoreLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._halvings = self._small_steps = 0
 
     def tokens(self, hello: Hello) -> int:
         """Return the budget of the next step."""
-        return max(1, min(self._limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
+        return max(1, min(self.limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
 
     def halve(self) -> None:
         """Halve the budget after an out-of-memory step of several requests."""
@@ -55,6 +55,12 @@ class PlanChecks:
         self.batching = ModelBatching(state)
         self.grown: set[ModelSequence] = set()  # sequences that take a block in the plan
         self.preempted: set[ModelSequence] = set()  # by the plan; when exactly is not known
+
+    def switch(self, before: CoreLimits, limits: CoreLimits) -> None:
+        """Follow other limits. A new strategy, or one with other numbers, starts empty."""
+        self.budget.limits = limits
+        if (before.batching_strategy, before.policy) != (limits.batching_strategy, limits.policy):
+            self.batching.joins_left, self.batching.batch_started_at = 0, float("-inf")
 
     def on_plan(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
         """Check a plan, or None, and the events that `drain_events` returned after it."""
@@ -106,7 +112,8 @@ class PlanChecks:
         require(not inits and not started, "I6", "a request that starts has a row")
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
         require(total <= budget, "I6", "no more tokens than the budget")
-        require(len(self.state.running) <= self.state.num_slots, "I6", "no more sequences than slots")
+        fits = len(self.state.running) <= self.state.num_slots or not plan.inits
+        require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
         if isolated is None:
             self._check_age_order(slots, ready, partial, budget, num_decodes)
         else:
@@ -182,7 +189,8 @@ class PlanChecks:
     ) -> None:
         require(init.sampling.seed in self.state.by_seed, "I16", "only live requests are admitted")
         sequence = self.state.by_seed[init.sampling.seed]
-        is_free = 0 <= init.slot < self.state.num_slots and init.slot not in self.state.running
+        assert self.state.hello is not None
+        is_free = 0 <= init.slot < self.state.hello.num_slots and init.slot not in self.state.running
         require(is_free, "I6", "a slot that is free")
         lower = [slot for slot in range(init.slot) if slot not in self.state.running]
         # A sequence that is preempted after the admissions of the same plan leaves a lower slot.

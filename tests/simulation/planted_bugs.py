@@ -49,7 +49,9 @@ _BLOCKS = (
     ),
     Bug("the head of a prefix is evicted first", BlockPool.release, replace("reversed(blocks)", "blocks")),
     Bug(
-        "a slot is not released", RunningBatch._remove_from_slot, drop("heapq.heappush(self.free_slots, sequence.slot)")
+        "a slot is not released",
+        RunningBatch._remove_from_slot,
+        drop("heapq.heappush(self.unused_slots, sequence.slot)"),
     ),
     Bug(
         "a single decode takes its block one position late",
@@ -107,7 +109,7 @@ _SLOTS = (
     Bug(
         "a slot is handed on twice",
         RunningBatch._remove_from_slot,
-        twice("heapq.heappush(self.free_slots, sequence.slot)"),
+        twice("heapq.heappush(self.unused_slots, sequence.slot)"),
     ),
     Bug(
         "an ended request stays among the last rows",
@@ -418,7 +420,7 @@ _ORDER = (
 _PLACES = (
     Bug(
         "a place leaves out preempted requests",
-        wait_prediction.placement,
+        wait_prediction.queue_position,
         replace("_1.num_before(key) + _2", "_2"),
     ),
     Bug(
@@ -428,7 +430,7 @@ _PLACES = (
     ),
     Bug(
         "every place is behind all others",
-        wait_prediction.placement,
+        wait_prediction.queue_position,
         replace("state.fresh.num_before(key)", "len(state.fresh)"),
     ),
     Bug(
@@ -436,11 +438,46 @@ _PLACES = (
         wait_prediction.must_wait,
         replace("place.requests_ahead >= _1 or _2 or _3", "place.requests_ahead > _1"),
     ),
-    Bug("every request gets a place", Scheduler.submit, never("not request.wants_placement")),
+    Bug("every request gets a place", Scheduler.submit, never("not request.wants_position")),
     Bug(
         "a running request takes less than no time",
         wait_prediction._seconds_left,
         replace("max(0.0, _1)", "_1"),
+    ),
+)
+
+_SWITCHING = (
+    Bug("waiting requests keep their place after a switch", Scheduler._assign_keys, drop("state.fresh.sort()")),
+    Bug("preempted requests keep their place after a switch", Scheduler._assign_keys, drop("state.resuming.sort()")),
+    Bug(
+        "a switch forgets when requests arrived",
+        Scheduler._assign_keys,
+        replace("sequence.arrival", "0.0"),
+    ),
+    Bug(
+        "a switch takes started requests for waiting ones",
+        Scheduler._assign_keys,
+        drop("state.queue_order.on_start(sequence)"),
+    ),
+    Bug(
+        "a switch puts waiting requests before started ones",
+        Scheduler._assign_keys,
+        replace("s.started_at is None", "s.started_at is not None"),
+    ),
+    Bug("a switch keeps the queue order", Scheduler.switch, never("limits.order != before.order")),
+    Bug("a switch keeps the preemption policy", Scheduler.switch, drop("state.preemption_policy = _")),
+    Bug(
+        "a switch reaches only the joined workers",
+        Scheduler.switch,
+        replace("(*state.workers.values(), *self._vacant)", "state.workers.values()"),
+    ),
+    Bug("a switch keeps the batching strategy", WorkerState.follow, drop("self.strategy = _")),
+    Bug("a switch keeps the number of slots", WorkerState.follow, drop("self.batch.num_slots = _")),
+    Bug("a switch keeps the token budget", WorkerState.follow, drop("self._limits = limits")),
+    Bug(
+        "fewer slots are not kept to",
+        RunningBatch.num_free_slots,
+        replace("max(0, _)", "len(self.unused_slots)"),
     ),
 )
 
@@ -509,8 +546,8 @@ _COUNTERS = (
         "a random slot",
         RunningBatch.admit,
         replace(
-            "heapq.heappop(self.free_slots)",
-            "self.free_slots.pop(__import__('random').randrange(len(self.free_slots)))",
+            "heapq.heappop(self.unused_slots)",
+            "self.unused_slots.pop(__import__('random').randrange(len(self.unused_slots)))",
         ),
         is_random=True,
     ),
@@ -591,5 +628,5 @@ _TIES = (
 
 BUGS = (
     *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_NON_FINITE_VALUES, *_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
-    *(*_PLACES, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
+    *(*_PLACES, *_SWITCHING, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from support.toy import expected, fingerprint
 
-from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
@@ -97,6 +97,7 @@ def draw(seed: int) -> Scenario:
         (_updated, 0.15),
         (_estimated, 0.3),
         (_recomputing, 0.1),
+        (_switching, 0.25),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -224,6 +225,21 @@ def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
 def _estimated(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests come with expected output lengths."""
     return replace(scenario, estimated=rng.choice((0.3, 1.0)))
+
+
+def _switching(rng: random.Random, scenario: Scenario) -> Scenario:
+    """An operator changes limits and policies while the server runs."""
+    weights = scenario.weights | {"switch": rng.choice((0.1, 0.5))}
+    return replace(scenario, weights=weights, num_tenants=max(scenario.num_tenants, rng.choice((1, 2, 4))))
+
+
+def draw_switch(rng: random.Random, limits: CoreLimits) -> CoreLimits:
+    """Return limits of which some differ, as an operator may change them."""
+    other = _draw_limits(rng)
+    if rng.random() < 0.3:
+        return replace(limits, scheduling_policy="fair" if limits.scheduling_policy != "fair" else "fifo")
+    names = rng.sample(sorted(SWITCHABLE), rng.choice((1, 1, 2, 4, len(SWITCHABLE))))
+    return replace(limits, **{name: getattr(other, name) for name in names})
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -381,5 +397,5 @@ def draw_request(
     if scenario.estimated and rng.random() < scenario.estimated:
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
     if scenario.estimated:
-        request = replace(request, wants_placement=rng.random() < 0.5)
+        request = replace(request, wants_position=rng.random() < 0.5)
     return request

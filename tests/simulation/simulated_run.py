@@ -14,7 +14,7 @@ from typing import Any
 from simulation.checked_scheduler import CheckedScheduler
 from simulation.invariant_error import require
 from simulation.model_worker import Worker
-from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity, draw_request, poison
+from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity, draw_request, draw_switch, poison
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -235,6 +235,9 @@ class SimulatedRun:
             self.scheduler.counts["replace"] += 1
             self._join(self._next_capacity())
 
+    def _do_switch(self) -> None:
+        self.scheduler.switch(draw_switch(self.rng, self.scheduler.core.limits), self.now)
+
     def _do_clear_cache(self) -> None:
         self.scheduler.clear_prefix_cache()
 
@@ -263,7 +266,7 @@ class SimulatedRun:
         """Stop the faults: every request ends in a bounded number of steps without further calls."""
         if self.worker is None or self.worker.broken:
             self._join(self._next_capacity())
-        if self.scenario.limits.batching_strategy == "fixed_size" or self.rng.random() < 0.3:
+        if self.scheduler.core.limits.batching_strategy == "fixed_size" or self.rng.random() < 0.3:
             self.scheduler.drain(self.now)
         worker = self.worker
         assert worker is not None

@@ -12,7 +12,17 @@ def test_invariants_hold_under_faults(seeds: range) -> None:
 def test_histories_have_every_kind_of_event() -> None:
     # A simulation without some kind of event would not test it.
     counts = sweep(range(0, 200, 2))
-    for kind in ("Started", "TokensReady", "Finished", "Failed", "Preempted", "WorkerLost", "BadResult", "QueueFull"):
+    for kind in (
+        "Started",
+        "TokensReady",
+        "Finished",
+        "Failed",
+        "Preempted",
+        "WorkerLost",
+        "BadResult",
+        "QueueFull",
+        "switch",
+    ):
         assert counts[kind] > 0, kind
     assert counts["Finished"] > 200
     assert counts["PoisonRequest"] > 10

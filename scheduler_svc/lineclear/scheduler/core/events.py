@@ -41,7 +41,7 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class QueuePosition:
     """The place of a request in the queue, at one moment."""
 
     requests_ahead: int
@@ -55,7 +55,7 @@ class Admitted:
     """The request is in the queue."""
 
     request_id: str
-    placement: Placement | None = None
+    position: QueuePosition | None = None
     """Set if the request asks for it and must wait."""
 
 

@@ -59,7 +59,7 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
     assert len(running) == len(batch.decode_batch) + len(batch.not_decoding)
     assert not any(s.in_decode_batch for s in (*batch.not_decoding, *batch.finishing))
     slots = [s.slot for s in running]
-    assert sorted([*slots, *batch.free_slots]) == list(range(batch.num_slots)), "slots disagree"
+    assert sorted([*slots, *batch.unused_slots]) == list(range(batch.max_slots)), "slots disagree"
     for s in running:
         assert s.num_known < s.max_len, "a slot is held by a sequence whose last row is planned"
     for s in batch.finishing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lineclear.errors import KvCapacityExceeded, ModelChanged, ModelReplaced, PromptTooLong, QueueFull
@@ -12,6 +12,13 @@ from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello
 
+SWITCHABLE = frozenset(
+    {
+        *("max_batch_size", "target_batch_tokens", "max_queue_size", "max_queue_tokens"),
+        *("batching_strategy", "scheduling_policy", "preemption_policy", "policy"),
+    }
+)
+"""The fields of CoreLimits that may change while the core serves."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
 
 
@@ -34,6 +41,15 @@ class CoreLimits:
     scheduling_policy: str = "fifo"
     preemption_policy: str = "cheapest"
     policy: PolicySettings = field(default_factory=PolicySettings)
+
+    @property
+    def order(self) -> tuple[str, float]:
+        """The settings that queue keys depend on."""
+        return self.scheduling_policy, self.policy.priority_aging_seconds
+
+    def differences(self, other: CoreLimits) -> list[str]:
+        """Return the names of the fields that differ."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
     def dump(self) -> dict[str, Any]:
         """Return the limits without the secret."""

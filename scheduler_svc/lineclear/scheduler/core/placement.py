@@ -103,7 +103,7 @@ class Placement:
         for worker in self._state.workers.values():
             if worker is not self._worker and self._state.takes_requests(worker):
                 joins_left = worker.strategy.max_joins(self._state.batching_state(worker, self._now))
-                free_slots = len(worker.batch.free_slots)
+                free_slots = worker.batch.num_free_slots
                 others.append(_Other(worker, worker.queued_tokens(), free_slots, joins_left))
         return others
 

@@ -88,7 +88,7 @@ class StepPlanner:
                 enough = batch.pool.num_free > 0
             else:
                 shared = batch.cached_prefix(sequence)
-                enough = bool(batch.free_slots) and batch.has_room(sequence, shared, headroom=0)
+                enough = batch.num_free_slots > 0 and batch.has_room(sequence, shared, headroom=0)
             if enough:
                 return True
             if other is not None:
@@ -213,7 +213,7 @@ class StepPlanner:
         state, worker = self._state, self._worker
         if self._is_short_of_blocks or not (state.fresh or state.resuming) or not state.takes_requests(worker):
             return
-        if self._batch.free_slots:
+        if self._batch.num_free_slots:
             joins_left = worker.strategy.max_joins(state.batching_state(worker, self._now)) if state.fresh else 0
             self._admit_from(QueueWalk(state.resuming, state.fresh), Placement(state, worker, self._now), joins_left)
 
@@ -226,7 +226,7 @@ class StepPlanner:
         state, batch = self._state, self._batch
         skipped: list[Sequence] = []
         num_unfit = 0
-        while batch.free_slots and self._prompt_tokens_left(0) > 0:
+        while batch.num_free_slots and self._prompt_tokens_left(0) > 0:
             if num_unfit >= _MAX_UNFIT or len(skipped) >= _MAX_SKIPPED:
                 return
             sequence = queue.next(with_fresh=joins_left > 0)

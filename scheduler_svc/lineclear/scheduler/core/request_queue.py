@@ -43,6 +43,12 @@ class RequestQueue:
         self.expected_len -= sequence.request.expected_len
         self._keys.remove(sequence.queue_key)
 
+    def sort(self) -> None:
+        """Restore the order after the keys of sequences have changed."""
+        self._keys = SortedKeys()
+        for sequence in self._live.values():
+            self._keys.add(sequence.queue_key)
+
     def grow(self, sequence: Sequence) -> None:
         """Count a token that a waiting sequence received: a sample in flight when the sequence was preempted."""
         assert sequence in self

@@ -22,18 +22,19 @@ class InflightRows(PendingWrites):
 
 
 class RunningBatch:
-    """Running sequences over `num_slots` slots and a block pool: those in the decode batch, and the others.
+    """Running sequences over slots and a block pool: those in the decode batch, and the others.
 
     A sequence whose last row is planned is *finishing*. It needs no further row, so the next plan may give its slot to
-    another sequence (law 3 orders their rows); its blocks stay until the result. Empty without a worker.
+    another sequence (law 3 orders their rows); its blocks stay until the result. At most `num_slots` of the worker's
+    `max_slots` slots are used at once. Empty without a worker.
     """
 
     def __init__(self, block_hash: BlockHash, prefix_cache: bool) -> None:
         self._block_hash = block_hash
         self._prefix_cache = prefix_cache
-        self.reset(0, 0, 1)
+        self.reset(0, 0, 0, 1)
 
-    def reset(self, num_slots: int, num_blocks: int, block_size: int) -> None:
+    def reset(self, num_slots: int, max_slots: int, num_blocks: int, block_size: int) -> None:
         """Start empty, with the capacity of a worker that joined."""
         self.running: dict[Sequence, None] = {}  # an ordered set, by admission
         self.not_decoding: dict[Sequence, None] = {}
@@ -41,8 +42,14 @@ class RunningBatch:
         self.decode_batch = DecodeBatch(block_size)
         self._pending: list[InflightRows] = []
         self.num_slots = num_slots
-        self.free_slots = list(range(num_slots))  # a heap: low slots first
+        self.max_slots = max_slots
+        self.unused_slots = list(range(max_slots))  # a heap: low slots first
         self.pool = BlockPool(num_blocks, block_size)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Number of sequences that may join."""
+        return max(0, len(self.unused_slots) - self.max_slots + self.num_slots)
 
     def admit(self, sequence: Sequence, shared: list[int], positions: int) -> list[int]:
         """WAITING -> RUNNING with blocks for `positions`: the `shared` blocks of its cached prefix and those returned.
@@ -55,7 +62,7 @@ class RunningBatch:
         taken = self.pool.take(max(0, -(-positions // size) - len(shared)))
         sequence.state = State.RUNNING
         sequence.admission_count += 1
-        sequence.slot = heapq.heappop(self.free_slots)
+        sequence.slot = heapq.heappop(self.unused_slots)
         sequence.blocks = [*shared, *taken]
         sequence.num_planned = sequence.num_computed = sequence.num_published = len(shared) * size
         self.running[sequence] = self.not_decoding[sequence] = None
@@ -90,7 +97,7 @@ class RunningBatch:
         if sequence.in_decode_batch:
             self.leave_decode(sequence)
         del self.running[sequence], self.not_decoding[sequence]
-        heapq.heappush(self.free_slots, sequence.slot)
+        heapq.heappush(self.unused_slots, sequence.slot)
         sequence.slot = -1
 
     def resolve_pending(self, step: int, bad: Collection[Sequence]) -> None:
@@ -112,7 +119,7 @@ class RunningBatch:
         removed = sorted((*self.running, *self.finishing), key=lambda s: s.queue_key)
         for sequence in removed:
             _reset_sequence(sequence, State.WAITING, computed=sequence.num_computed)
-        self.reset(0, 0, 1)
+        self.reset(0, 0, 0, 1)
         return removed
 
     @property
@@ -209,8 +216,8 @@ class RunningBatch:
             "finishing": [s.number for s in self.finishing],
             "decode_batch": self.decode_batch.dump(),
             "pending": [[writes.sequence.number, writes.last_step] for writes in self._pending],
-            "capacity": [self.num_slots, self.pool.num_blocks, self.pool.block_size],
-            "free_slots": list(self.free_slots),
+            "capacity": [self.num_slots, self.max_slots, self.pool.num_blocks, self.pool.block_size],
+            "unused_slots": list(self.unused_slots),
             "pool": self.pool.dump(self._pending),
         }
 
@@ -222,7 +229,7 @@ class RunningBatch:
         )
         self.decode_batch.load(state["decode_batch"], sequences)
         self._pending = [InflightRows(sequences[number], last_step) for number, last_step in state["pending"]]
-        self.free_slots = state["free_slots"]
+        self.unused_slots = state["unused_slots"]
         self.pool.load(state["pool"], self._pending, BLANK_TOKEN)
 
 

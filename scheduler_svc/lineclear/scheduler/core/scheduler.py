@@ -10,6 +10,7 @@ for every later plan, and a freed block may be handed out at once: a late write 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lineclear.errors import (
@@ -27,16 +28,16 @@ from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.isolation import Isolation
-from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.policies import STRATEGIES
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.sequence import Request, Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.stats import CoreSnapshot
-from lineclear.scheduler.core.wait_prediction import LAST, must_wait, placement
+from lineclear.scheduler.core.wait_prediction import LAST, must_wait, queue_position
 from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
@@ -78,7 +79,7 @@ class Scheduler:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
-            limits.check_queue(request, state.fresh, self.limits, lambda: placement(state, LAST, now).seconds)
+            limits.check_queue(request, state.fresh, self.limits, lambda: queue_position(state, LAST, now).seconds)
             if state.workers:
                 largest = self._largest_worker()
                 limits.check_model(request, largest)
@@ -93,9 +94,9 @@ class Scheduler:
         self._live.add(sequence)
         state.fresh.push(sequence)
         state.counters.requests_admitted += 1
-        if not request.wants_placement:
+        if not request.wants_position:
             return [Admitted(request.request_id)]
-        place = placement(state, sequence.queue_key, now)
+        place = queue_position(state, sequence.queue_key, now)
         return [Admitted(request.request_id, place if must_wait(state, place) else None)]
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
@@ -138,6 +139,33 @@ class Scheduler:
             # A time at or before the last call of plan() has had its effect.
             times += [wakeup for wakeup in wakeups if wakeup is not None and wakeup > worker.planned_at]
         return min(times, default=None)
+
+    def switch(self, limits: CoreLimits, now: float) -> None:
+        """Follow other limits and policies from the next plan on. Every request is kept.
+
+        Only the fields of SWITCHABLE may differ. With another order every live request gets the key that it would have
+        if it had arrived under that order, so the bounds of the new order hold for it, and ages follow the new keys.
+        """
+        assert all(name in SWITCHABLE for name in limits.differences(self.limits)), "a limit is fixed while serving"
+        state, before = self._state, self.limits
+        self.limits = state.limits = limits
+        state.preemption_policy = PREEMPTION_POLICIES[limits.preemption_policy]
+        for worker in (*state.workers.values(), *self._vacant):
+            worker.follow(limits)
+        if limits.order != before.order:
+            state.queue_order = QUEUE_ORDERS[limits.scheduling_policy](limits.policy)
+            self._assign_keys()
+
+    def _assign_keys(self) -> None:
+        """Give every live request a key of the queue order: first those that have started, then by arrival."""
+        state = self._state
+        for sequence in sorted(self._live, key=lambda s: (s.started_at is None, s.number)):
+            key = state.queue_order.key(sequence.request, sequence.arrival)
+            sequence.queue_key = (key, sequence.number)
+            if sequence.started_at is not None:
+                state.queue_order.on_start(sequence)
+        state.fresh.sort()
+        state.resuming.sort()
 
     def drain(self, now: float) -> None:
         """Reject new requests from now on, and run the others to their end in batches of any size."""
@@ -184,7 +212,7 @@ class Scheduler:
         return max(self._state.workers.values(), key=lambda worker: worker.max_len).hello
 
     def _new_worker(self) -> WorkerState:
-        return WorkerState(self.limits, self._block_hash, STRATEGIES[self.limits.batching_strategy](self.limits.policy))
+        return WorkerState(self.limits, self._block_hash)
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         """Handle a worker that was lost as `loss` says. Every request is kept, except the poison of this loss.
@@ -313,7 +341,7 @@ class Scheduler:
             num_tokens_waiting=state.fresh.num_tokens + state.resuming.num_tokens,
             draining=state.draining,
             workers=tuple(worker.snapshot() for worker in state.workers.values()),
-            predicted_wait_seconds=None if now is None else placement(state, LAST, now).seconds,
+            predicted_wait_seconds=None if now is None else queue_position(state, LAST, now).seconds,
         )
 
     def clear_prefix_cache(self) -> None:
@@ -330,6 +358,7 @@ class Scheduler:
         state, workers = self._state, [*self._state.workers.values(), *self._vacant]
         sequences = [*self._live, *(s for worker in workers for s in worker.sequences())]
         return {
+            "limits": self.limits.dump(),
             "num_arrivals": self._num_arrivals,
             "shared": state.dump(),
             "sequences": [s.dump() for s in dict.fromkeys(sequences)],
@@ -342,7 +371,8 @@ class Scheduler:
         }
 
     def load(self, dumped: dict[str, Any]) -> None:
-        """Restore a dump that went through JSON into a new core of the same limits; all tokens are blank."""
+        """Restore a dump that went through JSON into a new core; all tokens are blank."""
+        self.switch(replace(CoreLimits.load(dumped["limits"]), cache_secret=self.limits.cache_secret), 0.0)
         state = self._state
         self._num_arrivals = dumped["num_arrivals"]
         state.load(dumped["shared"])

@@ -26,7 +26,7 @@ class Request:
     `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt`. `tenant` is the
     hashed tenant id that the fair order counts by.
     `expected_tokens` estimates the output tokens, at most `max_tokens`; 0: as many as `max_tokens`. Only the order of
-    requests depends on it. `wants_placement` asks for its place in the queue.
+    requests depends on it. `wants_position` asks for its place in the queue.
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
     `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
@@ -44,7 +44,7 @@ class Request:
     tenant: str = ""
     output: tuple[int, ...] = ()
     expected_tokens: int = 0
-    wants_placement: bool = False
+    wants_position: bool = False
     model_fingerprint: str = ""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
 

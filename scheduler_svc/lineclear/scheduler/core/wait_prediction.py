@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import islice
 
-from lineclear.scheduler.core.events import Placement
+from lineclear.scheduler.core.events import QueuePosition
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
@@ -20,15 +20,15 @@ LAST = (float("inf"), 0)
 """A key behind all requests."""
 
 
-def placement(state: SharedState, key: tuple[float, int], now: float) -> Placement:
+def queue_position(state: SharedState, key: tuple[float, int], now: float) -> QueuePosition:
     """Return the place and the predicted wait of a request with this key."""
     ahead = state.resuming.num_before(key) + state.fresh.num_before(key)
     if state.limits.batching_strategy == "fixed_size":
-        return Placement(ahead, _seconds_to_batch(state, ahead, now))
-    return Placement(ahead, _seconds_to_slot(state, ahead, now))
+        return QueuePosition(ahead, _seconds_to_batch(state, ahead, now))
+    return QueuePosition(ahead, _seconds_to_slot(state, ahead, now))
 
 
-def must_wait(state: SharedState, place: Placement) -> bool:
+def must_wait(state: SharedState, place: QueuePosition) -> bool:
     """Return whether a request that has just arrived waits for others to end."""
     is_unknown_batch = state.limits.batching_strategy == "fixed_size" and place.seconds is None
     return place.requests_ahead >= _num_free_slots(state) or bool(place.seconds) or is_unknown_batch
@@ -73,7 +73,7 @@ def _seconds_to_batch(state: SharedState, ahead: int, now: float) -> float | Non
 
 
 def _num_free_slots(state: SharedState) -> int:
-    return sum(len(worker.batch.free_slots) for worker in state.workers.values())
+    return sum(worker.batch.num_free_slots for worker in state.workers.values())
 
 
 def _in_order(state: SharedState) -> Iterator[Sequence]:

@@ -13,7 +13,7 @@ from typing import Any
 from lineclear.scheduler.core.block_pool import BlockHash
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.policies import BatchingStrategy
+from lineclear.scheduler.core.policies import STRATEGIES
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.stats import WorkerSnapshot
@@ -29,10 +29,10 @@ class WorkerState:
     a worker joins again with the same memory.
     """
 
-    def __init__(self, limits: CoreLimits, block_hash: BlockHash, strategy: BatchingStrategy) -> None:
+    def __init__(self, limits: CoreLimits, block_hash: BlockHash) -> None:
         self._limits = limits
         self.batch = RunningBatch(block_hash, limits.prefix_cache)
-        self.strategy = strategy
+        self.strategy = STRATEGIES[limits.batching_strategy](limits.policy)
         self.budget = TokenBudget()
         self.planned_at = float("-inf")
         """Time of the last call of `plan`."""
@@ -55,7 +55,17 @@ class WorkerState:
         """Start empty, with the capacity of a worker."""
         self._hello = hello
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)  # the last is never computed
-        self.batch.reset(min(self._limits.max_batch_size, hello.num_slots), hello.num_blocks, hello.block_size)
+        num_slots = min(self._limits.max_batch_size, hello.num_slots)
+        self.batch.reset(num_slots, hello.num_slots, hello.num_blocks, hello.block_size)
+
+    def follow(self, limits: CoreLimits) -> None:
+        """Follow other limits from the next plan on. Running sequences beyond a smaller number of slots continue."""
+        if (limits.batching_strategy, limits.policy) != (self._limits.batching_strategy, self._limits.policy):
+            self.strategy = STRATEGIES[limits.batching_strategy](limits.policy)
+        self._limits = limits
+        self.planned_at = float("-inf")  # a time before now may have an effect again
+        if self._hello is not None:
+            self.batch.num_slots = min(limits.max_batch_size, self._hello.num_slots)
 
     def leave(self) -> list[Sequence]:
         """Drop blocks and plans of a lost worker. Returns the sequences that ran on it, oldest first: they wait now.

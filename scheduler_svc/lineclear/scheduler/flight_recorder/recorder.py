@@ -102,6 +102,10 @@ class RecordingScheduler(Scheduler):
         super().drain(now)
         self._record("drain", now, [], [])
 
+    def switch(self, limits: CoreLimits, now: float) -> None:
+        super().switch(limits, now)
+        self._record("switch", now, [limits.dump()], [])
+
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
         self._record("clear_prefix_cache", 0.0, [], [])

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ class _Replayer:
 
     def _drain(self, now: float) -> Any:
         self._core.drain(now)
+        return []
+
+    def _switch(self, now: float, limits: dict[str, Any]) -> Any:
+        self._core.switch(replace(CoreLimits.load(limits), cache_secret=self._core.limits.cache_secret), now)
         return []
 
     def _clear_prefix_cache(self, now: float) -> Any:

@@ -123,7 +123,7 @@ class OutputRouter:
         elif isinstance(event, Failed):
             stream.on_failed(event)
         elif isinstance(event, Admitted):
-            if event.placement is not None:
-                stream.on_queued(event.placement)
+            if event.position is not None:
+                stream.on_queued(event.position)
         else:
             assert isinstance(event, Preempted)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason, Placement, RequestStats, Started
+from lineclear.scheduler.core.events import Failed, Finished, FinishReason, QueuePosition, RequestStats, Started
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Logprobs
@@ -61,7 +61,7 @@ class OutputChunk(NamedTuple):
     times: Sequence[float]
     started: Started | None
     end: Completion | None
-    queued: Placement | None = None
+    queued: QueuePosition | None = None
     error: LineclearError | None = None
 
     @property
@@ -93,7 +93,7 @@ class OutputStream:
         "_texts",
         "_times",
         "_tokens",
-        "_unsent_placement",
+        "_unsent_position",
         "_unsent_start",
         "_waiter",
         "_wants_times",
@@ -139,7 +139,7 @@ class OutputStream:
         self._logprobs_bytes = 0
         self._times: list[float] = []
         self._unsent_start: Started | None = None
-        self._unsent_placement: Placement | None = None
+        self._unsent_position: QueuePosition | None = None
         self._end: Completion | None = None
         self._error: LineclearError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -156,7 +156,7 @@ class OutputStream:
     @property
     def has_output(self) -> bool:
         """Whether `read_nowait` may be called."""
-        if self._tokens or self._unsent_placement is not None:
+        if self._tokens or self._unsent_position is not None:
             return True
         return not (self._unsent_start is None and self._end is None and self._error is None)
 
@@ -188,14 +188,14 @@ class OutputStream:
             self._times[:count],
             self._unsent_start,
             self._end if is_all else None,
-            self._unsent_placement,
+            self._unsent_position,
         )
         self._first_unread += count
         self._tokens = [] if is_all else tokens[count:]
         self._texts = [] if is_all else self._texts[count:]
         self._logprobs, self._times = self._logprobs[count:], self._times[count:]
         self._logprobs_bytes -= sum(map(_memory, chunk.logprobs))
-        self._unsent_start = self._unsent_placement = None
+        self._unsent_start = self._unsent_position = None
         self.is_notified = not is_all or self._error is not None
         return chunk
 
@@ -258,8 +258,8 @@ class OutputStream:
 
     # --- the engine's events -----------------------------------------------------------------------------------------
 
-    def on_queued(self, placement: Placement) -> None:
-        self._unsent_placement = placement
+    def on_queued(self, position: QueuePosition) -> None:
+        self._unsent_position = position
         self._wake()
 
     def on_started(self, event: Started) -> None:

@@ -80,7 +80,7 @@ class ValidatedRequest:
     token_timings: bool
     silent_ids: frozenset[int] = frozenset()
     """Stop and end-of-sequence tokens that the request names: their text is not part of the answer."""
-    wants_placement: bool = False
+    wants_position: bool = False
     expected_tokens: int = 0
     """Number of output tokens that the client expects; 0 if it names none."""
     received: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         keep_special=request.output.keep_special_tokens,
         token_timings=request.output.token_timings,
         silent_ids=stop_ids | own_eos_ids,
-        wants_placement=request.output.queue_position,
+        wants_position=request.output.queue_position,
         expected_tokens=request.expected_tokens,
         received=received,
         model_fingerprint=model_fingerprint,
@@ -169,7 +169,7 @@ def resolve(
         priority=validated.priority,
         deadline=deadline,
         output=validated.received,
-        wants_placement=validated.wants_placement,
+        wants_position=validated.wants_position,
         model_fingerprint=validated.model_fingerprint,
         vocabulary=bounds.vocabulary,
     )
