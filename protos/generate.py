@@ -14,7 +14,7 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 ROOT = Path(__file__).resolve().parents[1]
-STATS = ("GetStatsResponse", "Counters", "Gauges", "WorkerStatus")
+STATS = ("GetStatsResponse", "Counters", "Gauges", "WorkerStatus", "WorkerStats")
 
 
 def generate(out: Path) -> None:

@@ -17,6 +17,7 @@
       ModelChanged           ABORTED
       KvCapacityExceeded     FAILED_PRECONDITION
       NoChatTemplate         FAILED_PRECONDITION
+      WorkerRestartFailed    FAILED_PRECONDITION
       RecordingFailed        FAILED_PRECONDITION
       ServerStarting         UNAVAILABLE
       ServerDraining         UNAVAILABLE
@@ -179,6 +180,13 @@ class NoChatTemplate(LineclearError):
 
     code = "FAILED_PRECONDITION"
     reason = "NO_CHAT_TEMPLATE"
+
+
+class WorkerRestartFailed(LineclearError):
+    """The scheduler cannot restart a worker: it did not start it, or it has given it up. The others serve on."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "WORKER_RESTART_FAILED"
 
 
 class RecordingFailed(LineclearError):

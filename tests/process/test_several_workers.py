@@ -16,7 +16,7 @@ from support.engine_harness import ENVIRONMENT, EngineHarness, Stream, eventuall
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
-from lineclear.errors import WorkerUnavailable
+from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine import worker_process
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
@@ -183,7 +183,7 @@ async def test_one_given_up_worker_does_not_end_the_server() -> None:
         assert supervisor.num_starts == 3
         assert give_ups == []
         assert supervisor.given_up is None
-        with pytest.raises(WorkerUnavailable, match="worker 1 was not restarted"):
+        with pytest.raises(WorkerRestartFailed, match="worker 1 was not restarted"):
             await supervisor.restart(1)
         for _ in range(2):
             pid = supervisor.pids[0]

@@ -214,6 +214,12 @@ class FakeOperations:
             raise self.failure
         return Path("recordings/flight-0.jsonl")
 
+    async def restart_workers(self) -> list[int]:
+        self.calls.append("restart")
+        if self.failure is not None:
+            raise self.failure
+        return [12, 13]
+
     def flush_prefix_cache(self) -> None:
         self.calls.append("flush")
 

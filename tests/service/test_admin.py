@@ -15,8 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from service.processes import Running, endless, starting
+from grpc_health.v1 import health_pb2
+from service.processes import VOCABULARY, Process, Running, endless, starting
 from service.processes import error_of as failure_of
+from service.processes import until as wait_until
 from service.serving import Serving, error_of, serving, text_request, until
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
@@ -24,7 +26,7 @@ from support.toy import expected
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app
-from lineclear.errors import RecordingFailed
+from lineclear.errors import RecordingFailed, WorkerRestartFailed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from lineclear.wire.messages import Sampling
@@ -58,6 +60,15 @@ async def test_failed_operation_returns_the_reason(tmp_path: Path) -> None:
         error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
         assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
         assert s.operations.calls == ["dump"]
+
+
+async def test_restart_of_workers_returns_their_pids(tmp_path: Path) -> None:
+    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+        stub = await admin_stub(s)
+        assert list((await stub.RestartWorkers(pb.RestartWorkersRequest())).pids) == [12, 13]
+        s.operations.failure = WorkerRestartFailed("worker 1 was not restarted")
+        error = await error_of(stub.RestartWorkers(pb.RestartWorkersRequest()))
+        assert (error.code, error.reason) == ("FAILED_PRECONDITION", "WORKER_RESTART_FAILED")
 
 
 async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None:
@@ -206,3 +217,101 @@ def test_flush_empties_the_prefix_cache(start: Callable[..., Running], admin: Ca
 @pytest.mark.parametrize("arguments", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
 def test_invalid_log_level_is_rejected(admin: Callable[..., Result], arguments: list[str]) -> None:
     assert admin(*arguments).exit_code == 2
+
+
+# --- several workers -------------------------------------------------------------------------------------------------
+
+
+def stats_of(server: Running) -> Any:
+    """Return GetStats, which is offered at the admin address only."""
+    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+        return inference_pb2_grpc.InferenceServiceStub(channel).GetStats(inference_pb2.GetStatsRequest())
+
+
+def workers_of(server: Running) -> list[Any]:
+    return list(stats_of(server).workers)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rolling_restart_ends_no_stream(
+    count: int, start: Callable[..., Running], admin: Callable[..., Result]
+) -> None:
+    server = start("--num-workers", str(count), min_step_seconds=0.01, max_step_seconds=0.01)
+    wait_until(lambda: len(workers_of(server)) == count)
+    before = {worker.pid for worker in workers_of(server)}
+    request = endless(3)
+    request.sampling.max_tokens = 200
+    streams = [server.stub.Generate(request) for _ in range(6)]
+    firsts = [list(next(stream).token_ids) for stream in streams]
+    result = admin("restart-workers", "--json")
+    assert result.exit_code == 0, result.stderr
+    pids = json.loads(result.stdout)["pids"]
+    assert len(pids) == count
+    assert not {*pids} & before
+    wait_until(lambda: {worker.pid for worker in workers_of(server)} == {*pids})
+    right = expected((5,), Sampling(seed=3), 200, VOCABULARY)
+    for first, stream in zip(firsts, streams, strict=True):
+        assert first + [token for response in stream for token in response.token_ids] == list(right)
+
+
+def test_second_restart_joins_the_first(start: Callable[..., Running]) -> None:
+    server = start("--num-workers", "2")
+    wait_until(lambda: len(workers_of(server)) == 2)
+    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        given_up = stub.RestartWorkers.future(pb.RestartWorkersRequest())
+        server.wait_for("worker_restarting")
+        given_up.cancel()
+        pids = list(stub.RestartWorkers(pb.RestartWorkersRequest()).pids)
+    wait_until(lambda: {worker.pid for worker in workers_of(server)} == {*pids})
+    assert len([line for line in server.lines if line.get("event") == "worker_restarting"]) == 2
+
+
+def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    flags = ["--admin-listen", f"unix:{tmp_path}/a", "--socket-directory", f"{tmp_path}/run"]
+    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *flags])
+    try:
+        process.wait_for("listening")
+        command = ["admin", "restart-workers", "--target", f"unix:{tmp_path}/a"]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+        assert result.exit_code != 0
+        assert "send SIGTERM to one after the other" in result.stderr
+    finally:
+        process.end()
+
+
+def test_stats_show_each_worker(start: Callable[..., Running]) -> None:
+    server = start("--num-workers", "2", "--metrics-listen", "127.0.0.1:0")
+    wait_until(lambda: [worker.state for worker in workers_of(server)] == ["joined", "joined"])
+    streams = [server.stub.Generate(endless(seed)) for seed in range(8)]
+    for stream in streams:
+        next(stream)
+    found = workers_of(server)
+    assert [worker.index for worker in found] == [0, 1]
+    assert all(worker.joins == 1 and worker.num_blocks and worker.device == "toy" for worker in found)
+    stats = stats_of(server)
+    assert stats.gauges.num_blocks == sum(worker.num_blocks for worker in stats.workers)
+    target = server.wait_for("listening")["admin_address"]
+    shown = CliRunner().invoke(app, ["stats", "--target", target], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.stderr
+    for worker in found:
+        assert str(worker.pid) in shown.stdout
+    page = server.metrics_page()
+    for index in (0, 1):
+        assert f'lineclear_worker_joined{{worker="{index}"}} 1.0' in page
+        assert f'lineclear_worker_slot_joins_total{{worker="{index}"}} 1.0' in page
+    os.kill(found[0].pid, signal.SIGKILL)
+    wait_until(lambda: [worker.joins for worker in workers_of(server)] == [2, 1])
+    page = server.metrics_page()
+    assert 'lineclear_worker_slot_joins_total{worker="0"} 2.0' in page
+    assert 'worker="2"' not in page
+
+
+def test_ready_while_one_worker_is_left(start: Callable[..., Running]) -> None:
+    server = start("--num-workers", "2", load_seconds=0.0)
+    wait_until(lambda: len(workers_of(server)) == 2)
+    os.kill(workers_of(server)[1].pid, signal.SIGKILL)
+    wait_until(lambda: len(workers_of(server)) == 1)
+    assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
+    wait_until(lambda: len(workers_of(server)) == 2)

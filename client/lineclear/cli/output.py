@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Stream
-from lineclear.client.results import Generation, Model, Quantiles, Stats
+from lineclear.client.results import Generation, Model, Quantiles, Stats, WorkerStats
 from lineclear.errors import LineclearError
 
 from . import exit_status
@@ -144,7 +145,38 @@ def stats_view(stats: Stats) -> Group:
         times.add_row(name, *_milliseconds(quantiles))
     side_by_side = Table.grid(padding=(0, 3))
     side_by_side.add_row(now, totals_table)
-    return Group(head, side_by_side, times)
+    return Group(head, side_by_side, *([_worker_table(stats.workers)] if len(stats.workers) > 1 else []), times)
+
+
+def _worker_table(workers: Sequence[WorkerStats]) -> Table:
+    table = _table(
+        "worker",
+        "state",
+        "pid",
+        "device",
+        "joins",
+        "running",
+        "steps",
+        "ms a step",
+        "tokens/s",
+        "blocks used",
+        "cached",
+    )
+    for worker in workers:
+        table.add_row(
+            "" if worker.index is None else str(worker.index),
+            strip_control_chars(worker.state),
+            str(worker.pid),
+            strip_control_chars(worker.device),
+            str(worker.joins),
+            f"{worker.num_requests_running} / {worker.num_slots}",
+            str(worker.steps),
+            f"{worker.step_seconds * 1000:.2f}",
+            f"{worker.generation_tokens_per_second:.1f}",
+            f"{worker.blocks_used} / {worker.num_blocks}",
+            str(worker.blocks_cached),
+        )
+    return table
 
 
 def model_view(model: Model) -> Table:

@@ -115,6 +115,7 @@ class AdminCommand(StrEnum):
     DUMP = "dump"
     FLUSH = "flush"
     LOG_LEVEL = "log-level"
+    RESTART_WORKERS = "restart-workers"
 
 
 @command(name="admin", epilog="Example: lineclear admin drain --target unix:/run/lineclear/admin.sock")
@@ -124,7 +125,7 @@ def operate(
         AdminCommand,
         typer.Argument(
             help="drain: shut down gracefully, as SIGTERM does. dump: write the flight recording. flush: drop cached "
-            "prefixes. log-level: set the log level to LEVEL.",
+            "prefixes. log-level: set the log level to LEVEL. restart-workers: restart one worker after the other.",
         ),
     ],
     level: Annotated[
@@ -147,6 +148,9 @@ def operate(
         elif action is AdminCommand.FLUSH:
             admin.flush_prefix_cache()
             sentence, values = "", {}
+        elif action is AdminCommand.RESTART_WORKERS:
+            pids = admin.restart_workers(timeout_seconds=connection.timeout_seconds)
+            sentence, values = f"restarted; the new workers have the pids {', '.join(map(str, pids))}", {"pids": pids}
         else:
             previous = admin.set_log_level(cast("LogLevel", level))
             sentence, values = f"{level}, previously {previous}", {"level": level, "previous": previous}

@@ -41,6 +41,14 @@ class AdminClient:
         """Drop all cached prefixes."""
         self._client._unary(rpc_methods.FLUSH_PREFIX_CACHE, pb.FlushPrefixCacheRequest(), UNSET)
 
+    def restart_workers(self, *, timeout_seconds: float | None = None) -> tuple[int, ...]:
+        """Restart one worker after the other; return the pids of the new ones when the last has joined.
+
+        No stream ends: the requests of a worker continue on the others. The restart goes on if the call times out.
+        """
+        answer = self._client._unary(rpc_methods.RESTART_WORKERS, pb.RestartWorkersRequest(), timeout_seconds)
+        return tuple(answer.pids)
+
     def set_log_level(self, level: LogLevel) -> LogLevel:
         """Set the log level of the scheduler and return the previous level."""
         request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -281,6 +281,27 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One of several workers. `index` is the label of its metrics, None until it has joined."""
+
+    index: int | None
+    state: str
+    epoch: int
+    pid: int
+    device: str
+    joins: int
+    num_slots: int
+    num_requests_running: int
+    steps_in_flight: int
+    steps: int
+    step_seconds: float
+    generation_tokens_per_second: float
+    num_blocks: int
+    blocks_used: int
+    blocks_cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """The statistics of the server."""
 
@@ -299,6 +320,7 @@ class Stats:
     server_version: str
     mean_batch_size: float
     prefix_cache_hit_ratio: float
+    workers: tuple[WorkerStats, ...]
 
 
 def from_proto(kind: type[T], message: Message) -> T:
@@ -351,4 +373,10 @@ def _plain(kind: Any, message: Message, name: str) -> Any:
     value = getattr(message, name)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return from_proto(kind, value)
-    return value if isinstance(value, bool | int | float | str) else tuple(value)
+    if kind == int | None:
+        return value if message.HasField(name) else None
+    if isinstance(value, bool | int | float | str):
+        return value
+    item: Any = next(iter(get_args(kind)), None)
+    is_message = isinstance(item, type) and dataclasses.is_dataclass(item)
+    return tuple(from_proto(item, entry) for entry in value) if is_message else tuple(value)

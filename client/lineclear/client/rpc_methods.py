@@ -102,6 +102,11 @@ FLUSH_PREFIX_CACHE: Final[Method[admin_pb2.FlushPrefixCacheRequest, admin_pb2.Fl
     admin_pb2.FlushPrefixCacheRequest.SerializeToString,
     admin_pb2.FlushPrefixCacheResponse.FromString,
 )
+RESTART_WORKERS: Final[Method[admin_pb2.RestartWorkersRequest, admin_pb2.RestartWorkersResponse]] = Method(
+    f"/{ADMIN}/RestartWorkers",
+    admin_pb2.RestartWorkersRequest.SerializeToString,
+    admin_pb2.RestartWorkersResponse.FromString,
+)
 SET_LOG_LEVEL: Final[Method[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse]] = Method(
     f"/{ADMIN}/SetLogLevel",
     admin_pb2.SetLogLevelRequest.SerializeToString,

@@ -55,6 +55,11 @@ class AdminServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.RestartWorkers = channel.unary_unary(
+                '/lineclear.v1.AdminService/RestartWorkers',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -97,6 +102,18 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartWorkers(self, request, context):
+        """Restarts the workers that this server has started, one after the other. A
+        worker gets SIGTERM; its requests continue on the others, or, if it is the
+        only one, it first finishes as many as its drain timeout allows. The next
+        worker is stopped when the new one has joined. Returns after the last one.
+        A caller that hangs up does not stop the restart; a second call waits for
+        the same one. Fails with WORKER_RESTART_FAILED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -119,6 +136,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=lineclear_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'RestartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -230,6 +252,33 @@ class AdminService(object):
             '/lineclear.v1.AdminService/SetLogLevel',
             lineclear_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
             lineclear_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/RestartWorkers',
+            lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

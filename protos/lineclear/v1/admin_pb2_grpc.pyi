@@ -58,6 +58,14 @@ class AdminServiceStub:
     worker that joins later receives it when it joins; before that it logs at
     the level it was started with.
     """
+    RestartWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartWorkersRequest, _admin_pb2.RestartWorkersResponse]
+    """Restarts the workers that this server has started, one after the other. A
+    worker gets SIGTERM; its requests continue on the others, or, if it is the
+    only one, it first finishes as many as its drain timeout allows. The next
+    worker is stopped when the new one has joined. Returns after the last one.
+    A caller that hangs up does not stop the restart; a second call waits for
+    the same one. Fails with WORKER_RESTART_FAILED.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -83,6 +91,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Sets the log level of both processes until the next call or restart. A
     worker that joins later receives it when it joins; before that it logs at
     the level it was started with.
+    """
+    RestartWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartWorkersRequest, _admin_pb2.RestartWorkersResponse]  # type: ignore[assignment]
+    """Restarts the workers that this server has started, one after the other. A
+    worker gets SIGTERM; its requests continue on the others, or, if it is the
+    only one, it first finishes as many as its drain timeout allows. The next
+    worker is stopped when the new one has joined. Returns after the last one.
+    A caller that hangs up does not stop the restart; a second call waits for
+    the same one. Fails with WORKER_RESTART_FAILED.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -130,6 +146,20 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sets the log level of both processes until the next call or restart. A
         worker that joins later receives it when it joins; before that it logs at
         the level it was started with.
+        """
+
+    @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _admin_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RestartWorkersResponse, _abc.Awaitable[_admin_pb2.RestartWorkersResponse]]:
+        """Restarts the workers that this server has started, one after the other. A
+        worker gets SIGTERM; its requests continue on the others, or, if it is the
+        only one, it first finishes as many as its drain timeout allows. The next
+        worker is stopped when the new one has joined. Returns after the last one.
+        A caller that hangs up does not stop the restart; a second call waits for
+        the same one. Fails with WORKER_RESTART_FAILED.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1529,6 +1529,7 @@ class GetStatsResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HIT_RATIO_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     generation_tokens_per_second: _builtins.float
     """Generated tokens per second over the last ten seconds."""
     batching_strategy: _builtins.str
@@ -1581,7 +1582,11 @@ class GetStatsResponse(_message.Message):
 
     @_builtins.property
     def worker(self) -> Global___WorkerStatus:
-        """The worker process."""
+        """The worker process; of several, the one that joined first."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]:
+        """All workers that serve, wait or hang."""
 
     def __init__(
         self,
@@ -1601,14 +1606,102 @@ class GetStatsResponse(_message.Message):
         server_version: _builtins.str = ...,
         mean_batch_size: _builtins.float = ...,
         prefix_cache_hit_ratio: _builtins.float = ...,
+        workers: _abc.Iterable[Global___WorkerStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "e2e_request_latency_seconds", b"e2e_request_latency_seconds", "gauges", b"gauges", "request_mean_inter_token_latency_seconds", b"request_mean_inter_token_latency_seconds", "request_queue_time_seconds", b"request_queue_time_seconds", "step_seconds", b"step_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching_strategy", b"batching_strategy", "counters", b"counters", "e2e_request_latency_seconds", b"e2e_request_latency_seconds", "gauges", b"gauges", "generation_tokens_per_second", b"generation_tokens_per_second", "mean_batch_size", b"mean_batch_size", "prefix_cache_hit_ratio", b"prefix_cache_hit_ratio", "request_mean_inter_token_latency_seconds", b"request_mean_inter_token_latency_seconds", "request_queue_time_seconds", b"request_queue_time_seconds", "scheduling_policy", b"scheduling_policy", "server_version", b"server_version", "step_seconds", b"step_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching_strategy", b"batching_strategy", "counters", b"counters", "e2e_request_latency_seconds", b"e2e_request_latency_seconds", "gauges", b"gauges", "generation_tokens_per_second", b"generation_tokens_per_second", "mean_batch_size", b"mean_batch_size", "prefix_cache_hit_ratio", b"prefix_cache_hit_ratio", "request_mean_inter_token_latency_seconds", b"request_mean_inter_token_latency_seconds", "request_queue_time_seconds", b"request_queue_time_seconds", "scheduling_policy", b"scheduling_policy", "server_version", b"server_version", "step_seconds", b"step_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "uptime", b"uptime", "worker", b"worker", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class WorkerStats(_message.Message):
+    """One worker. In Prometheus the figures are lineclear_worker_<field> with the
+    index as the label worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    JOINS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Smallest number that no other serving worker has; absent until the worker
+    has joined.
+    """
+    state: _builtins.str
+    """"joined", "stopping" (it has received SIGTERM), "cut_off" (no connection),
+    "unhealthy" and "condemned" (it has to be killed) or "waiting" (for workers
+    of another model, or for a place).
+    """
+    epoch: _builtins.int
+    """Random number of this join, as in the log."""
+    pid: _builtins.int
+    """Process id, in the worker's PID namespace."""
+    device: _builtins.str
+    """Device: "cpu" or the name of the GPU."""
+    joins: _builtins.int
+    """Workers that have joined with this index so far."""
+    num_slots: _builtins.int
+    """Most requests in one step."""
+    num_requests_running: _builtins.int
+    """Requests that run on this worker."""
+    steps_in_flight: _builtins.int
+    """Steps that are sent and not answered."""
+    steps: _builtins.int
+    """Steps since it joined."""
+    step_seconds: _builtins.float
+    """Mean seconds of its steps among the last 1024 of all workers."""
+    generation_tokens_per_second: _builtins.float
+    """Generated tokens per second over the last ten seconds."""
+    num_blocks: _builtins.int
+    """KV blocks."""
+    blocks_used: _builtins.int
+    """KV blocks of running requests."""
+    blocks_cached: _builtins.int
+    """Free KV blocks that keep a prefix."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int | None = ...,
+        state: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        device: _builtins.str = ...,
+        joins: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_requests_running: _builtins.int = ...,
+        steps_in_flight: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        step_seconds: _builtins.float = ...,
+        generation_tokens_per_second: _builtins.float = ...,
+        num_blocks: _builtins.int = ...,
+        blocks_used: _builtins.int = ...,
+        blocks_cached: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+
+Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
 
 @_typing.final
 class Counters(_message.Message):

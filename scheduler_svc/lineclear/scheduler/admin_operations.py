@@ -9,6 +9,7 @@ from pathlib import Path
 from lineclear.errors import RecordingFailed
 from lineclear.process import logging_setup
 from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.shutdown import ShutdownController
 
@@ -16,10 +17,14 @@ _RECORDING_SECONDS = 10.0
 
 
 class AdminOperations:
-    """Shutdown, recording dump, prefix-cache flush and log level. On the event loop."""
+    """Shutdown, recording dump, prefix-cache flush, log level and restart of workers. On the event loop."""
 
-    def __init__(self, shutdown: ShutdownController, engine: Engine, recordings: RecordingFiles) -> None:
+    def __init__(
+        self, shutdown: ShutdownController, engine: Engine, recordings: RecordingFiles, supervisor: WorkerSupervisor
+    ) -> None:
         self._shutdown, self._engine, self._recordings = shutdown, engine, recordings
+        self._supervisor = supervisor
+        self._restart: asyncio.Task[list[int]] | None = None
 
     def shut_down(self) -> None:
         """Start a graceful shutdown, unless one has started."""
@@ -45,6 +50,16 @@ class AdminOperations:
             raise RecordingFailed(f"the recording is not written after {_RECORDING_SECONDS:g} s") from None
         except OSError as error:
             raise RecordingFailed(f"the recording cannot be written: {error.strerror or error}") from None
+
+    async def restart_workers(self) -> list[int]:
+        """Restart one worker after the other; return the new pids. A second call joins the first.
+
+        Raises WorkerRestartFailed.
+        """
+        if self._restart is None or self._restart.done():
+            self._restart = asyncio.create_task(self._supervisor.restart_all())
+        # Shielded: a client that hangs up does not leave the workers half restarted.
+        return await asyncio.shield(self._restart)
 
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache before any request that is submitted later."""

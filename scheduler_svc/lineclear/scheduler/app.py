@@ -82,7 +82,7 @@ async def serve(
         on_fatal=shutdown.on_fatal,
     )
     supervisor.on_exit = engine.worker_exited
-    operations = AdminOperations(shutdown, engine, recordings)
+    operations = AdminOperations(shutdown, engine, recordings, supervisor)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
     service.attach(engine)
     admin.attach(operations)

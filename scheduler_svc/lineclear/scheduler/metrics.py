@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import Message
 from prometheus_client.core import (
@@ -83,6 +83,7 @@ def _families(
     yield GaugeMetricFamily("lineclear_uptime_seconds", HELP["GetStatsResponse.uptime"], uptime_seconds)
     yield GaugeMetricFamily("lineclear_worker_up", HELP["WorkerStatus.up"], int(stats.worker.up))
     yield CounterMetricFamily("lineclear_worker_joins", HELP["WorkerStatus.joins"], stats.worker.joins)
+    yield from _worker_families(stats.workers)
     versions = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
     yield InfoMetricFamily(
         "lineclear", "Release of lineclear, device of the worker, data type of the weights.", versions
@@ -90,6 +91,31 @@ def _families(
     if certificate_expires_at is not None:
         text = "Unix time at which the certificate of the listeners expires."
         yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
+
+
+_WORKER_COUNTERS = ("joins", "steps")
+_WORKER_GAUGES = (
+    *("num_slots", "num_requests_running", "steps_in_flight", "step_seconds", "generation_tokens_per_second"),
+    *("num_blocks", "blocks_used", "blocks_cached"),
+)
+
+
+def _worker_families(workers: Iterable[pb.WorkerStats]) -> Iterator[Metric]:
+    """Yield the figures of each worker that has joined. Indices are small and used again, so labels are few."""
+    shown = [worker for worker in workers if worker.HasField("index")]
+    up = GaugeMetricFamily("lineclear_worker_joined", "Whether this worker serves.", labels=["worker"])
+    for worker in shown:
+        up.add_metric([str(worker.index)], int(worker.state in ("joined", "stopping")))
+    yield up
+    for name in (*_WORKER_COUNTERS, *_WORKER_GAUGES):
+        is_counter = name in _WORKER_COUNTERS
+        # lineclear_worker_joins without a label counts the joins of all workers.
+        full_name = "lineclear_worker_slot_joins" if name == "joins" else f"lineclear_worker_{name}"
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(full_name, HELP[f"WorkerStats.{name}"], labels=["worker"])
+        for worker in shown:
+            family.add_metric([str(worker.index)], getattr(worker, name))
+        yield family
 
 
 def _numbers(message: Message) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,7 @@ from enum import Enum
 
 import structlog
 
-from lineclear.errors import WorkerUnavailable
+from lineclear.errors import WorkerRestartFailed
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.engine.crash_budget import Backoff, CrashBudget
 from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProcess
@@ -136,7 +136,7 @@ class WorkerSlot:
     async def restart(self) -> int:
         """Stop the worker with SIGTERM and start another one; return its pid once it has joined or waits to join.
 
-        A worker that is not running is waited for. Raises WorkerUnavailable if the worker is given up.
+        A worker that is not running is waited for. Raises WorkerRestartFailed if the worker is given up.
         """
         worker = self._worker
         if worker is not None and not self._restarting:
@@ -148,7 +148,7 @@ class WorkerSlot:
             self._set_timer(seconds, self.kill, worker.pid, "it did not stop in time")
         await self._settled.wait()
         if self.given_up is not None or self.pid is None:
-            raise WorkerUnavailable(f"worker {self.number} was not restarted: {self._reason()}")
+            raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         return self.pid
 
     def _reason(self) -> str:

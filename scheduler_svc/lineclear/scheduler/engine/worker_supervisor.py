@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+from lineclear.errors import WorkerRestartFailed
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standby import StandbyLine
 from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProcess
@@ -117,8 +118,16 @@ class WorkerSupervisor:
         return all(killed)
 
     async def restart(self, number: int) -> int:
-        """Restart one worker; return the pid of the new one once it has joined. Raises WorkerUnavailable."""
+        """Restart one worker; return the pid of the new one once it has joined. Raises WorkerRestartFailed."""
         return await self._slots[number].restart()
+
+    async def restart_all(self) -> list[int]:
+        """Restart one worker after the other; return the pids of the new ones. Raises WorkerRestartFailed."""
+        if not self._slots:
+            raise WorkerRestartFailed(
+                "another program has started the workers; send SIGTERM to one after the other, and start it again"
+            )
+        return [await slot.restart() for slot in self._slots]
 
     # --- reports of the engine ------------------------------------------------------------------------------------
 

@@ -43,6 +43,10 @@ class OperationsApi(Protocol):
         """Write the flight recording. Return its file."""
         ...
 
+    async def restart_workers(self) -> list[int]:
+        """Restart one worker after the other. Return the new pids."""
+        ...
+
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         ...
@@ -85,6 +89,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log_call("flush_prefix_cache", context)
         self._operations.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse()
+
+    async def RestartWorkers(self, request: pb.RestartWorkersRequest, context: Context) -> pb.RestartWorkersResponse:
+        """Restart one worker after the other."""
+        _log_call("restart_workers", context)
+        return pb.RestartWorkersResponse(pids=await self._operations.restart_workers())
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
         """Change the log level of both processes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from lineclear.scheduler.core.stats import CoreSnapshot
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot
+from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerFigures
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.settings import SchedulerSettings
@@ -73,6 +73,7 @@ def stats(
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
         generation_tokens_per_second=figures.tokens_per_second(now),
         worker=_worker_status(snapshot),
+        workers=_workers(snapshot),
         batching_strategy=settings.batching_strategy,
         scheduling_policy=settings.scheduling_policy,
         server_version=version,
@@ -95,6 +96,10 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
             draining=stats.gauges.draining,
         ),
         worker=stats.worker,
+        workers=[
+            pb.WorkerStats(index=w.index if w.HasField("index") else None, state=w.state, pid=w.pid, device=w.device)
+            for w in stats.workers
+        ],
         batching_strategy=stats.batching_strategy,
         scheduling_policy=stats.scheduling_policy,
         server_version=stats.server_version,
@@ -141,6 +146,34 @@ def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
         status.attention_backend = hello.attention_backend
         status.torch_version, status.transformers_version = hello.torch_version, hello.transformers_version
     return status
+
+
+def _workers(snapshot: EngineSnapshot) -> list[pb.WorkerStats]:
+    cores = {worker.epoch: worker for worker in snapshot.core.workers}
+    return [_worker_stats(figures, cores.get(figures.hello.epoch), snapshot) for figures in snapshot.workers]
+
+
+def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot: EngineSnapshot) -> pb.WorkerStats:
+    hello = figures.hello
+    step_seconds = [step.step_seconds for step in snapshot.step_times if step.epoch == hello.epoch]
+    stats = pb.WorkerStats(
+        index=figures.index,
+        state=figures.state,
+        epoch=hello.epoch,
+        pid=hello.pid,
+        device=hello.device,
+        joins=figures.joins,
+        steps=figures.num_steps,
+        step_seconds=sum(step_seconds) / max(1, len(step_seconds)),
+        generation_tokens_per_second=figures.tokens_per_second,
+        num_slots=hello.num_slots,
+        num_blocks=hello.num_blocks,
+    )
+    if core is not None:
+        stats.num_slots = core.num_slots
+        stats.num_requests_running, stats.steps_in_flight = core.num_requests_running, core.steps_in_flight
+        stats.blocks_used, stats.blocks_cached = core.blocks_used, core.blocks_cached
+    return stats
 
 
 def _quantiles(quantiles: Quantiles) -> pb.Quantiles:
