@@ -76,6 +76,7 @@ fuzz: $(STAMP) ## Send 100,000 damaged frames to decoder and link, and as many d
 
 chaos: $(STAMP) ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --num-workers 2 --streams 32 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --dtype bfloat16

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from campaigns.pauses import Timeline
 from campaigns.questions import Answer, Ask, Question
 
 from lineclear.client import Client, Delta, Generation
@@ -42,6 +43,8 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     """Answers by the field that was wrong: text, finish reason, log probabilities."""
     failed: Counter[str] = field(default_factory=Counter)
+    timelines: list[Timeline] = field(default_factory=list)
+    """Of complete answers that were read in one piece."""
     tied: list[Complete] = field(default_factory=list)
     """Answers that took the other of two nearly equal tokens. `ties.settle` compares them later."""
 
@@ -83,6 +86,7 @@ class Reader(threading.Thread):
         self.last_at = 0.0
         """Time of the last token."""
         self.busy_with: Question | None = None
+        self._times: list[float] = []  # of the tokens of this answer
         self._clients, self._ask, self._tally = clients, ask, tally
         self._tolerance, self._may_forget = tolerance or Tolerance(), may_forget
         self._stopped = threading.Event()
@@ -96,6 +100,7 @@ class Reader(threading.Thread):
         while not self._stopped.is_set():
             self.busy_with = question = self._ask()
             received = ReceivedAnswer()
+            self._times = []
             try:
                 got = (
                     self._submitted(question, received)
@@ -145,6 +150,7 @@ class Reader(threading.Thread):
             if delta.token_ids:
                 self.num_tokens += len(delta.token_ids)
                 self.last_at = time.monotonic()
+                self._times.append(self.last_at)
             if most is not None and len(received.tokens) >= most:
                 return
 
@@ -161,6 +167,8 @@ class Reader(threading.Thread):
                 tally.altered += not _is_prefix(received.tokens, question.right, self._tolerance)
                 return
             tally.resumes += got.resumes
+            if question.route != "submit" and not got.resumes:
+                tally.timelines.append(Timeline(tuple(self._times), got.timings.recoveries))
             done = Complete(question, received, Answer.of(got))
             if find_tie(question.right, received.tokens, self._tolerance) is None:
                 tally.compare(done, question.right, self._tolerance)

@@ -3,11 +3,17 @@
 python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the toy worker over the real wire
     python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker, in fp32
     python -m campaigns.chaos --of worker --kills 30 --model ../demo/model --dtype bfloat16
+    python -m campaigns.chaos --of worker --kills 500 --num-workers 2 --streams 32    random ones of two workers
     python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     with the client library resuming answers
 
 Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
 probabilities. All fields are compared (`questions`). Most kills are SIGKILL; some workers get SIGTERM or SIGSTOP. A
 kill comes after a random number of tokens, so that it hits prefills, decodes and recoveries alike.
+
+With several workers, a random one dies, sometimes while another one is still starting. `killed_stream_pause_seconds`,
+`living_stream_pause_seconds` and `control_stream_pause_seconds` are the longest gaps between two tokens around a death,
+of streams on the dead worker, on a living one, and at moments without a death (see `campaigns.pauses`);
+`continued_elsewhere` counts the deaths after which every stream went on before a new worker had joined.
 
 Prints a line of JSON. Exits with 1 unless each token index of each answer arrived once and is right, no answer failed,
 and no process is left.
@@ -34,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.answers import Reader, Tally, Tolerance
+from campaigns.pauses import Death, Pauses
 from campaigns.questions import ROUTES, Answer, Ask, Question, toy_questions
 from campaigns.server import BOUND_SECONDS, Server, is_orphan
 from campaigns.ties import settle
@@ -46,6 +53,7 @@ _TOY = {"vocab_size": VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds":
 _MAX_TOKENS_BETWEEN = 400
 _TOKENS_BETWEEN_SIGNALS = 64
 _ORPHAN_SECONDS = 2.0
+_SHARE_OF_WHOLE_WORKERS = 0.8  # of the deaths; the others may come while a worker is still starting
 TENANTS = ("one", "two", "three")
 _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
 """Share of each way to end a worker. A stopped worker is detected after heartbeat_timeout_seconds."""
@@ -86,12 +94,16 @@ class Campaign:
     """Number of promoted standbys; None without `--standby`."""
     of: str = ""
     """The process that is killed."""
+    num_workers: int = 1
+    dead: list[Death] = field(default_factory=list)
+    continued_elsewhere: int = 0
+    """Deaths after which every stream went on before a new worker had joined."""
 
     def run(self, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
         self.of = of
         server = self.make_server()
-        server.wait_for("worker_joined")
+        self._wait_for_workers(server)
         with ExitStack() as stack:
             readers = [self._reader(stack, number, of) for number in range(self.num_streams)]
             for reader in readers:
@@ -128,7 +140,8 @@ class Campaign:
     def _kill_worker(self, server: Server, readers: Sequence[Reader]) -> Server:
         (how,) = self.rng.choices(list(self.deaths), list(self.deaths.values()))
         self.how[how] += 1
-        started_at, pid = time.monotonic(), server.worker_pids()[-1]
+        pid = self.rng.choice(server.joined_pids())
+        started_at = time.monotonic()
         if how == "term":
             self._terminate(server, readers, pid, started_at)
         else:
@@ -139,8 +152,19 @@ class Campaign:
         lost = server.wait_for("worker_lost", started_at)[0]
         if how == "kill":
             self.detected.append(lost - started_at)
-        self._wait_for_recovery(server, readers, server.wait_for("worker_joined", started_at)[0], started_at)
+        self.dead.append(Death(started_at, lost, how == "kill"))
+        if self.num_workers == 1:
+            lost = server.wait_for("worker_joined", started_at)[0]
+        self._wait_for_recovery(server, readers, lost, started_at)
+        if self.num_workers > 1:
+            self.continued_elsewhere += not server.has_logged("worker_joined", started_at)
+            if self.rng.random() < _SHARE_OF_WHOLE_WORKERS:
+                self._wait_for_workers(server)
+            _wait(server, lambda: bool(server.joined_pids()), "a worker to kill")
         return server
+
+    def _wait_for_workers(self, server: Server) -> None:
+        _wait(server, lambda: len(server.joined_pids()) >= self.num_workers, f"{self.num_workers} workers")
 
     def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, started_at: float) -> None:
         """Send SIGTERM until the worker is lost. A worker may continue after the first one while it has work."""
@@ -206,7 +230,12 @@ class Campaign:
             "orphans": self.orphans,
             "detection_seconds": quantiles(self.detected),
             "recovery_seconds": quantiles(self.recovered),
+            **(self._figures_of_several() if self.num_workers > 1 else {}),
         }
+
+    def _figures_of_several(self) -> dict[str, Any]:
+        pauses = Pauses.of(self.tally.timelines, self.dead)
+        return {"continued_elsewhere": self.continued_elsewhere, **pauses.figures(quantiles)}
 
     def missing(self) -> list[str]:
         """Name the events that this campaign needs and that never happened; without them it proves nothing."""
@@ -216,6 +245,7 @@ class Campaign:
             "recoveries": len(self.recovered),
             "resumes": self.tally.resumes if self.of == "scheduler" else 1,
             "promotions": 1 if self.promoted is None else self.promoted,
+            "continued elsewhere": self.continued_elsewhere if self.num_workers > 1 else 1,
         }
         return [name for name, times in did.items() if not times]
 
@@ -294,12 +324,14 @@ def campaign(
     dtype: str = "float32",
     quantization: str = "",
     standby: bool = False,
+    num_workers: int = 1,
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
     """Run a campaign. `is_clean` is its verdict."""
     target = f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder)
     flags = ["--token-file", str(path), *(["--standby-worker"] if standby else [])]
+    flags += ["--num-workers", str(num_workers)] if num_workers > 1 else []
     worker_flags = ["--quantization", quantization] if quantization else []
 
     def make_server() -> Server:
@@ -318,6 +350,7 @@ def campaign(
     default = _DEATHS_WITH_STANDBY if standby else _DEATHS
     chosen = Campaign(target, make_server, ask, streams, rng, tokens, tolerance, dict(deaths or default))
     chosen.promoted = 0 if standby else None
+    chosen.num_workers = num_workers
     chosen.run(of, kills)
     return chosen
 
@@ -359,6 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a model directory: kill the torch worker instead of the toy")
     parser.add_argument("--dtype", default="float32", help="dtype of the torch worker")
     parser.add_argument("--quantization", default="", help="weights of the torch worker, e.g. int8")
+    parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
     parser.add_argument(
         "--parallel", type=int, default=1, help="number of campaigns at the same time; they share the kills"
@@ -367,6 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_at = time.monotonic()
     if chosen.parallel > 1:
         arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "quantization")]
+        arguments += [f"--num-workers={chosen.num_workers}"]
         arguments += ["--standby"] if chosen.standby else []
         figures, clean = run_parallel(arguments, chosen.parallel, chosen.seed, chosen.kills)
         print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - started_at, 1)}))

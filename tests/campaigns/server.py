@@ -74,6 +74,17 @@ class Server:
         """Return the pids of all workers so far, the last one last."""
         return [event["pid"] for event in self.logged("worker_started")]
 
+    def joined_pids(self) -> list[int]:
+        """Return the pids of the workers that are joined."""
+        with self._changed:
+            found: dict[int, None] = {}
+            for _, event in self.events:
+                if event.get("event") == "worker_joined":
+                    found[event["pid"]] = None
+                elif event.get("event") in ("worker_lost", "worker_exited", "worker_crashed"):
+                    found.pop(event["pid"], None)
+            return list(found)
+
     def standby_pids(self) -> list[int]:
         """Return the pids of all standbys so far, promoted or not."""
         return [event["pid"] for event in self.logged("standby_started")]

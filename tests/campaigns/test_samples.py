@@ -41,6 +41,14 @@ def test_clients_notice_no_kill(folder: Path, of: str, kills: int) -> None:
     assert (done.tally.resumes > 0) == (of == "scheduler")
 
 
+def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
+    deaths = {"kill": 0.7, "term": 0.3}
+    done = chaos.campaign(folder, of="worker", kills=4, streams=9, seed=3, num_workers=2, deaths=deaths)
+    assert done.is_clean, done.figures()
+    assert done.continued_elsewhere > 0
+    assert done.figures()["living_stream_pause_seconds"]
+
+
 _LOSING = """
 import sys
 from dataclasses import replace
