@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client, Delta, Request
 from lineclear.client.testing import Answer, FakeTransport
@@ -121,3 +122,25 @@ async def test_coroutine_functions_are_awaited() -> None:
     with pytest.raises(TypeError, match="plain function"):
         await asyncio.to_thread(Client(transport=fake).generate, "x", on_token=callback)
     assert fake.cancelled == 1
+
+
+def test_submitted_answer_calls_back_in_the_background(server: Any) -> None:
+    token_ids: list[int] = []
+    with Client(server.target) as client:
+        submitted = client.submit("one two", on_token=token_ids.append)
+        assert submitted.future().result(PATIENCE_SECONDS).text == "one two"
+        assert token_ids == [100, 101]
+        ended = threading.Event()
+        client.submitted(submitted.request_id).future().add_done_callback(lambda _: ended.set())
+        assert ended.wait(PATIENCE_SECONDS)
+
+
+async def test_submitted_answer_calls_back_in_a_task(server: Any) -> None:
+    def callback(token_id: int) -> None:
+        raise Broken
+
+    async with AsyncClient(server.target) as client:
+        submitted = await client.submit("one two", on_token=callback)
+        with pytest.raises(Broken):
+            await submitted.future()
+        assert (await submitted.result()).text == "one two"  # the request goes on

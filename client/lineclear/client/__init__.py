@@ -15,9 +15,11 @@ docs/client.md shows errors, retries, batches, TLS, threads and forks.
 from ._async.answer_stream import AsyncStream
 from ._async.batch_workers import AsyncBatchResults
 from ._async.client import AsyncClient, AsyncSubmitted
+from ._async.request_manager import AsyncRequestManager
 from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
+from ._sync.request_manager import RequestManager
 from .admin_client import AdminClient
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
@@ -47,6 +49,7 @@ __all__ = [
     "AsyncAnswerFuture",
     "AsyncBatchResults",
     "AsyncClient",
+    "AsyncRequestManager",
     "AsyncStream",
     "AsyncSubmitted",
     "BatchResults",
@@ -63,6 +66,7 @@ __all__ = [
     "Quantiles",
     "Queued",
     "Request",
+    "RequestManager",
     "RetryPolicy",
     "Sampling",
     "ServerStartError",

@@ -41,6 +41,11 @@ class CallOptions:
         return isinstance(self.message, pb.GenerateRequest)
 
     @property
+    def has_callbacks(self) -> bool:
+        """Whether `on_delta` or `on_token` is called."""
+        return self.on_delta is not None or self.on_token is not None
+
+    @property
     def has_own_id(self) -> bool:
         """Whether the caller set `request_id`."""
         return isinstance(self.message, pb.GenerateRequest) and self.message.HasField("request_id")

@@ -68,11 +68,13 @@ class AsyncCondition:
     ) -> None:
         pass
 
-    async def wait(self) -> None:
-        """Wait for the next `notify_all`."""
+    async def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the next `notify_all`, at most that long."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        await waiter
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await waiter
 
     def notify_all(self) -> None:
         """Resume every task that waits."""

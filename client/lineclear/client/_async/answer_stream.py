@@ -40,7 +40,7 @@ class AsyncStream:
         self._call: AsyncCall[pb.GenerateResponse] | None = None
         self._stop = AsyncEvent()  # set by cancel(); it also ends a pause between calls
         self._canceller = AsyncCanceller(self.cancel)
-        self._has_callbacks = options.on_delta is not None or options.on_token is not None
+        self._has_callbacks = options.has_callbacks
         message = options.message
         self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
         self._has_responses = False  # from the first response on, the next call resumes the answer

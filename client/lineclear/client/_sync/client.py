@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, TypeVar, Unpack, overload
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
@@ -14,12 +15,10 @@ from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
 from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
-from ..batch_window import ALL_AT_ONCE, BatchWindow, Outcome, checked_window, default_concurrency
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..concurrency import sleep
 from ..futures import AnswerFuture, Futures
-from ..progress import Progress, display
 from ..requests import (
     UNSET,
     ChatMessage,
@@ -37,19 +36,15 @@ from ..requests import (
 )
 from ..results import Generation, HealthStatus, Model, Stats, from_proto
 from ..retry import RetryPolicy
-from ..sigint import Canceller
 from ..submitted import SubmittedStatus, submit_request, submitted_status
 from ..transports import Transport
 from .answer_stream import Stream
-from .batch_workers import BatchResults, BatchWorkers
+from .batches import Batches
+from .request_manager import RequestManager
 from .transport import GrpcTransport
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-Key = TypeVar("Key")
-
-_SLOTS_TIMEOUT_SECONDS = 1.0
-"""Longest wait for the number of slots of the server, before a batch without `concurrency`."""
 
 
 class Submitted:
@@ -62,6 +57,7 @@ class Submitted:
         self.request_id = request_id
         self._client = client
         self._metadata = metadata
+        self._future: AnswerFuture | None = None
 
     def __repr__(self) -> str:
         return f"Submitted({self.request_id!r})"
@@ -75,6 +71,13 @@ class Submitted:
         """Wait for the complete answer. Raises the LineclearError that the request ended with."""
         return self.attach(timeout_seconds=timeout_seconds).read_all()
 
+    def future(self) -> AnswerFuture:
+        """Return the future of the answer, which is read in the background. Its `cancel` does not end the request."""
+        if self._future is None:
+            options = self._client._config.attaching(self.request_id, 0, self._metadata, None)
+            self._future = self._client._futures.start(options)
+        return self._future
+
     def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
         """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
         request = pb.GetResultRequest(request_id=self.request_id)
@@ -86,7 +89,7 @@ class Submitted:
         return self._client._cancel(self.request_id, timeout_seconds, self._metadata)
 
 
-class Client:
+class Client(Batches):
     """A client of one server, for any number of threads. Close it, or use it as a context manager.
 
         with Client("127.0.0.1:50051") as client:
@@ -176,172 +179,15 @@ class Client:
         """
         return self._futures.start(self._config.outgoing(prompt, sampling, **params))
 
-    @overload
-    def iter_batch(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        return_exceptions: Literal[False],
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[Generation]: ...
-    @overload
-    def iter_batch(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        return_exceptions: bool = True,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[Outcome]: ...
-    def iter_batch(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        return_exceptions: bool = True,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[Generation] | BatchResults[Outcome]:
-        """Iterate over the answers in the order of the prompts, each as soon as it and all before it are complete.
-
-        `concurrency`: requests at a time, by default as many as the server has slots. Prompts are read as needed: at
-        most `window` (default: the larger of 256 and 8 * `concurrency`) run or wait for an earlier answer. A failed
-        request yields its LineclearError; with `return_exceptions=False` the loop raises it and the other requests are
-        cancelled. Where the loop may end early, wrap the results in `contextlib.closing`: that cancels the other
-        requests. Raises ValueError if `concurrency` is below 1.
-        """
-        batch_window = BatchWindow(prompts, checked_window(concurrency, window), return_exceptions)
-        workers = self._batch_workers(batch_window, concurrency, sampling, params)
-        return BatchResults(workers, display(progress), _outcome)
-
-    @overload
-    def as_completed(  # type: ignore[overload-overlap]
-        self,
-        prompts: Mapping[Key, Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[tuple[Key, Outcome]]: ...
-    @overload
-    def as_completed(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[tuple[int, Outcome]]: ...
-    def as_completed(
-        self,
-        prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> BatchResults[tuple[Key, Outcome]] | BatchResults[tuple[int, Outcome]]:
-        """Iterate over pairs of key and answer, each as soon as it is complete. Otherwise like `iter_batch`.
-
-        The key of an answer is that of its prompt in a mapping, or its index. A failed request yields its error.
-        """
-        size = checked_window(concurrency, window)
-        if isinstance(prompts, Mapping):
-            keys = list(prompts)
-            batch_window = BatchWindow(list(prompts.values()), size, in_order=False)
-            workers = self._batch_workers(batch_window, concurrency, sampling, params)
-            return BatchResults(workers, display(progress), lambda index, outcome: (keys[index], outcome))
-        workers = self._batch_workers(BatchWindow(prompts, size, in_order=False), concurrency, sampling, params)
-        return BatchResults(workers, display(progress), lambda index, outcome: (index, outcome))
-
-    @overload
-    def generate_batch(  # type: ignore[overload-overlap]
-        self,
-        prompts: Mapping[Key, Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        return_exceptions: Literal[False] = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> dict[Key, Generation]: ...
-    @overload
-    def generate_batch(  # type: ignore[overload-overlap]
-        self,
-        prompts: Mapping[Key, Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        return_exceptions: bool,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> dict[Key, Outcome]: ...
-    @overload
-    def generate_batch(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        return_exceptions: Literal[False] = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> list[Generation]: ...
-    @overload
-    def generate_batch(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        return_exceptions: bool,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> list[Outcome]: ...
-    def generate_batch(
-        self,
-        prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        return_exceptions: bool = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
-    ) -> dict[Key, Generation] | dict[Key, Outcome] | list[Generation] | list[Outcome]:
-        """Return all answers: a list in the order of the prompts, or a dict with the keys of a mapping.
-
-        Up to `concurrency` requests run at a time, by default as many as the server has slots. The first failure is
-        raised and the other requests are cancelled; with `return_exceptions=True` the errors are among the answers.
-        `progress`: True shows a bar on a terminal if rich is installed; a function is called with (done, total).
-        """
-        checked_window(concurrency, None)
-        keys = list(prompts) if isinstance(prompts, Mapping) else None
-        items = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
-        batch_window = BatchWindow(items, ALL_AT_ONCE, return_exceptions)
-        workers = self._batch_workers(batch_window, concurrency, sampling, params)
-        results = BatchResults(workers, display(progress), _outcome)
-        with Canceller.cancelling(results.cancel):
-            outcomes = list(results)
-        return outcomes if keys is None else dict(zip(keys, outcomes, strict=True))
+    def manager(self) -> RequestManager:
+        """Return a manager of requests whose results are read as they finish."""
+        return RequestManager(self.submit_future)
 
     def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
         """Submit a request and return once it is queued. The server generates the answer without a reader.
 
-        `timeout_seconds` is the deadline of the answer, not of this call.
+        `timeout_seconds` is the deadline of the answer, not of this call. With `on_delta` or `on_token` the answer is
+        read in the background: `future()` of the result has the end, and the exception of a callback.
         """
         options = self._config.outgoing(prompt, sampling, **params)
         request = submit_request(options)
@@ -351,7 +197,12 @@ class Client:
             if options.has_own_id:
                 raise
             # The id is random: an earlier attempt of this call did arrive.
-        return self.submitted(request.request.request_id, metadata=options.metadata)
+        submitted = self.submitted(request.request.request_id, metadata=options.metadata)
+        if options.has_callbacks:
+            attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
+            callbacks = replace(attaching, on_delta=options.on_delta, on_token=options.on_token)
+            submitted._future = self._futures.start(callbacks)
+        return submitted
 
     def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> Submitted:
         """Return the request that this or another client submitted. Makes no call."""
@@ -421,28 +272,3 @@ class Client:
     def _cancel(self, request_id: str, timeout_seconds: float | Unset | None, metadata: Pairs) -> bool:
         request = pb.CancelRequest(request_id=request_id)
         return (self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found
-
-    def _batch_workers(
-        self,
-        batch_window: BatchWindow[Prompt | Request],
-        concurrency: int | None,
-        sampling: Sampling | None,
-        params: Params,
-    ) -> BatchWorkers[Prompt | Request]:
-        def chosen_concurrency() -> int:
-            return concurrency or self._default_concurrency()
-
-        def open_stream(prompt: Prompt | Request) -> Stream:
-            return self.stream(prompt, sampling, **params)
-
-        return BatchWorkers(batch_window, chosen_concurrency, open_stream)
-
-    def _default_concurrency(self) -> int:
-        try:
-            return default_concurrency(self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
-        except LineclearError:
-            return default_concurrency(None)
-
-
-def _outcome(index: int, outcome: Outcome) -> Outcome:
-    return outcome
