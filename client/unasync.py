@@ -36,7 +36,7 @@ REPLACEMENTS = [
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\basyncio\.Lock\b", "threading.Lock"),
     (r"^import asyncio$", "import threading"),
-    (r"\bAsyncGenerator\[tuple\[int, Outcome\], None\]", "Generator[tuple[int, Outcome], None, None]"),
+    (r"\bAsyncGenerator\[(.+), None\]", r"Generator[\1, None, None]"),
     (r"\bAwaitable\[int\]", "int"),
     (r"\bAsync(?=[A-Z])", ""),
 ]  # fmt: skip

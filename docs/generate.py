@@ -34,7 +34,12 @@ from lineclear.v1 import inference_pb2 as pb2
 from lineclear.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = ("lineclear/v1/inference.proto", "lineclear/v1/sampling.proto", "lineclear/v1/admin.proto")
+PUBLIC = (
+    "lineclear/v1/inference.proto",
+    "lineclear/v1/sampling.proto",
+    "lineclear/v1/admin.proto",
+    "lineclear/v1/steps.proto",
+)
 COMPATIBILITY = (
     "## Compatibility of v1",
     "",

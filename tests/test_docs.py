@@ -187,7 +187,7 @@ def test_readme_stubs_are_generated(tmp_path: Path) -> None:
     script = f"{make} && {protoc.replace('.venv/bin/python', sys.executable)}"
     subprocess.run(script, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
     made = {p.name for p in (tmp_path / "stubs/lineclear/v1").iterdir()}
-    assert made == {f"{n}_pb2{g}.py" for n in ("inference", "sampling", "admin") for g in ("", "_grpc")}
+    assert made == {f"{n}_pb2{g}.py" for n in ("inference", "sampling", "admin", "steps") for g in ("", "_grpc")}
 
 
 def test_readme_grpcurl_example_works() -> None:

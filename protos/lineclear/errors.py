@@ -8,6 +8,7 @@
       RequestTooLarge        RESOURCE_EXHAUSTED
       ResponseTooLarge       RESOURCE_EXHAUSTED
       QueueFull              RESOURCE_EXHAUSTED
+      TooManyWatchers        RESOURCE_EXHAUSTED
       SlowConsumer           RESOURCE_EXHAUSTED
       DeviceOutOfMemory      RESOURCE_EXHAUSTED
       Unauthenticated        UNAUTHENTICATED
@@ -201,6 +202,13 @@ class QueueFull(LineclearError):
 
     code = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
+
+
+class TooManyWatchers(LineclearError):
+    """As many calls watch the steps as max_step_watchers allows."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "TOO_MANY_WATCHERS"
 
 
 class SlowConsumer(LineclearError):

@@ -37,6 +37,9 @@ from lineclear.scheduler.grpc_api.admin_service import AdminService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.steps.scheduler_state import SchedulerState
+from lineclear.scheduler.steps.step_feed import StepFeed
+from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import TRAILER, from_trailer
@@ -204,6 +207,11 @@ class FakeOperations:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failure: LineclearError | None = None
+        self.history = StepHistory()
+        self.steps = StepFeed(self.history, lambda call: call(), self._state, max_watchers=2)
+
+    def _state(self) -> SchedulerState:
+        return SchedulerState(0.0, Scheduler(CoreLimits()).view(), ())
 
     def shut_down(self) -> None:
         self.calls.append("shut_down")

@@ -31,6 +31,7 @@ from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]
@@ -103,6 +104,7 @@ class EngineHarness:
         max_workers: int = 64,
         max_inbox: int = 4096,
         check_every_steps: int = 1,
+        step_history: StepHistory | None = None,
         options: ToyOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_anomaly: Callable[[str], object] = lambda what: None,
@@ -140,6 +142,7 @@ class EngineHarness:
             max_workers=max_workers,
             max_inbox=max_inbox,
             check_every_steps=check_every_steps,
+            step_history=step_history,
             on_anomaly=on_anomaly,
             on_fatal=self._died,
         )

@@ -117,7 +117,9 @@ def test_buf_format_changes_nothing(buf: str) -> None:
 def test_the_module_protos_is_the_public_api(buf: str) -> None:
     """`buf generate protos` compiles these files and no others."""
     done = run_buf(buf, "ls-files", "protos")
-    assert done.stdout.split() == [f"protos/lineclear/v1/{name}.proto" for name in ("admin", "inference", "sampling")]
+    assert done.stdout.split() == [
+        f"protos/lineclear/v1/{name}.proto" for name in ("admin", "inference", "sampling", "steps")
+    ]
 
 
 def test_the_public_api_has_no_breaking_change(buf: str) -> None:

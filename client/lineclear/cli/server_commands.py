@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from typer.core import TyperCommand
 
-from lineclear.client import rpc_methods
-from lineclear.client.admin_client import AdminClient, LogLevel
+from lineclear.client import AdminClient, rpc_methods
+from lineclear.client.admin_results import LogLevel
 from lineclear.client.results import HealthStatus
 from lineclear.errors import LineclearError
 from lineclear.exit_codes import ExitCode

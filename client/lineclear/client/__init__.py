@@ -12,15 +12,16 @@ Needs only the packages of gRPC and protobuf. `lineclear.client.testing` replace
 docs/client.md shows errors, retries, batches, TLS, threads and forks.
 """
 
+from ._async.admin_client import AsyncAdminClient
 from ._async.answer_stream import AsyncStream
 from ._async.batch_workers import AsyncBatchResults
 from ._async.client import AsyncClient, AsyncSubmitted
 from ._async.request_manager import AsyncRequestManager
+from ._sync.admin_client import AdminClient
 from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
 from ._sync.request_manager import RequestManager
-from .admin_client import AdminClient
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
 from .requests import ChatMessage, OnModelChange, Request, Sampling
@@ -41,11 +42,22 @@ from .results import (
     Usage,
 )
 from .retry import RetryPolicy
+from .step_record import (
+    RowKind,
+    RunningRequest,
+    SchedulerState,
+    StepRecord,
+    StepRow,
+    WaitingRequest,
+    WatchedSteps,
+    WatchedWorker,
+)
 from .submitted import SubmittedStatus
 
 __all__ = [
     "AdminClient",
     "AnswerFuture",
+    "AsyncAdminClient",
     "AsyncAnswerFuture",
     "AsyncBatchResults",
     "AsyncClient",
@@ -68,10 +80,15 @@ __all__ = [
     "Request",
     "RequestManager",
     "RetryPolicy",
+    "RowKind",
+    "RunningRequest",
     "Sampling",
+    "SchedulerState",
     "ServerStartError",
     "Started",
     "Stats",
+    "StepRecord",
+    "StepRow",
     "Stream",
     "Submitted",
     "SubmittedStatus",
@@ -79,4 +96,7 @@ __all__ = [
     "TokenLogprobs",
     "TopLogprob",
     "Usage",
+    "WaitingRequest",
+    "WatchedSteps",
+    "WatchedWorker",
 ]

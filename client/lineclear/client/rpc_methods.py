@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import DecodeError
 
 from lineclear.errors import InvalidRequest
-from lineclear.v1 import admin_pb2
+from lineclear.v1 import admin_pb2, steps_pb2
 from lineclear.v1 import inference_pb2 as pb
 
 from .results import HealthStatus
@@ -111,4 +111,7 @@ SET_LOG_LEVEL: Final[Method[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelR
     f"/{ADMIN}/SetLogLevel",
     admin_pb2.SetLogLevelRequest.SerializeToString,
     admin_pb2.SetLogLevelResponse.FromString,
+)
+WATCH_STEPS: Final[Method[steps_pb2.WatchStepsRequest, steps_pb2.WatchStepsResponse]] = Method(
+    f"/{ADMIN}/WatchSteps", steps_pb2.WatchStepsRequest.SerializeToString, steps_pb2.WatchStepsResponse.FromString
 )

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from lineclear.v1 import steps_pb2 as lineclear_dot_v1_dot_steps__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18lineclear/v1/admin.proto\x12\x0clineclear.v1\x1a\x1egoogle/protobuf/duration.proto\"\x0e\n\x0c\x44rainRequest\"`\n\rDrainResponse\x12\x1c\n\x14requests_in_progress\x18\x01 \x01(\r\x12\x31\n\x0etime_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14\x44umpRecordingRequest\"%\n\x15\x44umpRecordingResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17\x46lushPrefixCacheRequest\"\x1a\n\x18\x46lushPrefixCacheResponse\";\n\x12SetLogLevelRequest\x12%\n\x05level\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"?\n\x13SetLogLevelResponse\x12(\n\x08previous\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"\x17\n\x15RestartWorkersRequest\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04pids\x18\x01 \x03(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xbe\x03\n\x0c\x41\x64minService\x12@\n\x05\x44rain\x12\x1a.lineclear.v1.DrainRequest\x1a\x1b.lineclear.v1.DrainResponse\x12X\n\rDumpRecording\x12\".lineclear.v1.DumpRecordingRequest\x1a#.lineclear.v1.DumpRecordingResponse\x12\x61\n\x10\x46lushPrefixCache\x12%.lineclear.v1.FlushPrefixCacheRequest\x1a&.lineclear.v1.FlushPrefixCacheResponse\x12R\n\x0bSetLogLevel\x12 .lineclear.v1.SetLogLevelRequest\x1a!.lineclear.v1.SetLogLevelResponse\x12[\n\x0eRestartWorkers\x12#.lineclear.v1.RestartWorkersRequest\x1a$.lineclear.v1.RestartWorkersResponseBc\n\x10\x63om.lineclear.v1P\x01Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\xaa\x02\x0cLineclear.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18lineclear/v1/admin.proto\x12\x0clineclear.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18lineclear/v1/steps.proto\"\x0e\n\x0c\x44rainRequest\"`\n\rDrainResponse\x12\x1c\n\x14requests_in_progress\x18\x01 \x01(\r\x12\x31\n\x0etime_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14\x44umpRecordingRequest\"%\n\x15\x44umpRecordingResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17\x46lushPrefixCacheRequest\"\x1a\n\x18\x46lushPrefixCacheResponse\";\n\x12SetLogLevelRequest\x12%\n\x05level\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"?\n\x13SetLogLevelResponse\x12(\n\x08previous\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"\x17\n\x15RestartWorkersRequest\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04pids\x18\x01 \x03(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\x91\x04\n\x0c\x41\x64minService\x12@\n\x05\x44rain\x12\x1a.lineclear.v1.DrainRequest\x1a\x1b.lineclear.v1.DrainResponse\x12X\n\rDumpRecording\x12\".lineclear.v1.DumpRecordingRequest\x1a#.lineclear.v1.DumpRecordingResponse\x12\x61\n\x10\x46lushPrefixCache\x12%.lineclear.v1.FlushPrefixCacheRequest\x1a&.lineclear.v1.FlushPrefixCacheResponse\x12R\n\x0bSetLogLevel\x12 .lineclear.v1.SetLogLevelRequest\x1a!.lineclear.v1.SetLogLevelResponse\x12[\n\x0eRestartWorkers\x12#.lineclear.v1.RestartWorkersRequest\x1a$.lineclear.v1.RestartWorkersResponse\x12Q\n\nWatchSteps\x12\x1f.lineclear.v1.WatchStepsRequest\x1a .lineclear.v1.WatchStepsResponse0\x01\x42\x63\n\x10\x63om.lineclear.v1P\x01Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\xaa\x02\x0cLineclear.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +34,28 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lineclear.v1.admin_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.lineclear.v1P\001Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\252\002\014Lineclear.V1'
-  _globals['_LOGLEVEL']._serialized_start=497
-  _globals['_LOGLEVEL']._serialized_end=619
-  _globals['_DRAINREQUEST']._serialized_start=74
-  _globals['_DRAINREQUEST']._serialized_end=88
-  _globals['_DRAINRESPONSE']._serialized_start=90
-  _globals['_DRAINRESPONSE']._serialized_end=186
-  _globals['_DUMPRECORDINGREQUEST']._serialized_start=188
-  _globals['_DUMPRECORDINGREQUEST']._serialized_end=210
-  _globals['_DUMPRECORDINGRESPONSE']._serialized_start=212
-  _globals['_DUMPRECORDINGRESPONSE']._serialized_end=249
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=251
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=276
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=278
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=304
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=306
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=365
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=367
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=430
-  _globals['_RESTARTWORKERSREQUEST']._serialized_start=432
-  _globals['_RESTARTWORKERSREQUEST']._serialized_end=455
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=457
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=495
-  _globals['_ADMINSERVICE']._serialized_start=622
-  _globals['_ADMINSERVICE']._serialized_end=1068
+  _globals['_LOGLEVEL']._serialized_start=523
+  _globals['_LOGLEVEL']._serialized_end=645
+  _globals['_DRAINREQUEST']._serialized_start=100
+  _globals['_DRAINREQUEST']._serialized_end=114
+  _globals['_DRAINRESPONSE']._serialized_start=116
+  _globals['_DRAINRESPONSE']._serialized_end=212
+  _globals['_DUMPRECORDINGREQUEST']._serialized_start=214
+  _globals['_DUMPRECORDINGREQUEST']._serialized_end=236
+  _globals['_DUMPRECORDINGRESPONSE']._serialized_start=238
+  _globals['_DUMPRECORDINGRESPONSE']._serialized_end=275
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=277
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=302
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=304
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=330
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=332
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=391
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=393
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=456
+  _globals['_RESTARTWORKERSREQUEST']._serialized_start=458
+  _globals['_RESTARTWORKERSREQUEST']._serialized_end=481
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=483
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=521
+  _globals['_ADMINSERVICE']._serialized_start=648
+  _globals['_ADMINSERVICE']._serialized_end=1177
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from lineclear.v1 import admin_pb2 as lineclear_dot_v1_dot_admin__pb2
+from lineclear.v1 import steps_pb2 as lineclear_dot_v1_dot_steps__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -60,6 +61,11 @@ class AdminServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
                 _registered_method=True)
+        self.WatchSteps = channel.unary_stream(
+                '/lineclear.v1.AdminService/WatchSteps',
+                request_serializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -114,6 +120,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSteps(self, request, context):
+        """Streams the executed steps of all workers until the caller cancels or the
+        server stops, then ends with OK. A caller that reads slowly misses steps
+        and delays nothing. At most max_step_watchers calls at a time; more fail
+        with TOO_MANY_WATCHERS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +157,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RestartWorkers,
                     request_deserializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.SerializeToString,
+            ),
+            'WatchSteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSteps,
+                    request_deserializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -279,6 +300,33 @@ class AdminService(object):
             '/lineclear.v1.AdminService/RestartWorkers',
             lineclear_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
             lineclear_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lineclear.v1.AdminService/WatchSteps',
+            lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+            lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ of InferenceService.
 from collections import abc as _abc
 from grpc import aio as _aio
 from lineclear.v1 import admin_pb2 as _admin_pb2
+from lineclear.v1 import steps_pb2 as _steps_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -66,6 +67,12 @@ class AdminServiceStub:
     A caller that hangs up does not stop the restart; a second call waits for
     the same one. Fails with WORKER_RESTART_FAILED.
     """
+    WatchSteps: _grpc.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]
+    """Streams the executed steps of all workers until the caller cancels or the
+    server stops, then ends with OK. A caller that reads slowly misses steps
+    and delays nothing. At most max_step_watchers calls at a time; more fail
+    with TOO_MANY_WATCHERS.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -99,6 +106,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     worker is stopped when the new one has joined. Returns after the last one.
     A caller that hangs up does not stop the restart; a second call waits for
     the same one. Fails with WORKER_RESTART_FAILED.
+    """
+    WatchSteps: _aio.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]  # type: ignore[assignment]
+    """Streams the executed steps of all workers until the caller cancels or the
+    server stops, then ends with OK. A caller that reads slowly misses steps
+    and delays nothing. At most max_step_watchers calls at a time; more fail
+    with TOO_MANY_WATCHERS.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -160,6 +173,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         worker is stopped when the new one has joined. Returns after the last one.
         A caller that hangs up does not stop the restart; a second call waits for
         the same one. Fails with WORKER_RESTART_FAILED.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchSteps(
+        self,
+        request: _steps_pb2.WatchStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_steps_pb2.WatchStepsResponse], _abc.AsyncIterator[_steps_pb2.WatchStepsResponse]]:
+        """Streams the executed steps of all workers until the caller cancels or the
+        server stops, then ends with OK. A caller that reads slowly misses steps
+        and delays nothing. At most max_step_watchers calls at a time; more fail
+        with TOO_MANY_WATCHERS.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,19 +12,27 @@ from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.shutdown import ShutdownController
+from lineclear.scheduler.steps.step_feed import StepFeed
 
 _RECORDING_SECONDS = 10.0
 
 
 class AdminOperations:
-    """Shutdown, recording dump, prefix-cache flush, log level and restart of workers. On the event loop."""
+    """Shutdown, recording dump, prefix-cache flush, log level, restart of workers and the steps. On the event loop."""
 
     def __init__(
-        self, shutdown: ShutdownController, engine: Engine, recordings: RecordingFiles, supervisor: WorkerSupervisor
+        self,
+        shutdown: ShutdownController,
+        engine: Engine,
+        recordings: RecordingFiles,
+        supervisor: WorkerSupervisor,
+        steps: StepFeed,
     ) -> None:
         self._shutdown, self._engine, self._recordings = shutdown, engine, recordings
         self._supervisor = supervisor
         self._restart: asyncio.Task[list[int]] | None = None
+        self.steps = steps
+        """For watchers."""
 
     def shut_down(self) -> None:
         """Start a graceful shutdown, unless one has started."""

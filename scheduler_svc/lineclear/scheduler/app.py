@@ -38,6 +38,8 @@ from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 from lineclear.scheduler.stall_watchdog import Watchdog
+from lineclear.scheduler.steps.step_feed import StepFeed
+from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.scheduler.text.text_files import read_text_files
 from lineclear.wire.messages import Hello
 
@@ -67,6 +69,7 @@ async def serve(
     stack.callback(service.close)
     core, recordings = _core(settings)
     stack.callback(recordings.close)
+    history = StepHistory(settings.step_history)
     engine = Engine(
         core,
         link,
@@ -77,12 +80,14 @@ async def serve(
         check_every_steps=settings.invariant_check_interval_steps,
         timeouts=_worker_timeouts(settings),
         text_fingerprint=files.fingerprint,
+        step_history=history,
         on_rejected=_on_rejected(files.fingerprint, shutdown),
         on_anomaly=recordings.dump,
         on_fatal=shutdown.on_fatal,
     )
     supervisor.on_exit = engine.worker_exited
-    operations = AdminOperations(shutdown, engine, recordings, supervisor)
+    steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
+    operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
     service.attach(engine)
     admin.attach(operations)
@@ -100,7 +105,7 @@ async def serve(
     stack.callback(watchdog.stop)
     async with _metrics_server(settings, service):
         try:
-            await _run(settings, shutdown, service, server, supervisor)
+            await _run(settings, shutdown, service, server, supervisor, steps)
         finally:
             engine.release_worker()
 
@@ -155,6 +160,7 @@ async def _run(
     service: InferenceService,
     server: Server,
     supervisor: WorkerSupervisor,
+    steps: StepFeed,
 ) -> None:
     """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
     await server.start()
@@ -177,13 +183,17 @@ async def _run(
     gc.freeze()
     await shutdown.started.wait()
     supervisor.drain()
-    if not await shutdown.run_unless_forced(_shut_down(shutdown, settings, service, server)):
+    if not await shutdown.run_unless_forced(_shut_down(shutdown, settings, service, server, steps)):
         service.fail_all(shutdown_interrupted)
         await server.stop(0)
 
 
 async def _shut_down(
-    shutdown: ShutdownController, settings: SchedulerSettings, service: InferenceService, server: Server
+    shutdown: ShutdownController,
+    settings: SchedulerSettings,
+    service: InferenceService,
+    server: Server,
+    steps: StepFeed,
 ) -> None:
     """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
 
@@ -202,6 +212,7 @@ async def _shut_down(
         async with asyncio.timeout(_STATUS_SECONDS):
             await service.streams.wait_until_idle()
     await linger
+    steps.close()  # only now: operators watch how a server drains
     await server.stop(_STATUS_SECONDS)
 
 

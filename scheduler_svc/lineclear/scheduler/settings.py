@@ -225,6 +225,10 @@ class SchedulerSettings(settings_base.ProcessSettings):
     invariant_check_interval_steps: int = DIAGNOSIS.field(64, ge=0, le=2**20)
     """Steps between checks of the core's invariants; 0: none. The invariants are checked whenever the core becomes
     idle, too. A violation stops the server with exit code 70 instead of wrong answers."""
+    step_history: int = DIAGNOSIS.field(512, ge=1, le=65_536)
+    """Executed steps kept for those who watch (WatchSteps). They take about 40 bytes a row, and at most 10 MB."""
+    max_step_watchers: int = DIAGNOSIS.field(16, ge=0, le=1024)
+    """Most callers that watch the steps at a time."""
     watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, gt=0, le=3600)
     """An event loop or engine blocked this long is reported."""
 

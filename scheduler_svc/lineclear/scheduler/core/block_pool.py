@@ -159,6 +159,14 @@ class BlockPool:
         """Return whether the block has no reference."""
         return self._references[block] == 0
 
+    def reference_counts(self) -> tuple[int, ...]:
+        """Return a copy of the reference counts, by block."""
+        return tuple(self._references)
+
+    def cached_blocks(self) -> tuple[int, ...]:
+        """Return the free blocks that keep a prefix."""
+        return tuple(self._cached)
+
     def _unpublish(self, block: int) -> None:
         if block in self._published:
             key, _ = self._published.pop(block)

@@ -39,7 +39,9 @@ from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
-from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepResult, Stopping
+from lineclear.scheduler.steps.scheduler_state import SchedulerState, WorkerState
+from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepPlan, StepResult, Stopping
 
 log = structlog.get_logger()
 
@@ -59,6 +61,7 @@ class Engine:
     A worker whose Hello has another `text_fingerprint` is rejected, and passed to `on_rejected`; empty: not compared.
     The core's invariants are checked every `check_every_steps` results and whenever no step is in flight; 0: never.
     A violation ends the thread, because the core's next decision could be wrong.
+    `step_history` gets every executed step.
     `on_anomaly(what)` is called when a worker is lost, a step is far too slow or the thread dies.
     `on_fatal(error)` is called when the thread dies; nothing is published after it, so the server must end.
     All callbacks run on the engine's thread.
@@ -77,6 +80,7 @@ class Engine:
         max_workers: int = 64,
         max_inbox: int = 4096,
         check_every_steps: int = 64,
+        step_history: StepHistory | None = None,
         on_rejected: Callable[[Hello], None] = lambda hello: None,
         on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
@@ -97,6 +101,7 @@ class Engine:
         self._check_every_steps = check_every_steps
         self._on_rejected, self._on_anomaly, self._on_fatal = on_rejected, on_anomaly, on_fatal
         self._num_unchecked_steps = 0
+        self._steps = step_history or StepHistory()
         self._inbox = CommandInbox(max_inbox, link.wake)
         self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
         self._is_released = False  # a stopping worker may exit at once: its results are not needed any longer
@@ -219,7 +224,10 @@ class Engine:
         for worker in self._workers.joined:
             self._send_log_level(worker)
         self._release_stopping(events, now)  # before the plans, so that its requests continue in this iteration
+        self._steps.request_events(events)
+        num_noted = len(events)
         self._send_plans(events, now)
+        self._steps.request_events(events[num_noted:])
         if events:
             begin = time.perf_counter()
             self._publish(events)
@@ -282,19 +290,28 @@ class Engine:
             self._handle_all(self._workers.on_unsent_plan(worker, now), events, now)
             return False
         worker.plan_sent(plan, now)
+        self._note_plan(plan, events, now)
         return True
+
+    def _note_plan(self, plan: StepPlan, events: list[Event], now: float) -> None:
+        planning = self._core.drain_events()
+        events += planning
+        self._steps.planned(plan, self._core.planned_chunks(plan.epoch) if plan.chunks else (), planning, now)
 
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
         worker = self._workers[result.epoch]
         begin = time.perf_counter()
         try:
-            events += self._core.apply(result, now)
+            found = self._core.apply(result, now)
         except BadResult as error:
             self._handle_all(self._workers.on_bad_result(worker, str(error), now), events, now)
             return
+        events += found
         self._counters.apply_seconds += time.perf_counter() - begin
         self._num_unchecked_steps += 1
         timing = worker.result_applied(result, now)
+        occupancy = self._core.occupancy(result.epoch)
+        self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, occupancy, found)
         self._report_progress(worker, now)
         if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
@@ -347,6 +364,7 @@ class Engine:
 
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
+        self._steps.worker_joined(hello, min(self._core.limits.max_batch_size, hello.num_slots))
         log.info(
             "worker_joined",
             epoch=hello.epoch,
@@ -380,6 +398,7 @@ class Engine:
         is_expected = self._draining or (lost.was_stopping and lost.loss is WorkerLoss.KILLED)
         loss = WorkerLoss.CLEAN if is_expected else lost.loss
         ended = self._core.worker_lost(hello.epoch, now, loss)
+        self._steps.worker_lost(hello.epoch)
         events += ended
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
             log.error("poison_request_failed", epoch=hello.epoch)
@@ -410,6 +429,12 @@ class Engine:
         for worker in self._workers.joined:
             if worker.is_stopping and not worker.is_released:
                 worker.is_released = self._link.send_control(Goodbye(worker.epoch, "no request is left to run"))
+
+    def take_state(self) -> SchedulerState:
+        """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
+        core = self._core.view()
+        workers = tuple(WorkerState(self._steps.index_of(worker.epoch), worker) for worker in core.workers)
+        return SchedulerState(self._clock(), core, workers)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 

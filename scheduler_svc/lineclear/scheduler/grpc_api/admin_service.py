@@ -10,10 +10,12 @@ import structlog
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
+from lineclear.scheduler.grpc_api.step_stream import StepStream
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.steps.step_feed import StepFeed
 from lineclear.v1 import admin_pb2 as pb
-from lineclear.v1 import admin_pb2_grpc
+from lineclear.v1 import admin_pb2_grpc, steps_pb2
 
 log = structlog.get_logger()
 
@@ -34,6 +36,11 @@ _NUMBERS = {name: number for number, name in _LEVELS.items()}
 
 class OperationsApi(Protocol):
     """The admin operations of the process."""
+
+    @property
+    def steps(self) -> StepFeed:
+        """The executed steps."""
+        ...
 
     def shut_down(self) -> None:
         """Start a graceful shutdown. No effect if it has started."""
@@ -65,6 +72,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def attach(self, operations: OperationsApi) -> None:
         """Connect the operations. Called once, before the first call."""
         self._operations = operations
+        settings = self._settings
+        self._steps = StepStream(operations.steps, settings.step_history, settings.stall_timeout_seconds)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Start a graceful shutdown. Return the remaining requests and time."""
@@ -102,6 +111,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest.at("level", f"must be one of {', '.join(_LEVELS.values())}")
         _log_call("set_log_level", context, log_level=level)
         return pb.SetLogLevelResponse(previous=_NUMBERS[self._operations.set_log_level(level)])
+
+    async def WatchSteps(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, request: steps_pb2.WatchStepsRequest, context: Context
+    ) -> None:
+        """Stream the executed steps until the server stops."""
+        _log_call("watch_steps", context)
+        await self._steps.serve(request, context)
 
 
 def _log_call(rpc: str, context: Context, **fields: str) -> None:

@@ -1,0 +1,80 @@
+"""The client of the admin RPCs, which a server offers at its admin address only."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import cast
+
+from lineclear.v1 import admin_pb2 as pb
+from lineclear.v1 import steps_pb2
+
+from .. import rpc_methods
+from ..admin_results import DrainStatus, LogLevel
+from ..requests import UNSET
+from ..step_record import WatchedSteps, watched_steps
+from .client import AsyncClient
+
+
+class AsyncAdminClient:
+    """Admin commands: `await AsyncAdminClient(AsyncClient(admin_address)).drain()`. Calls raise LineclearError."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def drain(self) -> DrainStatus:
+        """Start a graceful shutdown, as SIGTERM does. A repeated call returns the current state."""
+        answer = await self._client._unary(rpc_methods.DRAIN, pb.DrainRequest(), UNSET)
+        return DrainStatus(answer.requests_in_progress, answer.time_remaining.ToNanoseconds() / 1e9)
+
+    async def dump_recording(self) -> str:
+        """Write the flight recording and return the path of the file on the machine of the server."""
+        return (await self._client._unary(rpc_methods.DUMP_RECORDING, pb.DumpRecordingRequest(), UNSET)).path
+
+    async def flush_prefix_cache(self) -> None:
+        """Drop all cached prefixes."""
+        await self._client._unary(rpc_methods.FLUSH_PREFIX_CACHE, pb.FlushPrefixCacheRequest(), UNSET)
+
+    async def restart_workers(self, *, timeout_seconds: float | None = None) -> tuple[int, ...]:
+        """Restart one worker after the other; return the pids of the new ones when the last has joined.
+
+        No stream ends: the requests of a worker continue on the others. The restart goes on if the call times out.
+        """
+        answer = await self._client._unary(rpc_methods.RESTART_WORKERS, pb.RestartWorkersRequest(), timeout_seconds)
+        return tuple(answer.pids)
+
+    async def set_log_level(self, level: LogLevel) -> LogLevel:
+        """Set the log level of the scheduler and return the previous level."""
+        request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))
+        previous = (await self._client._unary(rpc_methods.SET_LOG_LEVEL, request, UNSET)).previous
+        return cast("LogLevel", pb.LogLevel.Name(previous).removeprefix("LOG_LEVEL_").lower())
+
+    async def watch_steps(
+        self,
+        *,
+        history: int = 0,
+        min_interval_seconds: float = 0.1,
+        include_state: bool = False,
+        include_block_map: bool = False,
+    ) -> AsyncGenerator[WatchedSteps, None]:
+        """Yield the executed steps of all workers, until the server stops or the loop ends.
+
+        Begins with up to `history` steps before the call. At most one item in each interval; a loop that is slower than
+        the server misses steps, which `skipped` counts. Items that change the state have it, on request: queue, running
+        requests and workers, with `include_block_map` also each KV block. Wrap the generator in `contextlib.aclosing`
+        where the loop may end early.
+        """
+        request = steps_pb2.WatchStepsRequest(
+            history=history, include_state=include_state, include_block_map=include_block_map
+        )
+        request.min_interval.FromNanoseconds(round(min_interval_seconds * 1e9))
+        metadata = self._client._config.metadata
+        call = self._client._transport.stream_async(
+            rpc_methods.WATCH_STEPS, request, timeout_seconds=None, metadata=metadata
+        )
+        try:
+            while True:
+                yield watched_steps(await call.__anext__())
+        except StopAsyncIteration:
+            return
+        finally:
+            call.cancel()

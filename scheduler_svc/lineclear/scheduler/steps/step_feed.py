@@ -1,0 +1,125 @@
+"""Watchers of the steps: each has a place in the history, reads when it likes, and delays nobody.
+
+The engine does not know them. Only the state is taken on its thread, for all watchers together and at most every
+STATE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from lineclear.errors import TooManyWatchers
+from lineclear.scheduler.steps.scheduler_state import SchedulerState
+from lineclear.scheduler.steps.step_history import ExecutedStep, StepHistory
+
+STATE_SECONDS = 0.1
+"""Shortest time between two states."""
+MAX_READ_ROWS = 2**15
+"""Rows of one read: about half a megabyte."""
+
+
+class WatchedSteps(NamedTuple):
+    """The steps since the last read, and how many of them are lost."""
+
+    steps: list[ExecutedStep]
+    skipped: int
+
+
+class StepFeed:
+    """Gives places to watchers, at most `max_watchers`, and takes the state for them. Thread-safe."""
+
+    def __init__(
+        self,
+        history: StepHistory,
+        call_on_engine_thread: Callable[[Callable[[], object]], None],
+        take_state: Callable[[], SchedulerState],
+        max_watchers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_closed = False
+        """The server stops: watchers end. Any thread."""
+        self.num_states = 0
+        """States taken so far."""
+        self._history = history
+        self._call_on_engine_thread, self._take_state = call_on_engine_thread, take_state
+        self._max_watchers = max_watchers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_watchers = 0
+        self._state: Future[SchedulerState] | None = None
+        self._state_at = 0.0
+
+    @property
+    def wall_offset(self) -> float:
+        """Seconds to add to a time of the engine's clock for that of the wall clock."""
+        return datetime.now(UTC).timestamp() - self._clock()
+
+    @property
+    def num_watchers(self) -> int:
+        """Watchers that are open."""
+        return self._num_watchers
+
+    def close(self) -> None:
+        """End every watcher, at its next read."""
+        self.is_closed = True
+
+    def watch(self, history: int = 0) -> StepWatcher:
+        """Return a watcher that begins up to `history` steps before the next one. Raises TooManyWatchers."""
+        with self._lock:
+            if self._num_watchers >= self._max_watchers:
+                raise TooManyWatchers(
+                    f"{self._num_watchers} calls watch the steps, the limit is --max-step-watchers; end one of them",
+                    metadata={"limit": str(self._max_watchers)},
+                )
+            self._num_watchers += 1
+        first = self._history.last - min(history, self._history.size)
+        return StepWatcher(self, self._history, max(0, first))
+
+    def leave(self) -> None:
+        """Free the place of a watcher."""
+        with self._lock:
+            self._num_watchers -= 1
+
+    def state(self) -> Future[SchedulerState]:
+        """Return the state, at most STATE_SECONDS old or about to be taken. It is never done once the engine stops."""
+        with self._lock:
+            now = self._clock()
+            if self._state is None or (self._state.done() and now >= self._state_at + STATE_SECONDS):
+                self._state, self._state_at = Future[SchedulerState](), now
+                self._call_on_engine_thread(lambda state=self._state: self._take(state))  # type: ignore[misc]
+            return self._state
+
+    def _take(self, future: Future[SchedulerState]) -> None:
+        if future.set_running_or_notify_cancel():
+            self.num_states += 1
+            future.set_result(self._take_state())
+
+
+class StepWatcher:
+    """One reader of the steps. A context manager: leaving it frees its place."""
+
+    def __init__(self, feed: StepFeed, history: StepHistory, number: int) -> None:
+        self._feed, self._history = feed, history
+        self._number = number  # of the last step read
+
+    def __enter__(self) -> StepWatcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._feed.leave()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether steps are unread."""
+        return self._number < self._history.last
+
+    def read(self) -> WatchedSteps:
+        """Return the next steps, of MAX_READ_ROWS rows at most."""
+        steps, skipped = self._history.after(self._number, MAX_READ_ROWS)
+        self._number += len(steps) + skipped
+        return WatchedSteps(steps, skipped)

@@ -1,0 +1,115 @@
+"""Watchers of the steps: their places, what they miss, and the work that they cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lineclear.errors import TooManyWatchers
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.views import Occupancy
+from lineclear.scheduler.steps.scheduler_state import SchedulerState
+from lineclear.scheduler.steps.step_feed import STATE_SECONDS, StepFeed
+from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.wire.messages import Decodes, Hello, StepPlan
+
+HELLO = Hello(7, 16, 4, 4, 64, 97, (), 64)
+
+
+class Harness:
+    """A feed over a history that the test fills, with a clock and an engine's thread that the test moves."""
+
+    def __init__(self, size: int = 8, max_watchers: int = 2) -> None:
+        self.now = 100.0
+        self.calls: list[Callable[[], object]] = []
+        self.history = StepHistory(size)
+        self.history.worker_joined(HELLO, 4)
+        self.feed = StepFeed(
+            self.history, self.calls.append, self._state, max_watchers=max_watchers, clock=lambda: self.now
+        )
+
+    def _state(self) -> SchedulerState:
+        return SchedulerState(self.now, Scheduler(CoreLimits()).view(), ())
+
+    def run(self, count: int = 1) -> None:
+        for _ in range(count):
+            plan = StepPlan(7, self.history.last + 1, decodes=Decodes((0, 1), (5, 6)))
+            self.history.planned(plan, (), (), self.now)
+            self.history.executed(7, 0.001, 0.002, Occupancy(0, 2, 4, 0), ())
+
+
+def test_a_watcher_reads_each_step_once() -> None:
+    harness = Harness()
+    harness.run(3)
+    with harness.feed.watch() as new, harness.feed.watch(history=2) as old:
+        assert [step.number for step in old.read().steps] == [2, 3]
+        assert new.read() == ([], 0)
+        harness.run(2)
+        assert new.has_more
+        assert [step.number for step in new.read().steps] == [step.number for step in old.read().steps] == [4, 5]
+        assert not new.has_more
+
+
+def test_a_slow_watcher_misses_steps_and_is_told_how_many() -> None:
+    harness = Harness(size=8)
+    with harness.feed.watch() as watcher:
+        harness.run(20)
+        steps, skipped = watcher.read()
+        assert ([step.number for step in steps], skipped) == ([*range(13, 21)], 12)
+        assert watcher.read() == ([], 0)
+
+
+def test_history_is_limited_to_what_is_kept() -> None:
+    harness = Harness(size=8)
+    harness.run(20)
+    with harness.feed.watch(history=10**9) as watcher:
+        assert watcher.read().skipped == 0
+    with harness.feed.watch(history=0) as watcher:
+        assert watcher.read() == ([], 0)
+
+
+def test_places_are_limited_and_freed() -> None:
+    harness = Harness(max_watchers=2)
+    with harness.feed.watch(), harness.feed.watch(), pytest.raises(TooManyWatchers, match="the limit is"):
+        harness.feed.watch()
+    with harness.feed.watch():
+        assert harness.feed.num_watchers == 1
+    assert harness.feed.num_watchers == 0
+
+
+def test_all_watchers_share_one_state() -> None:
+    """However many ask and however often: the engine takes a state at most every STATE_SECONDS."""
+    harness = Harness()
+    first = harness.feed.state()
+    assert all(harness.feed.state() is first for _ in range(100))
+    assert len(harness.calls) == 1
+    harness.now += 10 * STATE_SECONDS
+    assert harness.feed.state() is first, "the engine has not answered: no second call"
+    harness.calls.pop()()
+    assert first.result(0).taken_at == harness.now
+    assert harness.feed.state() is not first
+    harness.calls.pop()()
+    for _ in range(100):
+        harness.feed.state()
+        harness.now += STATE_SECONDS / 50
+    assert harness.feed.num_states + len(harness.calls) == 2 + 1, "a hundred requests within two intervals"
+
+
+def test_a_reader_that_gives_up_does_not_harm_the_engine() -> None:
+    harness = Harness()
+    assert harness.feed.state().cancel()
+    harness.calls.pop()()
+    harness.now += STATE_SECONDS
+    again = harness.feed.state()
+    harness.calls.pop()()
+    assert again.result(0).taken_at == harness.now
+
+
+def test_nothing_is_computed_without_a_watcher() -> None:
+    """Steps are kept as they are: no record is made, and the engine is called by nobody."""
+    harness = Harness()
+    harness.run(100)
+    assert harness.calls == []
+    assert harness.feed.num_states == 0
