@@ -231,6 +231,9 @@ class FakeOperations:
     def flush_prefix_cache(self) -> None:
         self.calls.append("flush")
 
+    async def switch_scheduling(self, settings: SchedulerSettings) -> None:
+        self.calls.append(f"switch to {settings.scheduling_policy}")
+
     def set_log_level(self, level: str) -> str:
         self.calls.append(level)
         return "info"

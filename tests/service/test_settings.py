@@ -10,8 +10,8 @@ import pytest
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local, parse_address
-from lineclear.scheduler.app import _fixed_size_timeout_seconds
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES
+from lineclear.scheduler.requests.settings_limits import fixed_size_timeout_seconds
 from lineclear.scheduler.settings import SchedulerSettings, load
 
 
@@ -221,7 +221,7 @@ def test_insecure_remote_address_can_be_allowed() -> None:
 
 def test_fixed_size_waits_forever_without_batch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = ["--model", "m", "--batching-strategy", "fixed_size"]
-    assert _fixed_size_timeout_seconds(load(fixed)[0]) is None
-    assert _fixed_size_timeout_seconds(load([*fixed, "--batch-timeout-ms", "50"])[0]) == 0.05
+    assert fixed_size_timeout_seconds(load(fixed)[0]) is None
+    assert fixed_size_timeout_seconds(load([*fixed, "--batch-timeout-ms", "50"])[0]) == 0.05
     monkeypatch.setenv("LINECLEAR_BATCH_TIMEOUT_MS", "200")
-    assert _fixed_size_timeout_seconds(load(fixed)[0]) == 0.2
+    assert fixed_size_timeout_seconds(load(fixed)[0]) == 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from enum import StrEnum
 from typing import Annotated, Any, cast, get_args
@@ -158,3 +159,32 @@ def operate(
         output.show_json(values)
     elif sentence:
         output.show(f"{sentence}\n")
+
+
+@command(epilog="Example: lineclear scheduling scheduling_policy=fair max_queue_size=200 --target 127.0.0.1:50052")
+def scheduling(
+    connection: Connection,
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, all or none.", metavar="[NAME=VALUE]...")
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Show the scheduling settings in force, or change some while the server runs. --target is the admin address."""
+    given = dict(_change(word) for word in changes or ())
+    with connection.client() as client:
+        admin = AdminClient(client)
+        found = admin.update_scheduling(**given) if given else admin.scheduling()
+    if json_lines:
+        output.show_json(found)
+    else:
+        output.show("".join(f"{name}={value}\n" for name, value in found.items()))
+
+
+def _change(word: str) -> tuple[str, str | float]:
+    name, equals, text = word.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{word} is not NAME=VALUE", param_hint="changes")
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return name.replace("-", "_"), kind(text)
+    return name.replace("-", "_"), text

@@ -115,3 +115,13 @@ SET_LOG_LEVEL: Final[Method[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelR
 WATCH_STEPS: Final[Method[steps_pb2.WatchStepsRequest, steps_pb2.WatchStepsResponse]] = Method(
     f"/{ADMIN}/WatchSteps", steps_pb2.WatchStepsRequest.SerializeToString, steps_pb2.WatchStepsResponse.FromString
 )
+GET_SCHEDULING: Final[Method[admin_pb2.GetSchedulingRequest, admin_pb2.GetSchedulingResponse]] = Method(
+    f"/{ADMIN}/GetScheduling",
+    admin_pb2.GetSchedulingRequest.SerializeToString,
+    admin_pb2.GetSchedulingResponse.FromString,
+)
+UPDATE_SCHEDULING: Final[Method[admin_pb2.UpdateSchedulingRequest, admin_pb2.UpdateSchedulingResponse]] = Method(
+    f"/{ADMIN}/UpdateScheduling",
+    admin_pb2.UpdateSchedulingRequest.SerializeToString,
+    admin_pb2.UpdateSchedulingResponse.FromString,
+)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from lineclear.v1 import steps_pb2 as lineclear_dot_v1_dot_steps__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18lineclear/v1/admin.proto\x12\x0clineclear.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18lineclear/v1/steps.proto\"\x0e\n\x0c\x44rainRequest\"`\n\rDrainResponse\x12\x1c\n\x14requests_in_progress\x18\x01 \x01(\r\x12\x31\n\x0etime_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14\x44umpRecordingRequest\"%\n\x15\x44umpRecordingResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17\x46lushPrefixCacheRequest\"\x1a\n\x18\x46lushPrefixCacheResponse\";\n\x12SetLogLevelRequest\x12%\n\x05level\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"?\n\x13SetLogLevelResponse\x12(\n\x08previous\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"\x17\n\x15RestartWorkersRequest\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04pids\x18\x01 \x03(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\x91\x04\n\x0c\x41\x64minService\x12@\n\x05\x44rain\x12\x1a.lineclear.v1.DrainRequest\x1a\x1b.lineclear.v1.DrainResponse\x12X\n\rDumpRecording\x12\".lineclear.v1.DumpRecordingRequest\x1a#.lineclear.v1.DumpRecordingResponse\x12\x61\n\x10\x46lushPrefixCache\x12%.lineclear.v1.FlushPrefixCacheRequest\x1a&.lineclear.v1.FlushPrefixCacheResponse\x12R\n\x0bSetLogLevel\x12 .lineclear.v1.SetLogLevelRequest\x1a!.lineclear.v1.SetLogLevelResponse\x12[\n\x0eRestartWorkers\x12#.lineclear.v1.RestartWorkersRequest\x1a$.lineclear.v1.RestartWorkersResponse\x12Q\n\nWatchSteps\x12\x1f.lineclear.v1.WatchStepsRequest\x1a .lineclear.v1.WatchStepsResponse0\x01\x42\x63\n\x10\x63om.lineclear.v1P\x01Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\xaa\x02\x0cLineclear.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18lineclear/v1/admin.proto\x12\x0clineclear.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18lineclear/v1/steps.proto\"\x0e\n\x0c\x44rainRequest\"`\n\rDrainResponse\x12\x1c\n\x14requests_in_progress\x18\x01 \x01(\r\x12\x31\n\x0etime_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14\x44umpRecordingRequest\"%\n\x15\x44umpRecordingResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17\x46lushPrefixCacheRequest\"\x1a\n\x18\x46lushPrefixCacheResponse\";\n\x12SetLogLevelRequest\x12%\n\x05level\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"?\n\x13SetLogLevelResponse\x12(\n\x08previous\x18\x01 \x01(\x0e\x32\x16.lineclear.v1.LogLevel\"\x17\n\x15RestartWorkersRequest\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04pids\x18\x01 \x03(\r\"\xba\x06\n\nScheduling\x12\x1e\n\x11\x62\x61tching_strategy\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x1e\n\x11scheduling_policy\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x1e\n\x11preemption_policy\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x1b\n\x0emax_batch_size\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1b\n\x0emin_batch_size\x18\x05 \x01(\rH\x04\x88\x01\x01\x12 \n\x13target_batch_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x1d\n\x10\x62\x61tch_timeout_ms\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12*\n\x1dtarget_inter_token_latency_ms\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12!\n\x14max_prefill_slowdown\x18\t \x01(\x01H\x08\x88\x01\x01\x12#\n\x16priority_aging_seconds\x18\n \x01(\x01H\t\x88\x01\x01\x12\x1b\n\x0emax_queue_size\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x1d\n\x10max_queue_tokens\x18\x0c \x01(\x04H\x0b\x88\x01\x01\x12&\n\x19max_queue_size_per_tenant\x18\r \x01(\rH\x0c\x88\x01\x01\x12(\n\x1bmax_queue_tokens_per_tenant\x18\x0e \x01(\x04H\r\x88\x01\x01\x42\x14\n\x12_batching_strategyB\x14\n\x12_scheduling_policyB\x14\n\x12_preemption_policyB\x11\n\x0f_max_batch_sizeB\x11\n\x0f_min_batch_sizeB\x16\n\x14_target_batch_tokensB\x13\n\x11_batch_timeout_msB \n\x1e_target_inter_token_latency_msB\x17\n\x15_max_prefill_slowdownB\x19\n\x17_priority_aging_secondsB\x11\n\x0f_max_queue_sizeB\x13\n\x11_max_queue_tokensB\x1c\n\x1a_max_queue_size_per_tenantB\x1e\n\x1c_max_queue_tokens_per_tenant\"\x16\n\x14GetSchedulingRequest\"E\n\x15GetSchedulingResponse\x12,\n\nscheduling\x18\x01 \x01(\x0b\x32\x18.lineclear.v1.Scheduling\"D\n\x17UpdateSchedulingRequest\x12)\n\x07\x63hanges\x18\x01 \x01(\x0b\x32\x18.lineclear.v1.Scheduling\"H\n\x18UpdateSchedulingResponse\x12,\n\nscheduling\x18\x01 \x01(\x0b\x32\x18.lineclear.v1.Scheduling*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xce\x05\n\x0c\x41\x64minService\x12@\n\x05\x44rain\x12\x1a.lineclear.v1.DrainRequest\x1a\x1b.lineclear.v1.DrainResponse\x12X\n\rDumpRecording\x12\".lineclear.v1.DumpRecordingRequest\x1a#.lineclear.v1.DumpRecordingResponse\x12\x61\n\x10\x46lushPrefixCache\x12%.lineclear.v1.FlushPrefixCacheRequest\x1a&.lineclear.v1.FlushPrefixCacheResponse\x12R\n\x0bSetLogLevel\x12 .lineclear.v1.SetLogLevelRequest\x1a!.lineclear.v1.SetLogLevelResponse\x12[\n\x0eRestartWorkers\x12#.lineclear.v1.RestartWorkersRequest\x1a$.lineclear.v1.RestartWorkersResponse\x12Q\n\nWatchSteps\x12\x1f.lineclear.v1.WatchStepsRequest\x1a .lineclear.v1.WatchStepsResponse0\x01\x12X\n\rGetScheduling\x12\".lineclear.v1.GetSchedulingRequest\x1a#.lineclear.v1.GetSchedulingResponse\x12\x61\n\x10UpdateScheduling\x12%.lineclear.v1.UpdateSchedulingRequest\x1a&.lineclear.v1.UpdateSchedulingResponseBc\n\x10\x63om.lineclear.v1P\x01Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\xaa\x02\x0cLineclear.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lineclear.v1.admin_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.lineclear.v1P\001Z>github.com/lineclear/lineclear/protos/lineclear/v1;lineclearv1\252\002\014Lineclear.V1'
-  _globals['_LOGLEVEL']._serialized_start=523
-  _globals['_LOGLEVEL']._serialized_end=645
+  _globals['_LOGLEVEL']._serialized_start=1591
+  _globals['_LOGLEVEL']._serialized_end=1713
   _globals['_DRAINREQUEST']._serialized_start=100
   _globals['_DRAINREQUEST']._serialized_end=114
   _globals['_DRAINRESPONSE']._serialized_start=116
@@ -56,6 +56,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTARTWORKERSREQUEST']._serialized_end=481
   _globals['_RESTARTWORKERSRESPONSE']._serialized_start=483
   _globals['_RESTARTWORKERSRESPONSE']._serialized_end=521
-  _globals['_ADMINSERVICE']._serialized_start=648
-  _globals['_ADMINSERVICE']._serialized_end=1177
+  _globals['_SCHEDULING']._serialized_start=524
+  _globals['_SCHEDULING']._serialized_end=1350
+  _globals['_GETSCHEDULINGREQUEST']._serialized_start=1352
+  _globals['_GETSCHEDULINGREQUEST']._serialized_end=1374
+  _globals['_GETSCHEDULINGRESPONSE']._serialized_start=1376
+  _globals['_GETSCHEDULINGRESPONSE']._serialized_end=1445
+  _globals['_UPDATESCHEDULINGREQUEST']._serialized_start=1447
+  _globals['_UPDATESCHEDULINGREQUEST']._serialized_end=1515
+  _globals['_UPDATESCHEDULINGRESPONSE']._serialized_start=1517
+  _globals['_UPDATESCHEDULINGRESPONSE']._serialized_end=1589
+  _globals['_ADMINSERVICE']._serialized_start=1716
+  _globals['_ADMINSERVICE']._serialized_end=2434
 # @@protoc_insertion_point(module_scope)

@@ -263,3 +263,227 @@ class RestartWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestartWorkersResponse: _TypeAlias = RestartWorkersResponse  # noqa: Y015
+
+@_typing.final
+class Scheduling(_message.Message):
+    """Scheduling settings, by the names of the scheduler's settings. An update
+    leaves unset fields as they are.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCHING_STRATEGY_FIELD_NUMBER: _builtins.int
+    SCHEDULING_POLICY_FIELD_NUMBER: _builtins.int
+    PREEMPTION_POLICY_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    TARGET_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    TARGET_INTER_TOKEN_LATENCY_MS_FIELD_NUMBER: _builtins.int
+    MAX_PREFILL_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    PRIORITY_AGING_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_SIZE_PER_TENANT_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_TOKENS_PER_TENANT_FIELD_NUMBER: _builtins.int
+    batching_strategy: _builtins.str
+    """When waiting requests join the running batch: "continuous",
+    "fixed_size", "dynamic_timeout" or "adaptive".
+    """
+    scheduling_policy: _builtins.str
+    """Order of waiting requests: "fifo", "prefill_first", "priority",
+    "shortest", "deadline" or "fair".
+    """
+    preemption_policy: _builtins.str
+    """Running request to preempt when blocks run out: "cheapest" or "newest"."""
+    max_batch_size: _builtins.int
+    """Most requests in one step, at most the slots of a joined worker."""
+    min_batch_size: _builtins.int
+    """Requests that an idle server waits for, at most max_batch_size."""
+    target_batch_tokens: _builtins.int
+    """Most tokens in one step; 0: as many as the worker takes."""
+    batch_timeout_ms: _builtins.float
+    """Longest wait for a batch to fill, in milliseconds."""
+    target_inter_token_latency_ms: _builtins.float
+    """Time between tokens that prompt chunks must keep, in milliseconds."""
+    max_prefill_slowdown: _builtins.float
+    """Factor by which a prompt chunk may lengthen a step."""
+    priority_aging_seconds: _builtins.float
+    """Waiting time that raises a request by one priority, in seconds."""
+    max_queue_size: _builtins.int
+    """Most waiting requests."""
+    max_queue_tokens: _builtins.int
+    """Most prompt tokens of all waiting requests."""
+    max_queue_size_per_tenant: _builtins.int
+    """Most requests a tenant has waiting; 0: any number."""
+    max_queue_tokens_per_tenant: _builtins.int
+    """Most prompt tokens a tenant has waiting; 0: any number."""
+    def __init__(
+        self,
+        *,
+        batching_strategy: _builtins.str | None = ...,
+        scheduling_policy: _builtins.str | None = ...,
+        preemption_policy: _builtins.str | None = ...,
+        max_batch_size: _builtins.int | None = ...,
+        min_batch_size: _builtins.int | None = ...,
+        target_batch_tokens: _builtins.int | None = ...,
+        batch_timeout_ms: _builtins.float | None = ...,
+        target_inter_token_latency_ms: _builtins.float | None = ...,
+        max_prefill_slowdown: _builtins.float | None = ...,
+        priority_aging_seconds: _builtins.float | None = ...,
+        max_queue_size: _builtins.int | None = ...,
+        max_queue_tokens: _builtins.int | None = ...,
+        max_queue_size_per_tenant: _builtins.int | None = ...,
+        max_queue_tokens_per_tenant: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_timeout_ms", b"_batch_timeout_ms", "_batching_strategy", b"_batching_strategy", "_max_batch_size", b"_max_batch_size", "_max_prefill_slowdown", b"_max_prefill_slowdown", "_max_queue_size", b"_max_queue_size", "_max_queue_size_per_tenant", b"_max_queue_size_per_tenant", "_max_queue_tokens", b"_max_queue_tokens", "_max_queue_tokens_per_tenant", b"_max_queue_tokens_per_tenant", "_min_batch_size", b"_min_batch_size", "_preemption_policy", b"_preemption_policy", "_priority_aging_seconds", b"_priority_aging_seconds", "_scheduling_policy", b"_scheduling_policy", "_target_batch_tokens", b"_target_batch_tokens", "_target_inter_token_latency_ms", b"_target_inter_token_latency_ms", "batch_timeout_ms", b"batch_timeout_ms", "batching_strategy", b"batching_strategy", "max_batch_size", b"max_batch_size", "max_prefill_slowdown", b"max_prefill_slowdown", "max_queue_size", b"max_queue_size", "max_queue_size_per_tenant", b"max_queue_size_per_tenant", "max_queue_tokens", b"max_queue_tokens", "max_queue_tokens_per_tenant", b"max_queue_tokens_per_tenant", "min_batch_size", b"min_batch_size", "preemption_policy", b"preemption_policy", "priority_aging_seconds", b"priority_aging_seconds", "scheduling_policy", b"scheduling_policy", "target_batch_tokens", b"target_batch_tokens", "target_inter_token_latency_ms", b"target_inter_token_latency_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_timeout_ms", b"_batch_timeout_ms", "_batching_strategy", b"_batching_strategy", "_max_batch_size", b"_max_batch_size", "_max_prefill_slowdown", b"_max_prefill_slowdown", "_max_queue_size", b"_max_queue_size", "_max_queue_size_per_tenant", b"_max_queue_size_per_tenant", "_max_queue_tokens", b"_max_queue_tokens", "_max_queue_tokens_per_tenant", b"_max_queue_tokens_per_tenant", "_min_batch_size", b"_min_batch_size", "_preemption_policy", b"_preemption_policy", "_priority_aging_seconds", b"_priority_aging_seconds", "_scheduling_policy", b"_scheduling_policy", "_target_batch_tokens", b"_target_batch_tokens", "_target_inter_token_latency_ms", b"_target_inter_token_latency_ms", "batch_timeout_ms", b"batch_timeout_ms", "batching_strategy", b"batching_strategy", "max_batch_size", b"max_batch_size", "max_prefill_slowdown", b"max_prefill_slowdown", "max_queue_size", b"max_queue_size", "max_queue_size_per_tenant", b"max_queue_size_per_tenant", "max_queue_tokens", b"max_queue_tokens", "max_queue_tokens_per_tenant", b"max_queue_tokens_per_tenant", "min_batch_size", b"min_batch_size", "preemption_policy", b"preemption_policy", "priority_aging_seconds", b"priority_aging_seconds", "scheduling_policy", b"scheduling_policy", "target_batch_tokens", b"target_batch_tokens", "target_inter_token_latency_ms", b"target_inter_token_latency_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch_timeout_ms: _TypeAlias = _typing.Literal["batch_timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__batch_timeout_ms: _TypeAlias = _typing.Literal["_batch_timeout_ms", b"_batch_timeout_ms"]  # noqa: Y015
+    _WhichOneofReturnType__batching_strategy: _TypeAlias = _typing.Literal["batching_strategy"]  # noqa: Y015
+    _WhichOneofArgType__batching_strategy: _TypeAlias = _typing.Literal["_batching_strategy", b"_batching_strategy"]  # noqa: Y015
+    _WhichOneofReturnType__max_batch_size: _TypeAlias = _typing.Literal["max_batch_size"]  # noqa: Y015
+    _WhichOneofArgType__max_batch_size: _TypeAlias = _typing.Literal["_max_batch_size", b"_max_batch_size"]  # noqa: Y015
+    _WhichOneofReturnType__max_prefill_slowdown: _TypeAlias = _typing.Literal["max_prefill_slowdown"]  # noqa: Y015
+    _WhichOneofArgType__max_prefill_slowdown: _TypeAlias = _typing.Literal["_max_prefill_slowdown", b"_max_prefill_slowdown"]  # noqa: Y015
+    _WhichOneofReturnType__max_queue_size: _TypeAlias = _typing.Literal["max_queue_size"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_size: _TypeAlias = _typing.Literal["_max_queue_size", b"_max_queue_size"]  # noqa: Y015
+    _WhichOneofReturnType__max_queue_size_per_tenant: _TypeAlias = _typing.Literal["max_queue_size_per_tenant"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_size_per_tenant: _TypeAlias = _typing.Literal["_max_queue_size_per_tenant", b"_max_queue_size_per_tenant"]  # noqa: Y015
+    _WhichOneofReturnType__max_queue_tokens: _TypeAlias = _typing.Literal["max_queue_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_tokens: _TypeAlias = _typing.Literal["_max_queue_tokens", b"_max_queue_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_queue_tokens_per_tenant: _TypeAlias = _typing.Literal["max_queue_tokens_per_tenant"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_tokens_per_tenant: _TypeAlias = _typing.Literal["_max_queue_tokens_per_tenant", b"_max_queue_tokens_per_tenant"]  # noqa: Y015
+    _WhichOneofReturnType__min_batch_size: _TypeAlias = _typing.Literal["min_batch_size"]  # noqa: Y015
+    _WhichOneofArgType__min_batch_size: _TypeAlias = _typing.Literal["_min_batch_size", b"_min_batch_size"]  # noqa: Y015
+    _WhichOneofReturnType__preemption_policy: _TypeAlias = _typing.Literal["preemption_policy"]  # noqa: Y015
+    _WhichOneofArgType__preemption_policy: _TypeAlias = _typing.Literal["_preemption_policy", b"_preemption_policy"]  # noqa: Y015
+    _WhichOneofReturnType__priority_aging_seconds: _TypeAlias = _typing.Literal["priority_aging_seconds"]  # noqa: Y015
+    _WhichOneofArgType__priority_aging_seconds: _TypeAlias = _typing.Literal["_priority_aging_seconds", b"_priority_aging_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__scheduling_policy: _TypeAlias = _typing.Literal["scheduling_policy"]  # noqa: Y015
+    _WhichOneofArgType__scheduling_policy: _TypeAlias = _typing.Literal["_scheduling_policy", b"_scheduling_policy"]  # noqa: Y015
+    _WhichOneofReturnType__target_batch_tokens: _TypeAlias = _typing.Literal["target_batch_tokens"]  # noqa: Y015
+    _WhichOneofArgType__target_batch_tokens: _TypeAlias = _typing.Literal["_target_batch_tokens", b"_target_batch_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__target_inter_token_latency_ms: _TypeAlias = _typing.Literal["target_inter_token_latency_ms"]  # noqa: Y015
+    _WhichOneofArgType__target_inter_token_latency_ms: _TypeAlias = _typing.Literal["_target_inter_token_latency_ms", b"_target_inter_token_latency_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_timeout_ms) -> _WhichOneofReturnType__batch_timeout_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batching_strategy) -> _WhichOneofReturnType__batching_strategy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_batch_size) -> _WhichOneofReturnType__max_batch_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prefill_slowdown) -> _WhichOneofReturnType__max_prefill_slowdown | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_size) -> _WhichOneofReturnType__max_queue_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_size_per_tenant) -> _WhichOneofReturnType__max_queue_size_per_tenant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_tokens) -> _WhichOneofReturnType__max_queue_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_tokens_per_tenant) -> _WhichOneofReturnType__max_queue_tokens_per_tenant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_batch_size) -> _WhichOneofReturnType__min_batch_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preemption_policy) -> _WhichOneofReturnType__preemption_policy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority_aging_seconds) -> _WhichOneofReturnType__priority_aging_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scheduling_policy) -> _WhichOneofReturnType__scheduling_policy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_batch_tokens) -> _WhichOneofReturnType__target_batch_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_inter_token_latency_ms) -> _WhichOneofReturnType__target_inter_token_latency_ms | None: ...
+
+Global___Scheduling: _TypeAlias = Scheduling  # noqa: Y015
+
+@_typing.final
+class GetSchedulingRequest(_message.Message):
+    """GetScheduling has no parameters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSchedulingRequest: _TypeAlias = GetSchedulingRequest  # noqa: Y015
+
+@_typing.final
+class GetSchedulingResponse(_message.Message):
+    """The settings in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scheduling(self) -> Global___Scheduling:
+        """All settings."""
+
+    def __init__(
+        self,
+        *,
+        scheduling: Global___Scheduling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scheduling", b"scheduling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scheduling", b"scheduling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSchedulingResponse: _TypeAlias = GetSchedulingResponse  # noqa: Y015
+
+@_typing.final
+class UpdateSchedulingRequest(_message.Message):
+    """Settings to change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> Global___Scheduling:
+        """The new values."""
+
+    def __init__(
+        self,
+        *,
+        changes: Global___Scheduling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSchedulingRequest: _TypeAlias = UpdateSchedulingRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSchedulingResponse(_message.Message):
+    """The settings are in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scheduling(self) -> Global___Scheduling:
+        """All settings."""
+
+    def __init__(
+        self,
+        *,
+        scheduling: Global___Scheduling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scheduling", b"scheduling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scheduling", b"scheduling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSchedulingResponse: _TypeAlias = UpdateSchedulingResponse  # noqa: Y015

@@ -66,6 +66,16 @@ class AdminServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
                 _registered_method=True)
+        self.GetScheduling = channel.unary_unary(
+                '/lineclear.v1.AdminService/GetScheduling',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.GetSchedulingRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.GetSchedulingResponse.FromString,
+                _registered_method=True)
+        self.UpdateScheduling = channel.unary_unary(
+                '/lineclear.v1.AdminService/UpdateScheduling',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -130,6 +140,24 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetScheduling(self, request, context):
+        """Returns the scheduling settings in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateScheduling(self, request, context):
+        """Changes scheduling settings until the next call or restart, all of them
+        or, with INVALID_ARGUMENT, none. Returns when the next plan follows them.
+        No request ends: queued requests get their place in the new order by
+        their arrival, running ones beyond a smaller batch continue, and a full
+        queue refuses new requests until it is below its new limit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +190,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchSteps,
                     request_deserializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.SerializeToString,
+            ),
+            'GetScheduling': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScheduling,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.GetSchedulingRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.GetSchedulingResponse.SerializeToString,
+            ),
+            'UpdateScheduling': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateScheduling,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -327,6 +365,60 @@ class AdminService(object):
             '/lineclear.v1.AdminService/WatchSteps',
             lineclear_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
             lineclear_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScheduling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/GetScheduling',
+            lineclear_dot_v1_dot_admin__pb2.GetSchedulingRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.GetSchedulingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateScheduling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/UpdateScheduling',
+            lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,15 @@ class AdminServiceStub:
     and delays nothing. At most max_step_watchers calls at a time; more fail
     with TOO_MANY_WATCHERS.
     """
+    GetScheduling: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulingRequest, _admin_pb2.GetSchedulingResponse]
+    """Returns the scheduling settings in force."""
+    UpdateScheduling: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateSchedulingRequest, _admin_pb2.UpdateSchedulingResponse]
+    """Changes scheduling settings until the next call or restart, all of them
+    or, with INVALID_ARGUMENT, none. Returns when the next plan follows them.
+    No request ends: queued requests get their place in the new order by
+    their arrival, running ones beyond a smaller batch continue, and a full
+    queue refuses new requests until it is below its new limit.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -112,6 +121,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     server stops, then ends with OK. A caller that reads slowly misses steps
     and delays nothing. At most max_step_watchers calls at a time; more fail
     with TOO_MANY_WATCHERS.
+    """
+    GetScheduling: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulingRequest, _admin_pb2.GetSchedulingResponse]  # type: ignore[assignment]
+    """Returns the scheduling settings in force."""
+    UpdateScheduling: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateSchedulingRequest, _admin_pb2.UpdateSchedulingResponse]  # type: ignore[assignment]
+    """Changes scheduling settings until the next call or restart, all of them
+    or, with INVALID_ARGUMENT, none. Returns when the next plan follows them.
+    No request ends: queued requests get their place in the new order by
+    their arrival, running ones beyond a smaller batch continue, and a full
+    queue refuses new requests until it is below its new limit.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -185,6 +203,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         server stops, then ends with OK. A caller that reads slowly misses steps
         and delays nothing. At most max_step_watchers calls at a time; more fail
         with TOO_MANY_WATCHERS.
+        """
+
+    @_abc_1.abstractmethod
+    def GetScheduling(
+        self,
+        request: _admin_pb2.GetSchedulingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetSchedulingResponse, _abc.Awaitable[_admin_pb2.GetSchedulingResponse]]:
+        """Returns the scheduling settings in force."""
+
+    @_abc_1.abstractmethod
+    def UpdateScheduling(
+        self,
+        request: _admin_pb2.UpdateSchedulingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UpdateSchedulingResponse, _abc.Awaitable[_admin_pb2.UpdateSchedulingResponse]]:
+        """Changes scheduling settings until the next call or restart, all of them
+        or, with INVALID_ARGUMENT, none. Returns when the next plan follows them.
+        No request ends: queued requests get their place in the new order by
+        their arrival, running ones beyond a smaller batch continue, and a full
+        queue refuses new requests until it is below its new limit.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

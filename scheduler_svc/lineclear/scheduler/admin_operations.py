@@ -11,6 +11,8 @@ from lineclear.process import logging_setup
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
+from lineclear.scheduler.requests.settings_limits import core_limits
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 from lineclear.scheduler.steps.step_feed import StepFeed
 
@@ -19,6 +21,8 @@ _RECORDING_SECONDS = 10.0
 
 class AdminOperations:
     """Shutdown, recording dump, prefix-cache flush, log level, restart of workers and the steps. On the event loop."""
+
+    """Shutdown, recording dump, prefix-cache flush, scheduling and log level. On the event loop."""
 
     def __init__(
         self,
@@ -68,6 +72,13 @@ class AdminOperations:
             self._restart = asyncio.create_task(self._supervisor.restart_all())
         # Shielded: a client that hangs up does not leave the workers half restarted.
         return await asyncio.shield(self._restart)
+
+    async def switch_scheduling(self, settings: SchedulerSettings) -> None:
+        """Have the core follow the scheduling settings. Returns when it does."""
+        self._engine.switch(**core_limits(settings))
+        applied: Future[None] = Future()
+        self._engine.call_on_engine_thread(lambda: applied.set_result(None))
+        await asyncio.shield(asyncio.wrap_future(applied))
 
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache before any request that is submitted later."""

@@ -22,7 +22,6 @@ from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
 from lineclear.scheduler.engine.worker_link import WorkerLink
@@ -35,6 +34,7 @@ from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.inference_service import InferenceService, shutdown_interrupted
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
+from lineclear.scheduler.requests import settings_limits
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 from lineclear.scheduler.stall_watchdog import Watchdog
@@ -169,7 +169,7 @@ async def _run(
         log.warning(
             "fixed_size_waits",
             for_requests=settings.max_batch_size,
-            at_most_seconds=_fixed_size_timeout_seconds(settings),
+            at_most_seconds=settings_limits.fixed_size_timeout_seconds(settings),
             hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
         )
     log.info(
@@ -244,11 +244,8 @@ def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
 
 def _core_limits(settings: SchedulerSettings) -> CoreLimits:
     return CoreLimits(
-        max_batch_size=settings.max_batch_size,
-        target_batch_tokens=settings.target_batch_tokens,
+        **settings_limits.core_limits(settings),
         pipeline_depth=settings.pipeline_depth,
-        max_queue_size=settings.max_queue_size,
-        max_queue_tokens=settings.max_queue_tokens,
         max_preemptions=settings.max_preemptions,
         max_queue_overtakes=settings.max_queue_overtakes,
         max_isolated_crashes=settings.max_isolated_crashes,
@@ -256,23 +253,7 @@ def _core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_isolated_kills=max(1, settings.max_worker_crashes - 2),
         prefix_cache=settings.prefix_cache,
         cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
-        batching_strategy=settings.batching_strategy,
-        scheduling_policy=settings.scheduling_policy,
-        preemption_policy=settings.preemption_policy,
-        policy=PolicySettings(
-            min_batch_size=settings.min_batch_size,
-            batch_timeout_seconds=settings.batch_timeout_ms / 1000,
-            priority_aging_seconds=settings.priority_aging_seconds,
-            target_inter_token_latency_seconds=settings.target_inter_token_latency_ms / 1000,
-            max_prefill_slowdown=settings.max_prefill_slowdown,
-            fixed_size_timeout_seconds=_fixed_size_timeout_seconds(settings),
-        ),
     )
-
-
-def _fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
-    """Return the timeout of fixed_size only if it is set: its default would turn fixed_size into another strategy."""
-    return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
 
 
 def _max_inbox(settings: SchedulerSettings) -> int:

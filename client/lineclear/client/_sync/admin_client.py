@@ -10,7 +10,7 @@ from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import steps_pb2
 
 from .. import rpc_methods
-from ..admin_results import DrainStatus, LogLevel
+from ..admin_results import DrainStatus, LogLevel, scheduling_values, update_scheduling_request
 from ..requests import UNSET
 from ..step_record import WatchedSteps, watched_steps
 from .client import Client
@@ -48,6 +48,20 @@ class AdminClient:
         request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))
         previous = (self._client._unary(rpc_methods.SET_LOG_LEVEL, request, UNSET)).previous
         return cast("LogLevel", pb.LogLevel.Name(previous).removeprefix("LOG_LEVEL_").lower())
+
+    def scheduling(self) -> dict[str, str | int | float]:
+        """Return the scheduling settings in force, by name."""
+        answer = self._client._unary(rpc_methods.GET_SCHEDULING, pb.GetSchedulingRequest(), UNSET)
+        return scheduling_values(answer.scheduling)
+
+    def update_scheduling(self, **changes: str | float) -> dict[str, str | int | float]:
+        """Change scheduling settings while the server runs, and return those in force.
+
+        `Scheduling` in admin.proto names them: scheduling_policy="fair", max_queue_size=100. All change, or none.
+        """
+        request = update_scheduling_request(changes)
+        answer = self._client._unary(rpc_methods.UPDATE_SCHEDULING, request, UNSET)
+        return scheduling_values(answer.scheduling)
 
     def watch_steps(
         self,

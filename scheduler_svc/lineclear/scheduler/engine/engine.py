@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -162,6 +164,10 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of each worker."""
         self._inbox.add(lambda now: self._core.clear_prefix_cache())
+
+    def switch(self, **changes: Any) -> None:
+        """Replace fields of the core's limits before the next plan."""
+        self._inbox.add(lambda now: self._core.switch(replace(self._core.limits, **changes), now))
 
     def set_log_level(self, level: str) -> None:
         """Have each worker log from `level` upwards, also those that join later."""

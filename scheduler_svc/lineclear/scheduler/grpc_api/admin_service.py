@@ -11,6 +11,7 @@ import structlog
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.step_stream import StepStream
+from lineclear.scheduler.requests import scheduling
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.steps.step_feed import StepFeed
@@ -56,6 +57,10 @@ class OperationsApi(Protocol):
 
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache."""
+        ...
+
+    async def switch_scheduling(self, settings: SchedulerSettings) -> None:
+        """Have the core follow the scheduling settings. Returns when it does."""
         ...
 
     def set_log_level(self, level: str) -> str:
@@ -118,6 +123,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Stream the executed steps until the server stops."""
         _log_call("watch_steps", context)
         await self._steps.serve(request, context)
+
+    async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
+        """Return the scheduling settings in force."""
+        return pb.GetSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(self._service.settings)))
+
+    async def UpdateScheduling(
+        self, request: pb.UpdateSchedulingRequest, context: Context
+    ) -> pb.UpdateSchedulingResponse:
+        """Change scheduling settings. Return those in force."""
+        changes = {field.name: value for field, value in request.changes.ListFields()}
+        settings = scheduling.changed(self._service.settings, changes, self._service.num_slots)
+        _log_call("update_scheduling", context, **{name: str(value) for name, value in changes.items()})
+        # No await in between: the event loop and the core follow changes in the same order.
+        self._service.follow(settings)
+        await self._operations.switch_scheduling(settings)
+        return pb.UpdateSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(settings)))
 
 
 def _log_call(rpc: str, context: Context, **fields: str) -> None:

@@ -137,6 +137,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             settings_limits.detached_limits(self._settings), self.quota.retry_after_seconds
         )
 
+    @property
+    def settings(self) -> SchedulerSettings:
+        """The settings in force."""
+        return self._settings
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots of the joined worker; None without one."""
+        hello = self._engine.worker_status.hello
+        return None if hello is None else hello.num_slots
+
+    def follow(self, settings: SchedulerSettings) -> None:
+        """Follow changed scheduling settings."""
+        self._settings = settings
+        self.quota.limits = settings_limits.quota_limits(settings)
+
     async def prepare(self) -> None:
         """Start the processes that render chat templates."""
         await self.tokenizers.prepare()

@@ -67,7 +67,7 @@ class QueueLimiter:
         self.num_rejected = 0
         self.predicted_wait: Callable[[], float | None] = lambda: None
         """The predicted wait of a request at the end of the queue; None if unknown."""
-        self._limits = limits
+        self.limits = limits
         self._clock = clock
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
@@ -85,7 +85,7 @@ class QueueLimiter:
 
     def reserve(self, tenant: str, seconds: float = math.inf) -> QueuePlace:
         """Reserve a place for a request whose deadline is in `seconds`. Raises QueueFull or DeadlineUnreachable."""
-        limits, of_tenant = self._limits, self._requests.get(tenant, 0)
+        limits, of_tenant = self.limits, self._requests.get(tenant, 0)
         if self._num_requests >= limits.requests:
             self._reject(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
         if self._num_requests and self._num_tokens >= limits.tokens:
@@ -106,7 +106,7 @@ class QueueLimiter:
         return QueuePlace(self, tenant)
 
     def _add_tokens(self, tenant: str, tokens: int) -> None:
-        limits, of_tenant = self._limits, self._tokens.get(tenant, 0)
+        limits, of_tenant = self.limits, self._tokens.get(tenant, 0)
         if self._num_tokens and self._num_tokens + tokens > limits.tokens:
             self._reject_tokens(self._num_tokens, limits.tokens)
         if limits.tokens_per_tenant and of_tenant and of_tenant + tokens > limits.tokens_per_tenant:

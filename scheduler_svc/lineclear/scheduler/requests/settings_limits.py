@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.requests.detached import DetachedLimits
 from lineclear.scheduler.requests.queue_limits import QueueLimits
 from lineclear.scheduler.requests.tokenizer_pool import TextLimits
@@ -29,6 +32,32 @@ def quota_limits(settings: SchedulerSettings) -> QueueLimits:
         tokens_per_tenant=settings.max_queue_tokens_per_tenant,
         reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
     )
+
+
+def core_limits(settings: SchedulerSettings) -> dict[str, Any]:
+    """Return the fields of CoreLimits that may change while the server runs."""
+    return {
+        "max_batch_size": settings.max_batch_size,
+        "target_batch_tokens": settings.target_batch_tokens,
+        "max_queue_size": settings.max_queue_size,
+        "max_queue_tokens": settings.max_queue_tokens,
+        "batching_strategy": settings.batching_strategy,
+        "scheduling_policy": settings.scheduling_policy,
+        "preemption_policy": settings.preemption_policy,
+        "policy": PolicySettings(
+            min_batch_size=settings.min_batch_size,
+            batch_timeout_seconds=settings.batch_timeout_ms / 1000,
+            priority_aging_seconds=settings.priority_aging_seconds,
+            target_inter_token_latency_seconds=settings.target_inter_token_latency_ms / 1000,
+            max_prefill_slowdown=settings.max_prefill_slowdown,
+            fixed_size_timeout_seconds=fixed_size_timeout_seconds(settings),
+        ),
+    }
+
+
+def fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
+    """Return the timeout of fixed_size only if it is set: its default would turn fixed_size into another strategy."""
+    return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
 
 
 def detached_limits(settings: SchedulerSettings) -> DetachedLimits:

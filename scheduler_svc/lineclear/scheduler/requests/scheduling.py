@@ -1,0 +1,53 @@
+"""The scheduling settings that an operator may change while the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from lineclear.process.setting_fields import allowed
+from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.settings import SchedulerSettings
+
+NAMES = (
+    *("batching_strategy", "scheduling_policy", "preemption_policy", "max_batch_size", "min_batch_size"),
+    *("target_batch_tokens", "batch_timeout_ms", "target_inter_token_latency_ms", "max_prefill_slowdown"),
+    *("priority_aging_seconds", "max_queue_size", "max_queue_tokens", "max_queue_size_per_tenant"),
+    "max_queue_tokens_per_tenant",
+)
+
+
+def changed(settings: SchedulerSettings, changes: Mapping[str, Any], num_slots: int | None) -> SchedulerSettings:
+    """Return the settings with `changes`, each within the range of its setting. Raises InvalidRequest.
+
+    `num_slots` are those of the joined worker; None without one.
+    """
+    violations = Violations()
+    for name, value in changes.items():
+        try:
+            _adapter(name).validate_python(value)
+        except ValidationError:
+            violations.add(f"changes.{name}", f"must be {allowed(SchedulerSettings.model_fields[name])}")
+    if num_slots is not None and changes.get("max_batch_size", 0) > num_slots:
+        violations.add("changes.max_batch_size", f"must be at most {num_slots}, the slots of the joined worker")
+    violations.raise_if_any()
+    found = settings.model_copy(update=dict(changes))
+    if found.min_batch_size > found.max_batch_size:
+        violations.add("changes.min_batch_size", f"must be at most {found.max_batch_size}, the batch size")
+    if found.reject_unmeetable_deadlines and found.scheduling_policy not in ("fifo", "prefill_first"):
+        violations.add("changes.scheduling_policy", "must be fifo or prefill_first with --reject-unmeetable-deadlines")
+    violations.raise_if_any()
+    return found
+
+
+def _adapter(name: str) -> TypeAdapter[Any]:
+    field = SchedulerSettings.model_fields[name]
+    kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+    return TypeAdapter(kind)
+
+
+def values(settings: SchedulerSettings) -> dict[str, Any]:
+    """Return the values in force."""
+    return {name: getattr(settings, name) for name in NAMES}

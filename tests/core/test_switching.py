@@ -1,0 +1,124 @@
+"""Limits and policies that change while requests wait and run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from core.harness import CoreHarness, answer, make_request
+
+from lineclear.errors import QueueFull
+from lineclear.scheduler.core.events import Started
+from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES
+
+
+def switch(harness: CoreHarness, **changes: Any) -> None:
+    harness.core.switch(replace(harness.core.limits, **changes), harness.now)
+    harness.record([])  # checks the invariants
+
+
+def starts(harness: CoreHarness) -> list[str]:
+    return [event.request_id for event in harness.events if isinstance(event, Started)]
+
+
+def test_waiting_requests_get_the_keys_of_their_arrival() -> None:
+    """With `priority`, each second of waiting counts as a class, also the seconds before the switch."""
+    harness = CoreHarness(max_batch_size=1, priority_aging_seconds=1.0)
+    harness.submit("running", 4, 4)
+    harness.step()
+    for name, priority, second in (("a", 9, 0), ("b", 5, 1), ("c", 5, 2), ("d", 0, 20)):
+        harness.now = float(second)
+        harness.submit(name, 4, 2, priority=priority)
+    switch(harness, scheduling_policy="priority")
+    harness.run()
+    assert starts(harness) == ["running", "b", "c", "a", "d"]
+
+
+def test_new_fair_order_begins_with_the_requests_that_run() -> None:
+    harness = CoreHarness(max_batch_size=1)
+    harness.submit("a0", 4, 4, tenant="a")
+    harness.step()
+    for name in ("a1", "a2", "b0", "b1"):
+        harness.submit(name, 4, 4, tenant=name[0])
+    switch(harness, scheduling_policy="fair")
+    harness.run()
+    assert starts(harness) == ["a0", "b0", "a1", "b1", "a2"]
+
+
+@pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_answers_do_not_depend_on_switches(order: str, strategy: str) -> None:
+    harness = CoreHarness(max_batch_size=2, worker_num_blocks=24)
+    requests = [harness.submit(f"r{number}", 3 + number, 9, tenant=f"t{number % 3}") for number in range(9)]
+    for _ in range(5):
+        harness.step()
+    switch(harness, scheduling_policy=order, batching_strategy=strategy)
+    harness.core.drain(harness.now)  # fixed_size would wait for full batches
+    harness.run()
+    assert [harness.outputs(request.request_id) for request in requests] == [answer(request) for request in requests]
+
+
+def test_running_requests_beyond_fewer_slots_continue() -> None:
+    harness = CoreHarness(max_batch_size=4)
+    for number in range(8):
+        harness.submit(f"r{number}", 4, 6)
+    harness.step()
+    switch(harness, max_batch_size=2)
+    sizes = []
+    while harness.core.num_live:
+        harness.step()
+        sizes.append(harness.core.snapshot().num_requests_running)
+    assert sizes[0] == 4
+    assert max(sizes[sizes.index(2) :]) == 2
+    assert starts(harness) == [f"r{number}" for number in range(8)]
+    assert harness.counters.preemptions == 0
+
+
+def test_more_slots_are_used_at_the_next_step() -> None:
+    harness = CoreHarness(max_batch_size=1)
+    for number in range(8):
+        harness.submit(f"r{number}", 4, 6)
+    harness.step()
+    switch(harness, max_batch_size=100)
+    harness.step()
+    assert harness.core.snapshot().num_requests_running == 8  # the worker's slots
+
+
+def test_full_queue_of_a_smaller_limit_drains() -> None:
+    harness = CoreHarness(max_batch_size=1)
+    for number in range(5):
+        harness.submit(f"r{number}", 4, 2)
+    switch(harness, max_queue_size=2)
+    with pytest.raises(QueueFull):
+        harness.submit("more", 4, 2)
+    while len(starts(harness)) < 4:
+        harness.step()
+    harness.submit("later", 4, 2)
+    harness.run()
+    assert len(starts(harness)) == 6
+
+
+def test_requests_that_wait_for_a_fixed_batch_start_after_the_switch() -> None:
+    harness = CoreHarness(batching_strategy="fixed_size", max_batch_size=4)
+    harness.submit("a", 4, 2)
+    assert harness.step() is None
+    switch(harness, batching_strategy="continuous")
+    assert harness.step() is not None
+
+
+def test_limits_that_are_fixed_cannot_change() -> None:
+    harness = CoreHarness()
+    with pytest.raises(AssertionError):
+        switch(harness, pipeline_depth=3)
+
+
+def test_dump_and_load_keep_switched_limits() -> None:
+    harness = CoreHarness(max_batch_size=1)
+    harness.submit("a", 4, 4)
+    switch(harness, scheduling_policy="shortest", max_batch_size=3)
+    assert harness.core.dump()["limits"]["scheduling_policy"] == "shortest"
+    request = make_request("b", 4, 4)
+    harness.record(harness.core.submit(request, harness.now))
+    harness.run()
+    assert harness.outputs("b") == answer(request)
