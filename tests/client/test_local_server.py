@@ -54,11 +54,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def test_server_serves_until_the_block_ends(started: list[subprocess.Popen[bytes]]) -> None:
     with LocalServer(*TOY, "--served-model-name", "mine") as server, Client(server.target, max_attempts=1) as client:
         assert client.model().model_id == "mine"
+        assert server.is_running
         assert len(client.generate("The capital of France is", max_tokens=3, ignore_eos=True).token_ids) == 3
         assert '"process": "scheduler"' not in server.log.read_text(), "what is no warning is not logged"
         folder = server.log.parent
         assert folder.stat().st_mode & 0o077 == 0, "nobody else can reach it"
     assert [process.returncode for process in started] == [0]
+    assert not server.is_running
     assert not folder.exists()
     server.close()
 

@@ -19,9 +19,11 @@ class FakeSession:
     is_closing = False
     refusal: LineclearError | None = None
 
-    def start(self, request: pb.GenerateRequest, seconds: float | None, make_direct_call: Callable[[], Any]) -> str:
+    def start(
+        self, request: pb.GenerateRequest, seconds: float | None, make_direct_call: Callable[[], Any], tenant: str
+    ) -> str:
         assert (request, seconds) == (REQUEST, 3.0)
-        return "shared"
+        return f"shared {tenant}".strip()
 
 
 class World:
@@ -57,6 +59,13 @@ def test_a_single_call_is_direct(world: World) -> None:
 def test_concurrent_calls_share_one_session(world: World) -> None:
     assert [world.start() for _ in range(3)] == ["direct", "shared", "shared"]
     assert world.opened == [world.multiplexer.session]
+
+
+def test_tenants_share_one_session(world: World) -> None:
+    tenants = [(("x-tenant-id", name), ("a", "b")) for name in "abc"]
+    assert [world.start(metadata) for metadata in tenants] == ["direct", "shared b", "shared c"]
+    assert world.start((("a", "b"),)) == "shared"
+    assert len(world.opened) == 1
 
 
 def test_a_call_with_other_metadata_is_direct(world: World) -> None:

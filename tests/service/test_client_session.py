@@ -28,6 +28,7 @@ from lineclear.errors import (
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.session import Session
+from lineclear.scheduler.security.identity import share
 from lineclear.v1 import inference_pb2 as pb
 
 COUNT = 12
@@ -310,3 +311,19 @@ async def test_cancel_by_id_ends_the_request(tmp_path: Path, kind: str, submitte
             assert await other.cancel("mine") is False
         assert await other.cancel("unknown") is False
         await other.close()
+
+
+async def test_requests_of_a_session_have_their_own_tenant(tmp_path: Path, connect: Open) -> None:
+    """The first request is a call of its own, the others share the session."""
+    async with serving(tmp_path) as s, connect(s, metadata={"x-tenant-id": "default"}) as client:
+        tenants = ["a", "b", None, "a"]
+        calls = []
+        for number, tenant in enumerate(tenants):
+            own = {} if tenant is None else {"tenant": tenant}
+            calls.append(asyncio.ensure_future(client.generate("x", **own)))
+            await s.engine.next_request(number + 1)
+        assert [request.tenant for request in s.engine.submitted] == [share(tenant or "default") for tenant in tenants]
+        assert len(s.service._sessions) == 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

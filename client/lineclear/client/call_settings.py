@@ -8,7 +8,19 @@ from typing import Unpack, get_args
 from lineclear.v1 import inference_pb2 as pb
 
 from .channel import Pairs
-from .requests import Metadata, OnDelta, OnModelChange, OnToken, Params, Prompt, Request, Sampling, Unset, pairs
+from .requests import (
+    Metadata,
+    OnDelta,
+    OnModelChange,
+    OnToken,
+    Params,
+    Prompt,
+    Request,
+    Sampling,
+    Unset,
+    of_tenant,
+    pairs,
+)
 from .retry import OnWait, RetryPolicy, RetryState
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -76,10 +88,11 @@ class ClientConfig:
         """
         request = Request.of(prompt, sampling, **params)
         own = request.timeout_seconds
+        metadata = pairs(self.metadata, request.metadata)
         return CallOptions(
             message=request.to_proto(self.sampling),
             timeout_seconds=self.timeout_seconds if isinstance(own, Unset) else own,
-            metadata=pairs(self.metadata, request.metadata),
+            metadata=metadata if request.tenant is None else of_tenant(metadata, request.tenant),
             retry=self.retry,
             on_wait=self.on_wait,
             on_model_change=_checked(request.on_model_change or self.on_model_change),

@@ -90,6 +90,11 @@ class LocalServer:
     ) -> None:
         self.close()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process of the server runs. `Client.health` says whether it serves."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Shut down gracefully, as SIGTERM does. Kill the server after `stop_timeout_seconds`."""
         assert self._process.stdin is not None

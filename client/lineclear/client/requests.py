@@ -119,6 +119,7 @@ class Params(TypedDict, total=False):
     token_timings: bool | None
     queue_position: bool | None
     timeout_seconds: float | None
+    tenant: str | None
     metadata: Metadata
     on_delta: OnDelta | None
     on_token: OnToken | None
@@ -135,6 +136,7 @@ class Request:
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
     answer. `on_model_change`: by default that of the client.
+    `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
     the answer and before a loop over the stream gets the delta. If one raises, the request is cancelled and the reader
@@ -158,6 +160,7 @@ class Request:
     token_timings: bool | None = None
     queue_position: bool | None = None
     timeout_seconds: float | Unset | None = UNSET
+    tenant: str | None = None
     metadata: Metadata = ()
     on_delta: OnDelta | None = None
     on_token: OnToken | None = None
@@ -243,6 +246,14 @@ def pairs(*sources: Metadata) -> tuple[tuple[str, str | bytes], ...]:
                 )
             found.append((key, value))
     return tuple(found)
+
+
+TENANT_KEY: Final = "x-tenant-id"
+
+
+def of_tenant(metadata: tuple[tuple[str, str | bytes], ...], tenant: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Return `metadata` with that tenant and no other."""
+    return pairs([pair for pair in metadata if pair[0] != TENANT_KEY], {TENANT_KEY: tenant})
 
 
 def authorized(metadata: Metadata, token: str | None) -> Metadata:

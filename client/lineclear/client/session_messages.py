@@ -97,9 +97,11 @@ def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateRespons
         row = end
 
 
-def submit_command(handle: int, request: pb.GenerateRequest, timeout_seconds: float | None) -> pb.SubmitCommand:
+def submit_command(
+    handle: int, request: pb.GenerateRequest, timeout_seconds: float | None, tenant: str = ""
+) -> pb.SubmitCommand:
     """Return the command that starts a request."""
-    command = pb.SubmitCommand(handle=handle, request=request)
+    command = pb.SubmitCommand(handle=handle, request=request, tenant=tenant)
     if timeout_seconds is not None:
         command.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
     return command

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from lineclear.v1 import inference_pb2 as pb
 
 from .channel import Pairs
+from .requests import TENANT_KEY
 from .retry import MAX_TIMEOUT_SECONDS, log
 
 _MIN_REFUSAL_SECONDS = 10.0
@@ -51,12 +52,13 @@ class SessionMultiplexer(Generic[S]):
         make_direct_call: Callable[[], Any],
     ) -> Any:
         """Start a call, through the Session or by `make_direct_call`. It counts as open until `on_end`."""
+        tenant = next((str(value) for key, value in metadata if key == TENANT_KEY), "")
         try:
             with self._lock:
-                session = self._choose(metadata)
+                session = self._choose(tuple(pair for pair in metadata if pair[0] != TENANT_KEY))
             if session is None:
                 return make_direct_call()
-            return session.start(request, timeout_seconds, make_direct_call)
+            return session.start(request, timeout_seconds, make_direct_call, tenant)
         except BaseException:
             self.on_end()
             raise
@@ -70,7 +72,7 @@ class SessionMultiplexer(Generic[S]):
         """Count one more open call and return the Session for it, None for a direct call.
 
         The only open call is a direct one. A Session has the metadata of one caller: that of the first call which
-        shares. Calls with other metadata are direct.
+        shares, without its tenant, which each request names. Calls with other metadata are direct.
         """
         self._num_open += 1
         if self._num_open == 1 or not self._shares:

@@ -8,10 +8,10 @@ from typing import Literal, TypeVar, Unpack, overload
 
 from lineclear.errors import LineclearError
 
-from ..batch_window import ALL_AT_ONCE, BatchWindow, Outcome, checked_window, default_concurrency
+from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
 from ..progress import Progress, display
 from ..requests import Params, Prompt, Request, Sampling, Unset
-from ..results import Generation, Model
+from ..results import Generation, Model, Stats
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers
@@ -32,6 +32,9 @@ class AsyncBatches(ABC):
 
     @abstractmethod
     async def model(self, *, timeout_seconds: float | Unset | None = ...) -> Model: ...
+
+    @abstractmethod
+    async def stats(self, *, timeout_seconds: float | Unset | None = ...) -> Stats: ...
 
     @overload
     def iter_batch(
@@ -212,9 +215,10 @@ class AsyncBatches(ABC):
 
     async def _default_concurrency(self) -> int:
         try:
-            return default_concurrency(await self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
+            model = await self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS)
+            return default_concurrency(model, await self.stats(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
         except LineclearError:
-            return default_concurrency(None)
+            return DEFAULT_CONCURRENCY
 
 
 def _outcome(index: int, outcome: Outcome) -> Outcome:

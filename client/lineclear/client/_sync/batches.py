@@ -9,10 +9,10 @@ from typing import Literal, TypeVar, Unpack, overload
 
 from lineclear.errors import LineclearError
 
-from ..batch_window import ALL_AT_ONCE, BatchWindow, Outcome, checked_window, default_concurrency
+from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
 from ..progress import Progress, display
 from ..requests import Params, Prompt, Request, Sampling, Unset
-from ..results import Generation, Model
+from ..results import Generation, Model, Stats
 from ..sigint import Canceller
 from .answer_stream import Stream
 from .batch_workers import BatchResults, BatchWorkers
@@ -33,6 +33,9 @@ class Batches(ABC):
 
     @abstractmethod
     def model(self, *, timeout_seconds: float | Unset | None = ...) -> Model: ...
+
+    @abstractmethod
+    def stats(self, *, timeout_seconds: float | Unset | None = ...) -> Stats: ...
 
     @overload
     def iter_batch(
@@ -213,9 +216,10 @@ class Batches(ABC):
 
     def _default_concurrency(self) -> int:
         try:
-            return default_concurrency(self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
+            model = self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS)
+            return default_concurrency(model, self.stats(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
         except LineclearError:
-            return default_concurrency(None)
+            return DEFAULT_CONCURRENCY
 
 
 def _outcome(index: int, outcome: Outcome) -> Outcome:

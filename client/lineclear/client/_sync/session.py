@@ -57,7 +57,11 @@ class Session:
         self._workers.start("lineclear-session", self._read)
 
     def start(
-        self, request: pb.GenerateRequest, timeout_seconds: float | None, make_direct_call: Callable[[], Any]
+        self,
+        request: pb.GenerateRequest,
+        timeout_seconds: float | None,
+        make_direct_call: Callable[[], Any],
+        tenant: str = "",
     ) -> Any:
         """Send a request and return its call. A large request becomes a direct call, by `make_direct_call`.
 
@@ -65,7 +69,7 @@ class Session:
         has announced a smaller limit.
         """
         handle = next(self._handles)
-        command = submit_command(handle, request, timeout_seconds)
+        command = submit_command(handle, request, timeout_seconds, tenant)
         num_bytes = command.ByteSize()
         if self._max_request_bytes is not None:
             check_request_size(num_bytes, self._max_request_bytes)
