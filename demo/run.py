@@ -17,8 +17,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +28,7 @@ import runs
 import story
 from runs import Run
 
-from lineclear.client import AsyncClient, Generation, LocalServer, ServerStartError
+from lineclear.client import AsyncAdminClient, AsyncClient, Generation, LocalServer, ServerStartError, StepRecord
 
 PROMPTS = (
     ("The capital of France is", 6),
@@ -44,9 +46,10 @@ START_SECONDS = 120.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-def server(model: str, slots: int, strategy: str, threads: int) -> LocalServer:
-    """Start a local service in float32, so that each way gives the same tokens."""
+def server(model: str, slots: int, strategy: str, threads: int, admin: str) -> LocalServer:
+    """Start a local service in float32, so that each way gives the same tokens. `admin`: its admin address."""
     flags = ["--model", model, "--max-batch-size", str(slots), "--batching-strategy", strategy]
+    flags += ["--admin-listen", admin, "--step-history", "4096"]
     worker = ["--", "--dtype", "float32", "--threads", str(threads)]
     return LocalServer(*flags, *worker, start_timeout_seconds=START_SECONDS)
 
@@ -91,17 +94,23 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
     return stream.result
 
 
-async def run(target: str, slots: int, printer: Printer) -> Run:
+async def executed_steps(admin: str) -> tuple[StepRecord, ...]:
+    """Return the steps that the service keeps."""
+    async with AsyncClient(admin) as client, aclosing(AsyncAdminClient(client).watch_steps(history=4096)) as watched:
+        return (await anext(watched)).steps
+
+
+async def run(target: str, admin: str, printer: Printer) -> Run:
     """Send all prompts at once."""
     async with AsyncClient(target) as client:
         await client.generate(PROMPTS[0][0], max_tokens=2)  # triggers one-time initialisation
         begin = time.monotonic()
         answers = await asyncio.gather(*(stream_one(client, i, printer) for i in range(len(PROMPTS))))
         seconds = time.monotonic() - begin
-    return runs.of_answers(*CONTINUOUS, answers, seconds, slots, static=False)
+    return runs.of_answers(*CONTINUOUS, answers, seconds, await executed_steps(admin), static=False)
 
 
-async def run_static(target: str, slots: int) -> Run:
+async def run_static(target: str, admin: str, slots: int) -> Run:
     """Send the prompts in order; the service waits for a full batch and runs it to its end."""
     async with AsyncClient(target) as client:
         await asyncio.gather(*(client.generate(PROMPTS[0][0], max_tokens=2) for _ in range(slots)))
@@ -112,7 +121,7 @@ async def run_static(target: str, slots: int) -> Run:
             await asyncio.sleep(0.005)  # keeps the order in the queue
         answers = await asyncio.gather(*tasks)
         seconds = time.monotonic() - begin
-    return runs.of_answers(*STATIC, answers, seconds, slots, static=True)
+    return runs.of_answers(*STATIC, answers, seconds, await executed_steps(admin), static=True)
 
 
 class PaddedWaves:
@@ -192,14 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Starting the service: continuous batching, {slots} slots")
     try:
         # One event loop for both: gRPC may still use the first one after its work is done.
-        with asyncio.Runner() as runner:
-            with server(model, slots, "continuous", threads) as service:
-                continuous = runner.run(run(service.target, slots, Printer()))
+        with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="lineclear-demo-") as folder:
+            admin = f"unix:{folder}/admin.sock"
+            with server(model, slots, "continuous", threads, admin) as service:
+                continuous = runner.run(run(service.target, admin, Printer()))
             print("\nThe same prompts with static batching: fixed batches in the service, then transformers' generate")
             with PaddedWaves(model, slots, threads) as waves:
-                with server(model, slots, "fixed_size", threads) as service:
+                with server(model, slots, "fixed_size", threads, admin) as service:
                     waves.wait_until_loaded()
-                    static = runner.run(run_static(service.target, slots))
+                    static = runner.run(run_static(service.target, admin, slots))
                 padded = waves.run()
     except ServerStartError as error:
         raise SystemExit(str(error)) from None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lineclear.client import Generation
-from lineclear.render.step_record import RowKind, StepRow
-from lineclear.render.timeline import Barrier, Mark, Panel, Segment, Tick
+from lineclear.client import Generation, RowKind, StepRecord, StepRow
+from lineclear.render.timeline import Barrier, Mark, Panel, Segment, Tick, panels
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Entry:
     last: int
     prompt_tokens: int
     token_ids: tuple[int, ...]
-    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts, one way. Steps count from 1. `batches` is empty with continuous batching."""
+    """All prompts, one way. Steps count from 1. `batches` is empty with continuous batching.
+
+    `records`: the executed steps of a service, with the numbers of the prompts as requests.
+    """
 
     name: str
     what: str
@@ -54,6 +55,7 @@ class Run:
     slots: int
     batches: tuple[Batch, ...] = ()
     is_padded: bool = False
+    records: tuple[StepRecord, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -77,52 +79,38 @@ class Run:
             return 0
         return sum(batch.left_padding + sum(map(batch.waited, batch.entries)) for batch in self.batches)
 
-    def rows(self, step: int) -> list[StepRow]:
-        """Return the packed rows of a step: decodes in order of their slots, then prompts."""
-        found = []
-        for entry in sorted(self.entries, key=lambda entry: (entry.first == step, entry.slot)):
-            if entry.first == step:
-                found.append(StepRow(entry.slot, entry.request, 0, entry.prompt_tokens, RowKind.PREFILL))
-            elif entry.first < step <= entry.last:
-                position = entry.prompt_tokens + step - entry.first - 1
-                found.append(StepRow(entry.slot, entry.request, position, 1, RowKind.DECODE))
-        return found
-
-    def mixed_step(self) -> int:
+    def mixed_step(self) -> StepRecord:
         """Return the first step with a prompt beside the most decodes."""
-        return max(
-            sorted({entry.first for entry in self.entries}),
-            key=lambda step: sum(row.kind is RowKind.DECODE for row in self.rows(step)),
-        )
+        return max(self.records, key=lambda step: _decodes(step) if _decodes(step) < len(step.rows) else -1)
 
     def panel(self) -> Panel:
-        """Return the lanes of the timeline."""
+        """Return the lanes of the timeline: those of the executed steps, or of the padded waves."""
+        subtitle = f"{self.used_share:.0%} of the slots' steps compute an answer, {self.padding} padding tokens"
+        base = panels(self.records)[0] if self.records else self._padded_panel()
+        return replace(base, title=f"{self.what}: {self.steps} steps", subtitle=subtitle)
+
+    def _padded_panel(self) -> Panel:
         segments, ticks = [], []
-        for e in self.entries:
-            segments.append(Segment(e.slot, e.first - 1, e.first, Mark.PREFILL, e.request))
-            segments.append(Segment(e.slot, e.first, e.last, Mark.DECODE, e.request))
-            ticks.append(Tick(e.slot, e.last - 1, Mark.END))
-        if self.is_padded:
-            segments += (
-                Segment(entry.slot, entry.last, batch.end, Mark.PADDING, entry.request)
-                for batch in self.batches
-                for entry in batch.entries
-                if batch.waited(entry)
-            )
-        return Panel(
-            title=f"{self.what}: {self.steps} steps",
-            subtitle=f"{self.used_share:.0%} of the slots' steps compute an answer, {self.padding} padding tokens",
-            lanes=tuple(f"slot {number}" for number in range(self.slots)),
-            columns=self.steps,
-            segments=tuple(segments),
-            ticks=tuple(ticks),
-            barriers=tuple(Barrier(batch.begin - 1, "barrier") for batch in self.batches[1:]),
-            first_step=1,
-        )
+        for batch in self.batches:
+            for e in batch.entries:
+                segments.append(Segment(e.slot, e.first - 1, e.first, Mark.PREFILL, e.request))
+                segments.append(Segment(e.slot, e.first, e.last, Mark.DECODE, e.request))
+                ticks.append(Tick(e.slot, e.last - 1, Mark.END))
+                if batch.waited(e):
+                    segments.append(Segment(e.slot, e.last, batch.end, Mark.PADDING, e.request))
+        barriers = tuple(Barrier(batch.begin - 1, "barrier") for batch in self.batches[1:])
+        lanes = tuple(f"slot {number}" for number in range(self.slots))
+        return Panel("", "", lanes, self.steps, tuple(segments), tuple(ticks), barriers, first_step=1)
 
 
-def of_answers(name: str, what: str, answers: Sequence[Generation], seconds: float, slots: int, static: bool) -> Run:
-    """Return the run of a lineclear service."""
+def _decodes(step: StepRecord) -> int:
+    return sum(row.kind is RowKind.DECODE for row in step.rows)
+
+
+def of_answers(
+    name: str, what: str, answers: Sequence[Generation], seconds: float, records: Sequence[StepRecord], static: bool
+) -> Run:
+    """Return the run of a lineclear service. `records` are its steps, those before the run included."""
     base = min(answer.started.first_step for answer in answers) - 1
     entries = tuple(
         Entry(
@@ -132,11 +120,24 @@ def of_answers(name: str, what: str, answers: Sequence[Generation], seconds: flo
             answer.timings.last_step - base,
             answer.usage.prompt_tokens,
             answer.token_ids,
-            answer.timings.queue_time_seconds,
         )
         for request, answer in enumerate(answers, 1)
     )
-    return Run(name, what, entries, seconds, slots, _batches(entries, slots) if static else ())
+    slots = records[0].num_slots
+    steps = tuple(_named(replace(r, step=r.step - base), entries) for r in records if r.step > base)
+    return Run(name, what, entries, seconds, slots, _batches(entries, slots) if static else (), records=steps)
+
+
+def _named(record: StepRecord, entries: Sequence[Entry]) -> StepRecord:
+    """Return the step with the numbers of the prompts instead of those of arrival."""
+    rows = tuple(replace(row, request=_entry_at(record.step, row, entries).request) for row in record.rows)
+    numbers = {old.request: new.request for old, new in zip(record.rows, rows, strict=True)}
+    ended = tuple(numbers[request] for request in record.ended if request in numbers)
+    return replace(record, rows=rows, ended=ended)
+
+
+def _entry_at(step: int, row: StepRow, entries: Sequence[Entry]) -> Entry:
+    return next(entry for entry in entries if entry.slot == row.slot and entry.first <= step <= entry.last)
 
 
 def _batches(entries: Sequence[Entry], slots: int) -> tuple[Batch, ...]:

@@ -11,8 +11,8 @@ from lineclear.render.timeline_svg import timeline_svg
 
 NEXT = (
     ("lineclear serve --demo --admin-listen 127.0.0.1:50052", "a server of your own, with an admin address"),
-    ("lineclear stats --watch --target 127.0.0.1:50052", "watch its queue, batch and KV blocks"),
-    ("README.md", "serve your own model, call it from Python and the shell, deploy it"),
+    ("lineclear top --target 127.0.0.1:50052", "watch its queue, slots and KV blocks"),
+    ("docs/observing.md", "what each shows, traces for Perfetto, and the mask of any step"),
 )
 
 
@@ -24,7 +24,7 @@ def admission_log(run: Run) -> Iterator[str]:
         if step in waits:
             yield _barrier(run, waits[step])
         entering = sorted((entry for entry in run.entries if entry.first == step), key=lambda entry: entry.slot)
-        yield f"    step {step:3}  " + ", ".join(_enters(run, entry) for entry in entering)
+        yield f"    step {step:3}  " + "; ".join(_enters(run, entry) for entry in entering)
     if run.batches:
         yield _barrier(run, run.batches[-1])
     yield f"    step {run.steps:3}  the last answer is complete"
@@ -35,7 +35,8 @@ def _enters(run: Run, entry: Entry) -> str:
     before = [other for other in run.entries if other.slot == entry.slot and other.last < entry.first]
     if before and not run.batches:
         last = max(before, key=lambda other: other.last)
-        text += f" {entry.first - last.last} step(s) after the last token of [{last.request}]"
+        steps = entry.first - last.last
+        text += f", {'the step' if steps == 1 else f'{steps} steps'} after the last token of [{last.request}]"
     return text
 
 
@@ -63,11 +64,11 @@ def tokens_are_equal(runs: Sequence[Run]) -> bool:
 
 
 def mask(run: Run, width: int) -> str:
-    """Return a step of the run with prompts and decodes, and its mask."""
+    """Return an executed step with prompts and decodes, and its mask."""
     step = run.mixed_step()
-    rows = run.rows(step)
-    counts = f"{sum(row.num_tokens for row in rows)} queries of {len(rows)} requests in one packed row, no padding"
-    return f"Step {step} of continuous batching: {counts}\n\n" + mask_text(rows, width)
+    queries = sum(row.num_tokens for row in step.rows)
+    counts = f"{queries} queries of {len(step.rows)} requests in one packed row, no padding"
+    return f"Step {step.step} of continuous batching: {counts}\n\n" + mask_text(step.rows, width)
 
 
 def pictures(runs: Sequence[Run]) -> dict[str, str]:
@@ -76,5 +77,5 @@ def pictures(runs: Sequence[Run]) -> dict[str, str]:
     step = continuous.mixed_step()
     return {
         "timeline.svg": timeline_svg([padded.panel(), continuous.panel()]),
-        "mask.svg": mask_svg(continuous.rows(step), f"Attention mask of step {step}: one packed row, no padding"),
+        "mask.svg": mask_svg(step.rows, f"Attention mask of step {step.step}: one packed row, no padding"),
     }

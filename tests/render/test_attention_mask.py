@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from lineclear.client import RowKind, StepRow
 from lineclear.render.attention_mask import CACHED, MASKED, NEW, mask_svg, mask_text
-from lineclear.render.step_record import RowKind, StepRow
 
 DECODE = StepRow(0, 1, 5, 1, RowKind.DECODE)
 PREFILL = StepRow(1, 2, 0, 3, RowKind.PREFILL)

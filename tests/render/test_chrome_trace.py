@@ -57,3 +57,18 @@ def test_counters_follow_queue_and_blocks() -> None:
 
 def test_no_steps_are_an_empty_trace() -> None:
     assert events() == []
+
+
+def test_steps_are_placed_by_their_end_and_do_not_overlap() -> None:
+    """Two plans in flight: the second waits behind the first, which its total time includes."""
+    first = record(1, decode(0, 1, 4), time_seconds=1.0, seconds=0.2, total_seconds=0.2)
+    second = record(2, decode(0, 1, 5), time_seconds=1.05, seconds=0.1, total_seconds=0.25)
+    early = record(3, decode(0, 1, 6), time_seconds=1.2, seconds=0.15, total_seconds=0.15)
+    other = record(1, decode(0, 2, 4), time_seconds=1.1, seconds=0.1, total_seconds=0.1, worker=1)
+    slices = [e for e in of_phase(events(first, second, early, other), "X") if e["tid"] == 1]
+    assert [(e["ts"], e["dur"]) for e in slices] == [
+        (0, 200_000),
+        (200_000, 100_000),
+        (300_000, 50_000),
+        (100_000, 100_000),
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lineclear.render.step_record import RowKind, StepRecord, StepRow
+from lineclear.client import RowKind, StepRecord, StepRow
 from lineclear.render.timeline import Barrier, Mark, Panel, Segment, Tick, panels
 from lineclear.render.timeline_svg import timeline_svg
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
-from .step_record import StepRow
+from lineclear.client import StepRow
+
 from .svg_style import svg_document
 
 CACHED, NEW, MASKED = "▒", "█", "·"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .step_record import StepRecord
+from lineclear.client import StepRecord
 
 _STEPS_THREAD = 0
 """The thread of whole steps; slot N is thread N + 1."""
@@ -23,12 +23,19 @@ class ChromeTrace:
         self._begun_seconds: float | None = None
         self._named: set[tuple[int, int]] = set()
         self._slots: dict[tuple[int, int], int] = {}
+        self._ends: dict[int, int] = {}
 
     def events(self, record: StepRecord) -> Iterator[dict[str, Any]]:
-        """Return the events of a step. Times count from the first record."""
+        """Return the events of a step. Times count from the begin of the first."""
+        end_seconds = record.time_seconds + (record.total_seconds or record.seconds)
+        begin_seconds = end_seconds - record.seconds
         if self._begun_seconds is None:
-            self._begun_seconds = record.time_seconds
-        begin, duration = round((record.time_seconds - self._begun_seconds) * 1e6), round(record.seconds * 1e6)
+            self._begun_seconds = begin_seconds
+        # A plan waits behind the step before it, so a step is placed by its end. Slices of a slot must not overlap.
+        end = round((end_seconds - self._begun_seconds) * 1e6)
+        begin = max(round((begin_seconds - self._begun_seconds) * 1e6), self._ends.get(record.worker, 0))
+        self._ends[record.worker] = max(begin, end)
+        duration = self._ends[record.worker] - begin
         pid = record.worker
         yield from self._names(record)
         tokens = sum(row.num_tokens for row in record.rows)

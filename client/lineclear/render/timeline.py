@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from .step_record import RowKind, StepRecord, StepRow
+from lineclear.client import RowKind, StepRecord, StepRow
 
 
 class Mark(StrEnum):

@@ -13,7 +13,7 @@ _LEFT, _RIGHT = 60, 16
 _PLOT = WIDTH - _LEFT - _RIGHT
 _LANE, _GAP = 24, 4
 _HEAD, _FOOT = 46, 30
-_LEGEND = 44
+_LEGEND = 58
 _CHARACTER = 6.6
 """Width of a character of a label, to see which label fits its segment."""
 
@@ -113,11 +113,14 @@ def _ticks(first: int, columns: int) -> Iterator[int]:
 
 
 def _legend(marks: frozenset[Mark]) -> Iterator[str]:
-    x = 0.0
+    x, y = 0.0, 0
     for mark, text in _LEGEND_TEXTS.items():
         if mark not in marks:
             continue
+        length = 20 + len(text) * _CHARACTER
+        if x + length > _PLOT:
+            x, y = 0.0, y + 20
         width = 2 if mark in (Mark.END, Mark.PREEMPTED) else 14
-        yield f'<rect class="{mark}" x="{x + (14 - width) / 2:.0f}" width="{width}" height="14"/>'
-        yield f'<text x="{x + 20:.0f}" y="12">{escape(text)}</text>'
-        x += 20 + len(text) * _CHARACTER + 20
+        yield f'<rect class="{mark}" x="{x + (14 - width) / 2:.0f}" y="{y}" width="{width}" height="14"/>'
+        yield f'<text x="{x + 20:.0f}" y="{y + 12}">{escape(text)}</text>'
+        x += length + 20

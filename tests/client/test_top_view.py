@@ -1,0 +1,152 @@
+"""The lines of `lineclear top`, from states and steps without a server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lineclear.cli.top_history import WINDOW_SECONDS, TopHistory
+from lineclear.cli.top_view import view
+from lineclear.client import (
+    RowKind,
+    RunningRequest,
+    SchedulerState,
+    StepRecord,
+    StepRow,
+    WaitingRequest,
+    WatchedSteps,
+    WatchedWorker,
+)
+
+WORKER = WatchedWorker(
+    worker=0, epoch=7, device="cpu", num_slots=4, num_running=1, steps_in_flight=2, steps=12, num_blocks=8,
+    block_size=16, blocks_used=3, blocks_shared=1, blocks_cached=2, block_map=bytes([2, 2, 3, 1, 1, 0, 0, 0]),
+)  # fmt: skip
+RUNNING = RunningRequest(
+    request=5, worker=0, slot=1, prompt_tokens=10, max_tokens=30, position=19, cached_tokens=4, preemptions=2
+)
+STATE = SchedulerState(
+    time_seconds=100.0, draining=False, num_waiting=3, num_tokens_waiting=44,
+    waiting=(WaitingRequest(6, 12, 20, 1.5, False), WaitingRequest(2, 9, 20, 0.25, True)),
+    running=(RUNNING,), workers=(WORKER,), generation_tokens=50,
+    prefix_cache_queries=200, prefix_cache_hits=50, preemptions=2,
+)  # fmt: skip
+
+
+def steps(*times: float, **fields: Any) -> tuple[StepRecord, ...]:
+    """Return steps of two sampling rows, and one that samples nothing, that end at these times."""
+    rows = tuple(StepRow(slot, slot, 9, 1, RowKind.DECODE) for slot in range(2))
+    rows += (StepRow(2, 2, 0, 8, RowKind.PREFILL, samples=False),)
+    fields = {"worker": 0, "epoch": 7, "seconds": 0.01, "total_seconds": 0.0} | fields
+    return tuple(StepRecord(step=n, time_seconds=at, rows=rows, **fields) for n, at in enumerate(times))
+
+
+def text(history: TopHistory, notice: str = "", width: int = 100, height: int | None = 40) -> list[str]:
+    console = Console(width=width, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view(history, "host:1", notice, width, height))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def history(state: SchedulerState | None = STATE, records: tuple[StepRecord, ...] = ()) -> TopHistory:
+    found = TopHistory()
+    found.add(WatchedSteps(records, 0, state))
+    return found
+
+
+def test_view_of_a_state() -> None:
+    lines = "\n".join(text(history()))
+    assert "prefix hits 25%" in lines
+    assert "queue 3 waiting, 44 tokens   next: [6] 12+20 1.5 s, [2] 9+20 again 0.2 s" in lines
+    assert "slots 1 of 4 in use" in lines
+    assert re.search(r"slot   1 \[5\] ▒+█+·+ 10/30 tokens, prompt 10 \(4 cached\), preempted 2x", lines)
+    assert "worker 0 cpu, 1 of 4 slots, step 12" in lines
+    assert "█ 2 in use  ▓ 1 shared  ░ 2 cached  · 3 free" in lines
+    assert "██▓░░···" in lines
+
+
+def test_bar_shows_shares_of_prompt_and_answer() -> None:
+    running = replace(RUNNING, prompt_tokens=10, max_tokens=30, position=20)
+    (line,) = (line for line in text(history(replace(STATE, running=(running,))), width=120) if "[5]" in line)
+    bar = re.search(r"[▒█·]+", line)
+    assert bar is not None
+    length = len(bar[0])
+    assert bar[0].count("▒") == bar[0].count("█") == pytest.approx(length / 4, abs=1)
+    assert bar[0].count("·") == pytest.approx(length / 2, abs=1)
+
+
+@pytest.mark.parametrize("width", [20, 44, 80, 200])
+@pytest.mark.parametrize("height", [1, 3, 9, 24])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_view_fits(width: int, height: int, workers: int) -> None:
+    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
+    map_of_many = replace(WORKER, block_map=bytes([0, 1, 2, 3] * 1000), num_blocks=4000)
+    state = replace(STATE, running=many, workers=tuple(replace(map_of_many, worker=n) for n in range(workers)))
+    lines = text(history(state), width=width, height=height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_slots_that_do_not_fit_are_counted() -> None:
+    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
+    lines = text(history(replace(STATE, running=many)), height=24)
+    shown = sum("  slot" in line for line in lines)
+    assert f"  and {300 - shown} more" in lines
+    assert any("KV blocks" in line for line in lines)
+
+
+def test_without_a_height_all_slots_are_shown() -> None:
+    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
+    assert sum("  slot" in line for line in text(history(replace(STATE, running=many)), height=None)) == 300
+
+
+def test_cell_of_several_blocks_shows_use_before_free() -> None:
+    worker = replace(WORKER, block_map=bytes([0, 0, 0, 2] * 500), num_blocks=2000)
+    lines = text(history(replace(STATE, workers=(worker,))), width=44)
+    assert any(re.fullmatch(r"  \d+ blocks in a cell", line) for line in lines)
+    cells = "".join(line.strip() for line in lines if re.fullmatch(r"  [█·]+", line))
+    assert set(cells) == {"█"}
+
+
+def test_rates_are_of_sampling_rows_in_the_window() -> None:
+    found = history(None, steps(90.0, 96.0, 97.0, 99.0))
+    found.add(WatchedSteps((), 0, STATE))
+    assert found.tokens_per_second == 3 * 2 / WINDOW_SECONDS
+    assert found.rows_per_step == 3
+    assert found.step_seconds() == pytest.approx(0.01)
+    found.elapse(WINDOW_SECONDS)
+    assert found.tokens_per_second == 0.0
+    assert found.step_seconds() is None
+
+
+def test_curve_has_a_value_for_each_second() -> None:
+    found = history(None, steps(10.2, 10.9, 12.5))
+    found.add(WatchedSteps((), 0, replace(STATE, time_seconds=14.1)))
+    assert list(found.curve) == [4, 0, 2, 0]
+
+
+def test_server_with_another_clock_begins_again() -> None:
+    found = history(STATE, steps(99.0))
+    found.add(WatchedSteps(steps(3.0), 0, replace(STATE, time_seconds=3.1)))
+    assert found.tokens_per_second == pytest.approx(2 / 0.1)
+    assert list(found.curve) == []
+
+
+def test_step_time_is_of_each_worker() -> None:
+    found = history(STATE, steps(99.0) + steps(99.5, worker=1, seconds=0.03))
+    assert found.step_seconds(0) == 0.01
+    assert found.step_seconds(1) == 0.03
+
+
+def test_notice_replaces_the_rates() -> None:
+    assert text(TopHistory(), "waiting for host:1")[1] == "waiting for host:1"
+    assert text(history(), "waiting for host:1")[1] == "waiting for host:1"
+
+
+def test_draining_and_missing_workers_are_said() -> None:
+    lines = text(history(replace(STATE, draining=True, workers=(), running=())))
+    assert "draining" in lines[0]
+    assert "no worker has joined" in lines

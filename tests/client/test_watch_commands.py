@@ -1,0 +1,287 @@
+"""top, trace and explain beside a real scheduler: what a user sees in a terminal, in a pipe and in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client.command import COMMAND, spawn
+from client.terminal import Terminal
+from support.engine_harness import ENVIRONMENT
+from support.service import wait_for
+from support.time_limits import PATIENCE_SECONDS
+from support.toy_service import ToyService
+
+from lineclear.client import AdminClient, Client
+from lineclear.errors import LineclearError
+
+SLOW = {"min_step_seconds": 0.03, "max_step_seconds": 0.03, "num_blocks": 90, "block_size": 64, "max_model_len": 2000}
+PROMPT = [5, 6, 7, 8, 9]
+ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Watched(ToyService):
+    """A toy service with three slots and an admin address."""
+
+    def __init__(self, folder: Path, **toy: Any) -> None:
+        self.admin = f"unix:{folder}/admin.sock"
+        super().__init__(folder, "--admin-listen", self.admin, "--max-batch-size", "3", **{**SLOW, **toy})
+
+
+@pytest.fixture(name="service")
+def start_service(tmp_path: Path) -> Iterator[Watched]:
+    service = Watched(tmp_path)
+    try:
+        service.start()
+        yield service
+    finally:
+        service.kill()
+
+
+@pytest.fixture(name="load")
+def keep_busy(service: Watched) -> Iterator[list[threading.Thread]]:
+    """Five endless requests for three slots, until the test ends."""
+    with Client(service.target, max_attempts=1) as client:
+        streams = [client.stream([*PROMPT, n], **ENDLESS) for n in range(5)]
+        threads = [threading.Thread(target=_read, args=(stream,)) for stream in streams]
+        for thread in threads:
+            thread.start()
+        wait_for_waiting(service.admin, 2)
+        yield threads
+        for stream in streams:
+            stream.cancel()
+        for thread in threads:
+            thread.join(PATIENCE_SECONDS)
+
+
+def _read(stream: Any) -> None:
+    with contextlib.suppress(LineclearError), stream:  # cancelled by the fixture, or cut off by the test
+        for _ in stream:
+            pass
+
+
+def wait_for_waiting(admin: str, count: int) -> None:
+    with Client(admin, max_attempts=1) as client:
+        wait_for(lambda: client.stats().gauges.num_requests_waiting == count, f"{count} requests wait")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+        env={**os.environ, **ENVIRONMENT, "COLUMNS": "110"},
+    )  # fmt: skip
+
+
+def generate(service: Watched, *prompts: list[int], max_tokens: int = 4) -> None:
+    with Client(service.target) as client:
+        client.generate_batch(list(prompts), max_tokens=max_tokens, ignore_eos=True)
+
+
+# --- top ---
+
+
+def slots(screen: list[str]) -> list[str]:
+    return [line for line in screen if re.match(r"  slot +\d", line)]
+
+
+def test_top_shows_queue_slots_and_blocks(service: Watched, load: Any) -> None:
+    with Terminal("top", "--target", service.admin, "--interval", "0.1") as terminal:
+        screen = terminal.read_until(lambda screen: len(slots(screen)) == 3)
+        text = "\n".join(screen)
+        assert "queue 2 waiting" in text
+        assert "slots 3 of 3 in use" in text
+        assert all(re.search(r"\[\d\] ▒*█*·+ \d+/1500 tokens, prompt 6", line) for line in slots(screen)), text
+        assert "KV blocks 90 of 64 tokens" in text
+        used = int(re.search(r"█ (\d+) in use", text)[1])  # type: ignore[index]
+        map_line = screen[next(n for n, line in enumerate(screen) if "KV blocks" in line) + 1].strip()
+        assert len(map_line) == 90
+        assert map_line.count("█") == used > 0
+        rate = terminal.read_until(lambda screen: re.search(r"tokens/s [1-9]", "\n".join(screen)))
+        assert rate
+        progress = re.search(r"(\d+)/1500", slots(screen)[0])
+        assert progress is not None
+        terminal.read_until(lambda screen: slots(screen) and f"{progress[1]}/1500" not in slots(screen)[0])  # it moves
+        assert terminal.end(signal.SIGINT) == 130
+        assert terminal.is_restored
+
+
+def test_top_fits_the_terminal_after_a_resize(service: Watched, load: Any) -> None:
+    with Terminal("top", "--target", service.admin, "--interval", "10", columns=120, rows=40) as terminal:
+        terminal.read_until(slots)
+        terminal.resize(44, 9)
+        # The next update of the server is ten seconds away: the new size itself redraws.
+        screen = terminal.read_until(lambda screen: any("slots" in line for line in screen))
+        assert len(screen) <= 9
+        assert max(map(len, screen)) <= 44
+        assert "and 3 more" in "\n".join(screen) or len(slots(screen)) >= 1
+        terminal.resize(1, 1)
+        terminal.resize(100, 30)
+        terminal.read_until(lambda screen: len(slots(screen)) == 3)
+        assert terminal.end(signal.SIGTERM) == 128 + signal.SIGTERM
+        assert terminal.is_restored
+
+
+def test_top_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
+    service = Watched(tmp_path)
+    with Terminal("top", "--target", service.admin, "--interval", "0.1", columns=250) as terminal:
+        terminal.read_until(lambda screen: any(f"waiting for {service.admin}" in line for line in screen))
+        try:
+            service.start()
+            terminal.read_until(lambda screen: any("slots 0 of 3" in line for line in screen))
+            service.kill()
+            terminal.read_until(lambda screen: any("waiting for" in line for line in screen))
+            service.start()
+            terminal.read_until(lambda screen: not any("waiting for" in line for line in screen))
+        finally:
+            service.kill()
+        assert terminal.end(signal.SIGINT) == 130
+        assert terminal.is_restored
+
+
+def test_top_prints_once_into_a_pipe(service: Watched, load: Any) -> None:
+    done = run("top", "--target", service.admin)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert len(slots(done.stdout.splitlines())) == 3
+    assert "queue 2 waiting" in done.stdout
+    assert re.search(r"tokens/s [1-9]", done.stdout)
+
+
+@pytest.mark.parametrize("name", ["top", "explain", "trace"])
+def test_data_address_has_no_admin_methods(service: Watched, name: str, tmp_path: Path) -> None:
+    rest = ["--output", str(tmp_path / "t.json")] if name == "trace" else []
+    done = run(name, "--target", service.target, *rest)
+    assert done.returncode > 100
+    assert done.stderr.count("\n") <= 3
+    assert "admin" in done.stderr
+
+
+# --- trace ---
+
+
+def test_trace_has_a_slice_for_each_row(service: Watched, load: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    done = run("trace", "--target", service.admin, "--seconds", "1", "--output", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = int(re.match(r"(\d+) steps of 1 worker", done.stdout)[1])  # type: ignore[index]
+    events = json.loads(file.read_text())
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(event["tid"] == 0 for event in slices) == steps > 5
+    assert {event["tid"] for event in slices} == {0, 1, 2, 3}
+    for tid in range(4):
+        lane = [(event["ts"], event["dur"]) for event in slices if event["tid"] == tid]
+        assert all(a + d <= b for (a, d), (b, _) in itertools.pairwise(lane)), "slices of a slot overlap"
+
+
+def test_ctrl_c_keeps_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    process = spawn("trace", "--target", service.admin, "--output", str(file))
+    wait_for(lambda: file.exists() and file.stat().st_size > 10_000, "the trace grows")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, err) == (0, b"")
+    steps = int(out.split()[0])
+    assert sum(event["ph"] == "X" and event["tid"] == 0 for event in json.loads(file.read_text())) == steps
+
+
+def test_timeline_of_the_history(service: Watched, tmp_path: Path) -> None:
+    generate(service, [*PROMPT, 1], [*PROMPT, 2], max_tokens=6)
+    file = tmp_path / "timeline.svg"
+    done = run("trace", "--target", service.admin, "--history", "1000", "--seconds", "0.5", "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    marks = [rect.get("class") for rect in ET.parse(file).getroot().iter(f"{SVG}rect")]
+    assert {"prefill", "decode", "end", "idle"} <= set(marks)
+
+
+def test_server_that_stops_ends_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    process = spawn("trace", "--target", service.admin, "--output", str(file))
+    wait_for(lambda: file.exists() and file.stat().st_size > 10_000, "the trace grows")
+    service.kill()
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+    assert b"the recording ended early" in err
+    assert int(out.split()[0]) > 0
+    assert json.loads(file.read_text())
+
+
+def test_idle_server_is_said_to_be_idle(service: Watched, tmp_path: Path) -> None:
+    for name in ("trace.json", "trace.svg"):
+        done = run("trace", "--target", service.admin, "--seconds", "0.3", "--output", str(tmp_path / name))
+        assert done.returncode == 1
+        assert "the server is idle" in done.stderr
+
+
+def test_suffix_decides_the_format(service: Watched, tmp_path: Path) -> None:
+    done = run("trace", "--target", service.admin, "--output", str(tmp_path / "trace.png"))
+    assert done.returncode == 2
+    assert "ends with .json or .svg" in done.stderr
+
+
+# --- explain ---
+
+
+def records(service: Watched) -> list[dict[str, Any]]:
+    """Return the steps that the server keeps, as explain shows them."""
+    with Client(service.admin) as client:
+        for watched in AdminClient(client).watch_steps(history=1000, include_state=True):
+            return [
+                {"step": s.step, "rows": len(s.rows), "tokens": sum(r.num_tokens for r in s.rows)}
+                for s in watched.steps
+            ]
+    raise AssertionError
+
+
+def test_explain_shows_the_last_step(service: Watched) -> None:
+    generate(service, PROMPT, max_tokens=4)
+    (*_, last) = records(service)
+    done = run("explain", "--target", service.admin)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Step {last['step']} of worker 0")
+    assert "1 queries of 1 requests in one packed row, no padding" in done.stdout
+    assert re.search(r"^0 +0  \[\d+\] +decode +7 +0 +1  a token$", done.stdout, re.M), done.stdout
+    assert re.search(r"decode +pos 7 +▒{7}█$", done.stdout, re.M)
+
+
+def test_explain_shows_a_prompt_with_its_mask(service: Watched, tmp_path: Path) -> None:
+    generate(service, PROMPT, max_tokens=4)
+    first = next(record for record in records(service) if record["tokens"] == len(PROMPT))
+    image = tmp_path / "mask.svg"
+    done = run("explain", str(first["step"]), "--target", service.admin, "--svg", str(image))
+    assert re.search(r"^0-4 +0  \[\d+\] +prefill +0-4 +0 +1  a token$", done.stdout, re.M), done.stdout
+    assert [re.sub("[^█▒·]", "", line) for line in done.stdout.splitlines() if " pos " in line] == [
+        "█····", "██···", "███··", "████·", "█████"
+    ]  # fmt: skip
+    squares = [rect for rect in ET.parse(image).getroot().iter(f"{SVG}rect") if rect.get("width") == "13"]
+    assert len(squares) == 25
+
+
+def test_explain_as_json(service: Watched) -> None:
+    generate(service, PROMPT, max_tokens=2)
+    done = run("explain", "--json", "--target", service.admin)
+    found = json.loads(done.stdout)
+    assert found["rows"][0]["kind"] == "decode"
+    assert found["num_slots"] == 3
+
+
+def test_explain_names_the_steps_that_are_kept(service: Watched) -> None:
+    done = run("explain", "--target", service.admin)
+    assert done.returncode == 1
+    assert "no step yet" in done.stderr
+    generate(service, PROMPT, max_tokens=2)
+    steps = [record["step"] for record in records(service)]
+    done = run("explain", "4000000", "--target", service.admin)
+    assert done.returncode == 1
+    assert f"there are steps {min(steps)} to {max(steps)}" in done.stderr
