@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from bench.figures import Figure, arguments, main
-from bench.instant import TOKEN, InstantRunner
+from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
 from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
@@ -23,8 +23,11 @@ from lineclear.wire.messages import Sampling, StepPlan, StepResult
 SLOTS = 8
 DEPTHS = (1, 2, 3)
 LONGEST_ANSWERS = (4, 8, 16)
+PREFIX, BUDGETS = 512, (256, 2048, 8192)
 _REQUESTS = 2000
-_SLOT_GOAL = 0.97
+_SLOT_GOAL, _SHARED_GOAL = 0.97, 0.99
+_EQUAL_PROMPTS = 8
+_POSITIONS_GOAL = PREFIX + _EQUAL_PROMPTS * BLOCK_SIZE
 
 
 class Counts:
@@ -80,6 +83,24 @@ def slot_use(longest_answer: int, depth: int) -> float:
     return counts.rows_with_queue / (counts.steps_with_queue * SLOTS)
 
 
+def equal_prompts(budget: int) -> int:
+    """Return the prompt positions computed for 8 equal prompts of 512 tokens that arrive together."""
+    counts = Counts(SLOTS, depth=2, budget=budget)
+    for number in range(_EQUAL_PROMPTS):
+        counts.submit(f"r{number}", tuple(range(PREFIX)), 1)
+    counts.run()
+    return counts.positions
+
+
+def shared_prefix(budget: int, num_slots: int) -> float:
+    """Return the share of a prefix of 512 tokens that 64 requests take from the first. Their last 32 tokens differ."""
+    counts = Counts(num_slots, depth=2, budget=budget)
+    for number in range(64):
+        counts.submit(f"r{number}", (*range(PREFIX), *range(1000 * number, 1000 * number + 32)), 8)
+    counts.run()
+    return sum(counts.cached.values()) / (63 * PREFIX)
+
+
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Count all figures."""
     for longest in LONGEST_ANSWERS:
@@ -87,6 +108,14 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
             case = f"answers of 1-{longest} tokens, depth {depth}"
             goal = _SLOT_GOAL if depth == 2 else None
             yield Figure("slots: share used", case, slot_use(longest, depth), "", goal, more_is_better=True)
+    for budget in BUDGETS:
+        case = f"{_EQUAL_PROMPTS} equal prompts of {PREFIX} tokens together, {budget} tokens a step"
+        yield Figure("prefix: positions computed", case, equal_prompts(budget), "", _POSITIONS_GOAL)
+    for num_slots in (SLOTS, 64):
+        for budget in BUDGETS:
+            case = f"{PREFIX} tokens of 64 requests, {num_slots} slots, {budget} tokens a step"
+            share = shared_prefix(budget, num_slots)
+            yield Figure("prefix: share cached", case, share, "", _SHARED_GOAL, more_is_better=True)
 
 
 if __name__ == "__main__":

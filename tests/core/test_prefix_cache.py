@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from core.harness import CoreHarness
+from core.harness import CoreHarness, answer
+
+from lineclear.scheduler.core.events import Failed, Finished
 
 
 def test_same_prompt_hits_full_blocks_but_not_last_token() -> None:
@@ -31,18 +33,69 @@ def test_answer_is_cached_for_the_next_message() -> None:
     assert harness.end("b").stats.cached_tokens == 12
 
 
-def test_running_requests_share_computed_blocks_only() -> None:
+def test_running_requests_share_planned_blocks() -> None:
     harness = CoreHarness(pipeline_depth=2)
     prompt = list(range(20))
-    harness.submit("a", prompt, max_tokens=9)
+    requests = [harness.submit("a", prompt, max_tokens=9)]
     harness.plan()
-    harness.submit("b", [*prompt, 5], max_tokens=9)
+    requests.append(harness.submit("b", [*prompt, 5], max_tokens=9))
     harness.plan()
     harness.apply()
-    harness.submit("c", [*prompt, 6], max_tokens=9)
+    requests.append(harness.submit("c", [*prompt, 6], max_tokens=9))
     harness.plan()
     shared = {init.slot: len(init.blocks) for plan in harness.plans for init in plan.inits}
-    assert shared == {0: 0, 1: 0, 2: 5}
+    assert shared == {0: 0, 1: 5, 2: 5}
+    harness.run()
+    assert [harness.outputs(request.request_id) for request in requests] == [answer(request) for request in requests]
+
+
+def test_equal_prompts_of_one_step_are_computed_once() -> None:
+    harness = CoreHarness()
+    requests = [harness.submit(name, list(range(20)), max_tokens=3) for name in "abcd"]
+    plan = harness.step()
+    assert harness.rows(plan) == [(0, 0, 20), (1, 16, 20), (2, 16, 20), (3, 16, 20)]
+    harness.run()
+    assert [harness.outputs(request.request_id) for request in requests] == [answer(request) for request in requests]
+
+
+def test_equal_prompts_longer_than_a_step_are_computed_once() -> None:
+    harness = CoreHarness(target_batch_tokens=6, pipeline_depth=3)
+    for name in "abc":
+        harness.submit(name, list(range(40)), max_tokens=1)
+    harness.run()
+    assert harness.runner.num_positions <= 40 + 2 * (4 + 3)  # the last block, and at most one that is half planned
+
+
+def test_sequence_that_shares_blocks_of_a_bad_row_is_computed_again() -> None:
+    prompt = list(range(20))
+    # The worker leaves no finite values behind for "bad", whose result comes when "good" has sampled twice.
+    harness = CoreHarness(pipeline_depth=3, is_bad=lambda context: len(context) == 20)
+    harness.submit("bad", prompt, max_tokens=9)
+    harness.plan()
+    good = harness.submit("good", [*prompt, 5], max_tokens=4)
+    for _ in range(2):
+        harness.plan()
+    assert [len(init.blocks) for plan in harness.plans for init in plan.inits] == [0, 5]
+    harness.apply()
+    assert isinstance(harness.end("bad"), Failed)
+    assert harness.outputs("good") == []
+    harness.run()
+    assert harness.outputs("good") == answer(good)
+    end = harness.end("good")
+    assert isinstance(end, Finished)
+    assert (end.stats.preemptions, end.stats.recomputed_tokens) == (1, 21)
+    assert sorted(block for plan in harness.plans for block in plan.zero_blocks)[:5] == [0, 1, 2, 3, 4]
+
+
+def test_request_is_computed_again_before_it_fails_for_values_of_another() -> None:
+    """Both rows of a step are bad: only the first wrote the blocks, so the second gets its own."""
+    harness = CoreHarness(is_bad=lambda context: len(harness.plans) == 1)
+    for name in "ab":
+        harness.submit(name, list(range(20)), max_tokens=3)
+    harness.step()
+    assert isinstance(harness.end("a"), Failed)
+    harness.run()
+    assert isinstance(harness.end("b"), Finished)
 
 
 def test_other_salt_misses() -> None:

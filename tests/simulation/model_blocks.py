@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from simulation.invariant_error import require
 from simulation.model_sequence import ModelSequence
 
 Key = tuple[bytes, tuple[int, ...]]
 """Cache salt and all tokens up to the end of the block."""
+
+
+Write = tuple[ModelSequence, int, int]
+"""A row in flight: its sequence, the admission, and the step."""
 
 
 class ModelBlocks:
@@ -26,8 +30,10 @@ class ModelBlocks:
         self._key_of: dict[int, Key] = {}
         self._unused: dict[int, None] = {}  # blocks in the index without user, least recently used first
         self._tainted: set[int] = set()
-        # Free block -> the sequence that left it with rows in flight, and the step of the last row.
-        self._pending: dict[int, tuple[ModelSequence, int]] = {}
+        # Free block -> the admission that left it with rows in flight, and the step of the last row.
+        self._pending: dict[int, Write] = {}
+        self._unconfirmed: dict[int, Write] = {}  # used block that was published before the result of its row
+        self._reads: list[tuple[ModelSequence, int, set[Write]]] = []  # admissions that share unconfirmed blocks
 
     def clear_cache(self) -> None:
         """Empty the prefix cache."""
@@ -68,6 +74,8 @@ class ModelBlocks:
         for block in blocks:
             self._users[block].add(sequence)
             self._unused.pop(block, None)
+        if reads := {self._unconfirmed[block] for block in blocks if block in self._unconfirmed}:
+            self._reads.append((sequence, sequence.admission_count, reads))
 
     def take(self, block: int, sequence: ModelSequence, zeroed: set[int], *, after_preemption: bool) -> None:
         """Give a free block to `sequence`, and remove it from `zeroed`.
@@ -94,16 +102,29 @@ class ModelBlocks:
             require(self._users[block] == {sequence}, "I3", "a shared block is never written")
             require(block not in self._key_of, "I3", "a published block is never written")
 
+    def publish_planned(self, sequence: ModelSequence, step: int) -> None:
+        """Publish the full blocks of confirmed tokens that are planned; they are unconfirmed until the result."""
+        end = min(sequence.num_planned, len(sequence.tokens))
+        for block in self._publish(sequence, end):
+            self._unconfirmed[block] = (sequence, sequence.admission_count, step)
+
     def publish(self, sequence: ModelSequence, end: int) -> None:
         """Publish the full blocks below `end`, up to which all positions are computed."""
+        self._publish(sequence, end)
+        sequence.num_computed = end
+
+    def _publish(self, sequence: ModelSequence, end: int) -> list[int]:
+        published = []
         if self._prefix_cache:
             tokens = sequence.tokens
-            for index in range(sequence.num_computed // self.size, end // self.size):
-                key = (sequence.request.cache_salt, tokens[: (index + 1) * self.size])
-                if key not in self._index and sequence.blocks[index] not in self._key_of:
-                    self._index[key] = sequence.blocks[index]
-                    self._key_of[sequence.blocks[index]] = key
-        sequence.num_computed = end
+            for index in range(sequence.num_offered // self.size, end // self.size):
+                key, block = (sequence.request.cache_salt, tokens[: (index + 1) * self.size]), sequence.blocks[index]
+                if key not in self._index and block not in self._key_of and block not in self._tainted:
+                    self._index[key] = block
+                    self._key_of[block] = key
+                    published.append(block)
+            sequence.num_offered = max(sequence.num_offered, end // self.size * self.size)
+        return published
 
     def num_lost_positions(self, sequence: ModelSequence) -> int:
         """Return how many planned positions no cached block would keep after a preemption."""
@@ -115,24 +136,52 @@ class ModelBlocks:
         """Unpublish the blocks of a sequence with non-finite values, and zero them before reuse."""
         sequence.tainted = True
         for block in sequence.blocks:
-            if block in self._key_of:
-                del self._index[self._key_of.pop(block)]
+            self._unpublish(block)
+            self._unconfirmed.pop(block, None)
             self._tainted.add(block)
 
-    def resolve_pending(self, step: int, tainted: Collection[ModelSequence]) -> None:
-        """Settle pending blocks up to `step`; rows of the `tainted` sequences were non-finite."""
-        for block, (sequence, last) in list(self._pending.items()):
-            if sequence in tainted or last <= step:
-                del self._pending[block]
-                self._tainted |= {block} if sequence in tainted else set()
+    def _unpublish(self, block: int) -> None:
+        if block in self._key_of:
+            del self._index[self._key_of.pop(block)]
+
+    def readers(self, bad: set[tuple[ModelSequence, int]]) -> set[tuple[ModelSequence, int]]:
+        """Return the admissions that share blocks of `bad` ones, or of one of themselves."""
+        found: set[tuple[ModelSequence, int]] = set()
+        while True:
+            reached = bad | found
+            new = {(s, n) for s, n, reads in self._reads if any((w[0], w[1]) in reached for w in reads)}
+            if new <= found:
+                return found
+            found |= new
+
+    def resolve_pending(self, step: int, tainted: set[tuple[ModelSequence, int]]) -> None:
+        """Settle the writes up to `step`; those of the `tainted` admissions were non-finite."""
+        for blocks in (self._pending, self._unconfirmed):
+            for block, (sequence, admission, last) in list(blocks.items()):
+                is_tainted = (sequence, admission) in tainted
+                if is_tainted or last <= step:
+                    del blocks[block]
+                    if is_tainted:
+                        self._unpublish(block)
+                        self._tainted.add(block)
+        for entry in self._reads:
+            entry[2].difference_update([w for w in entry[2] if w[2] <= step or (w[0], w[1]) in tainted])
+        self._reads = [entry for entry in self._reads if entry[2]]
 
     def release(self, sequence: ModelSequence) -> None:
         """Release all blocks of a sequence, last block first."""
         if sequence.num_planned > sequence.num_computed and not sequence.tainted:
-            in_flight = sequence.blocks[sequence.num_computed // self.size :]
-            self._pending |= dict.fromkeys(in_flight, (sequence, sequence.planned_step))
+            writes = sequence, sequence.admission_count, sequence.planned_step
+            for block in sequence.blocks[sequence.num_computed // self.size :]:
+                if self._users[block] == {sequence}:
+                    self._unpublish(block)
+                    self._unconfirmed.pop(block, None)
+                    self._pending[block] = writes
         for block in reversed(sequence.blocks):
             self._users[block].discard(sequence)
-            if block in self._key_of and not self._users[block]:
+            if not self._users[block] and block in self._unconfirmed:
+                self._unpublish(block)
+                self._pending[block] = self._unconfirmed.pop(block)
+            elif not self._users[block] and block in self._key_of:
                 self._unused[block] = None
         sequence.blocks = []

@@ -24,6 +24,8 @@ class ModelSequence:
         self.blocks: list[int] = []
         self.num_planned = self.num_computed = self.num_known = 0
         self.num_shared = 0  # leading positions from the prefix cache
+        self.num_offered = 0  # leading positions in blocks that were offered to the prefix cache
+        self.num_void = 0  # samples in flight that do not count
         self.in_flight = 0
         self.admission_count = 0
         self.max_computed_before = 0

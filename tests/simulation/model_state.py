@@ -75,7 +75,15 @@ class ModelState:
             del self.running[sequence.slot]
         sequence.max_computed_before = max(sequence.max_computed_before, computed)
         sequence.is_running, sequence.slot = False, -1
-        sequence.num_planned = sequence.num_computed = sequence.num_shared = 0
+        sequence.num_planned = sequence.num_computed = sequence.num_shared = sequence.num_offered = 0
+
+    def preempt(self, victim: ModelSequence) -> None:
+        """Have a running request wait again."""
+        self.stop_running(victim, victim.num_planned)
+        victim.preemptions += 1
+        victim.protected = victim.preemptions >= self.limits.max_preemptions
+        self.resuming[victim] = None
+        self.counters.preemptions += 1
 
     def release_slots(self) -> None:
         """Free the slots of the sequences whose last row is planned."""
@@ -92,7 +100,7 @@ class ModelState:
             self.stop_running(sequence, sequence.num_computed)
             self.resuming[sequence] = None
         for sequence in self.live.values():
-            sequence.in_flight = 0
+            sequence.in_flight = sequence.num_void = 0
             sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
         self.inflight.clear()
         self.hello = hello

@@ -6,7 +6,7 @@ file checks admission, results, the ends of requests, and the counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -35,6 +35,7 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
+    Preempted,
     TokensReady,
     WorkerJoined,
     WorkerLost,
@@ -190,11 +191,17 @@ class Oracle:
         """Check the events of `apply`."""
         step = self.state.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")
-        wanted: list[object] = []
+        bad_rows = {i for i, token in enumerate(result.tokens) if not 0 <= token < self.scenario.vocab_size}
+        bad_rows |= result.bad_rows
+        tainted = {(step.samples[i], step.samples[i].admission_count) for i in bad_rows}
+        readers = self.state.blocks.readers(tainted)
+        wanted: list[object] = self._restart(readers)
         for index, (sequence, token) in enumerate(zip(step.samples, result.tokens, strict=True)):
             sequence.in_flight -= 1
-            if not sequence.is_live:
+            if not sequence.is_live or sequence.num_void:
                 self.state.counters.wasted_samples += 1
+                if sequence.is_live:
+                    sequence.num_void, sequence.num_known = sequence.num_void - 1, sequence.num_known - 1
                 continue
             bad = index in result.bad_rows
             request_id = sequence.request.request_id
@@ -218,10 +225,7 @@ class Oracle:
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
             self.state.counters.generation_tokens += 1
-        tainted = {s for i, s in enumerate(step.samples) if i in result.bad_rows}
-        tokens = enumerate(result.tokens)
-        tainted |= {step.samples[i] for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
-        self.state.blocks.resolve_pending(step.step, tainted)
+        self.state.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
                 self.state.blocks.publish(sequence, end)
@@ -236,6 +240,18 @@ class Oracle:
         self._same(_sorted_by_kind(events), _sorted_by_kind(wanted))
         kinds = [_kind(event) for event in flat(events)]
         require(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
+
+    def _restart(self, readers: Collection[tuple[ModelSequence, int]]) -> list[object]:
+        """Restart the requests that share blocks of a bad row: what they computed since then is void."""
+        wanted: list[object] = []
+        for sequence, admission in sorted(readers, key=lambda entry: entry[0].queue_key):
+            if sequence.is_live and sequence.admission_count == admission:
+                if sequence.is_running:
+                    self.state.preempt(sequence)
+                    wanted.append(Preempted(sequence.request.request_id))
+                sequence.num_void = sequence.in_flight
+                sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
+        return wanted
 
     def _finish(self, sequence: ModelSequence, now: float) -> Finished | None:
         if not sequence.is_live or sequence.num_outputs < len(sequence.answer):

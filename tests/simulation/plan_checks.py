@@ -101,6 +101,8 @@ class PlanChecks:
             deadline = sequence.request.deadline
             require(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
             self._apply_row(sequence, row, step, zeroed)
+            if row in plan.chunks:
+                self.state.blocks.publish_planned(sequence, plan.step)
             if joins and isolated is None:
                 free = self.state.blocks.num_free
                 require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")
@@ -144,7 +146,7 @@ class PlanChecks:
                     others = [s for s in self.state.running.values() if s is not isolated]
                     youngest = max(others, key=lambda s: s.queue_key)
                     require(victim is youngest, "isolation", "a suspect preempts the youngest")
-                self._preempt(victim)
+                self.state.preempt(victim)
         return started
 
     def _check_preemption(self, victim: ModelSequence, rows: set[int], ready: list[ModelSequence]) -> None:
@@ -170,13 +172,6 @@ class PlanChecks:
                 lost = self.state.blocks.num_lost_positions
                 chosen.append(min(younger, key=lambda s: (lost(s), -s.queue_key[0], -s.queue_key[1])))
         require(victim in chosen, "I15", "the victim is the one that the policy chooses")
-
-    def _preempt(self, victim: ModelSequence) -> None:
-        self.state.stop_running(victim, victim.num_planned)
-        victim.preemptions += 1
-        victim.protected = victim.preemptions >= self.state.limits.max_preemptions
-        self.state.resuming[victim] = None
-        self.state.counters.preemptions += 1
 
     def _apply_init(
         self,
@@ -222,7 +217,8 @@ class PlanChecks:
         sequence.admission_count += 1
         self.state.running[init.slot] = sequence
         self.state.blocks.share(init.blocks, sequence)
-        sequence.num_planned = sequence.num_computed = sequence.num_shared = len(hits) * self.state.blocks.size
+        sequence.num_planned = sequence.num_computed = len(hits) * self.state.blocks.size
+        sequence.num_shared = sequence.num_offered = sequence.num_planned
         sequence.num_known = len(init.tokens)
         self.state.counters.prefix_cache_queries += len(init.tokens)
         self.state.counters.prefix_cache_hits += sequence.num_planned

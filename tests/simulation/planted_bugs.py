@@ -146,6 +146,52 @@ _PREFIX_CACHE = (
     ),
 )
 
+_SHARED_WHEN_PLANNED = (
+    Bug(
+        "prompt blocks are published with the result",
+        StepPlanner._add,
+        drop("self._batch.publish_planned(sequence, self._step)"),
+    ),
+    Bug(
+        "blocks are published before they are planned",
+        RunningBatch.publish_planned,
+        replace("min(sequence.num_planned, len(sequence.tokens))", "len(sequence.tokens)"),
+    ),
+    Bug(
+        "a block whose last token is in flight is published",
+        RunningBatch.publish_planned,
+        replace("min(sequence.num_planned, len(sequence.tokens))", "sequence.num_planned"),
+    ),
+    Bug(
+        "sequences that share a block of a bad row go on",
+        ResultApplier._restart_readers,
+        replace("worker.batch.add_readers(bad)", "()"),
+    ),
+    Bug(
+        "sharing a block that is not confirmed is not noted",
+        RunningBatch.admit,
+        drop("writes.readers[sequence] = sequence.admission_count"),
+    ),
+    Bug(
+        "blocks of sequences that are computed again are not tainted",
+        RunningBatch.add_readers,
+        drop("bad |= found"),
+    ),
+    Bug("void samples are delivered", ResultApplier._restart_readers, drop("sequence.num_void = sequence.in_flight")),
+    Bug("a void sample stays known", ResultApplier._append_tokens, drop("sequence.num_known -= 1")),
+    Bug(
+        "a released block stays in the prefix cache with its row in flight",
+        BlockPool.release,
+        never("block in self._unconfirmed"),
+    ),
+    Bug("a block is never confirmed", BlockPool.resolve_pending, drop("del self._unconfirmed[block]")),
+    Bug(
+        "a shared block is free when its writer is removed",
+        BlockPool.release_pending,
+        replace("self._references[block] -= 1", "self._references[block] = 0"),
+    ),
+)
+
 _NON_FINITE_VALUES = (
     Bug(
         "a bad row is delivered",
@@ -153,8 +199,8 @@ _NON_FINITE_VALUES = (
         replace("result.bad_rows", "frozenset()"),
         times=2,
     ),
-    Bug("a tainted block is not zeroed", BlockPool.release_tainted, drop("self._tainted.add(block)")),
-    Bug("a tainted block stays in the prefix cache", BlockPool.release_tainted, drop("self._unpublish(block)")),
+    Bug("a tainted block is not zeroed", BlockPool._taint, drop("self._tainted.add(block)")),
+    Bug("a tainted block stays in the prefix cache", BlockPool._taint, drop("self._unpublish(block)")),
     Bug(
         "a token out of the vocabulary is delivered",
         result_applier._bad_samples,
@@ -208,7 +254,7 @@ _RESULTS = (
     Bug(
         "a recovered request keeps its planned positions",
         running_batch._reset_sequence,
-        replace("sequence.num_planned = _1 = _2 = _3 = 0", "_1 = _2 = _3 = 0"),
+        replace("sequence.num_planned = _1 = _2 = 0", "_1 = _2 = 0"),
     ),
     Bug(
         "rows of an earlier admission count for this one",
@@ -627,6 +673,7 @@ _TIES = (
 )
 
 BUGS = (
-    *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_NON_FINITE_VALUES, *_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
+    *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_SHARED_WHEN_PLANNED, *_NON_FINITE_VALUES),
+    *(*_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
     *(*_PLACES, *_SWITCHING, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
 )

@@ -2,6 +2,10 @@
 
 A block is in exactly one state: used (reference count >= 1), free and empty, or free and *cached*. A cached block keeps
 a prefix that a later request can share. When no empty block is left, the least recently used cached block is evicted.
+
+A block is published when the row that fills it is planned: plans run in order, so a row of a later plan, or a later
+row of the same plan, reads it after it was written. Until the result of that row the block is *unconfirmed*: its values
+may prove to be non-finite. It leaves this state with the result, or with its last reference.
 """
 
 from __future__ import annotations
@@ -37,7 +41,11 @@ class BlockHasher:
 
 
 class PendingWrites:
-    """Rows in flight that still write to released blocks. Compared by identity."""
+    """Rows in flight that write to unconfirmed or released blocks. Compared by identity."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        """The blocks that were published with these writes."""
 
 
 class BlockPool:
@@ -53,6 +61,7 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self._tainted: set[int] = set()
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
+        self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
         self._to_zero: list[int] = []
 
     @property
@@ -105,7 +114,9 @@ class BlockPool:
             assert self._references[block] > 0
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._published:
+                if block in self._unconfirmed:
+                    self._add_pending(block, self._unconfirmed.pop(block))
+                elif block in self._published:
                     self._cached[block] = None
                 else:
                     self._empty.append(block)
@@ -113,24 +124,36 @@ class BlockPool:
     def release_tainted(self, blocks: Sequence[int]) -> None:
         """Release blocks with non-finite values: unpublish them, and zero each before it is handed out again."""
         for block in blocks:
-            self._unpublish(block)
-            self._tainted.add(block)
+            self._taint(block)
         self.release(blocks)
 
+    def _taint(self, block: int) -> None:
+        self._unpublish(block)
+        self._unconfirmed.pop(block, None)
+        self._tainted.add(block)
+
     def release_pending(self, blocks: Sequence[int], writes: PendingWrites) -> None:
-        """Release unshared, unpublished blocks to which the rows of `writes` are still in flight.
+        """Release blocks to which the rows of `writes` are still in flight. Those that others share stay unconfirmed.
 
         Until `resolve_pending`, such a block is zeroed when it is handed out, and other empty blocks go first.
         """
         for block in blocks:
-            assert self._references[block] == 1
-            assert block not in self._published
-            self._references[block] = 0
-            self._pending[block] = writes
-            self._empty.appendleft(block)
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._unconfirmed.pop(block, None)
+                self._add_pending(block, writes)
+
+    def _add_pending(self, block: int, writes: PendingWrites) -> None:
+        self._unpublish(block)
+        self._pending[block] = writes
+        self._empty.appendleft(block)
 
     def resolve_pending(self, writes: PendingWrites, *, tainted: bool) -> None:
-        """Settle the blocks of `writes` that are still free: all values were finite, or the blocks are `tainted`."""
+        """Settle the blocks of `writes`: all values were finite, or they are `tainted` and have no reference."""
+        for block in writes.blocks:
+            if self._unconfirmed.get(block) is writes:
+                assert not tainted, "a block with values that are not finite is in use"
+                del self._unconfirmed[block]
         for block in [block for block, other in self._pending.items() if other is writes]:
             del self._pending[block]
             if tainted:
@@ -142,13 +165,25 @@ class BlockPool:
         self._to_zero.clear()
         return blocks
 
-    def publish(self, block: int, key: bytes, tokens: tuple[int, ...]) -> None:
-        """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it."""
+    def publish(self, block: int, key: bytes, tokens: tuple[int, ...], writes: PendingWrites | None = None) -> None:
+        """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it.
+
+        With `writes`, rows in flight fill it, and it is unconfirmed.
+        """
         assert self._references[block] > 0
         assert len(tokens) == self.block_size
         if key not in self._by_key and block not in self._published and block not in self._tainted:
             self._by_key[key] = block
             self._published[block] = (key, tokens)
+            if writes is not None:
+                self._unconfirmed[block] = writes
+                writes.blocks.append(block)
+
+    def pending_writes(self, blocks: Iterable[int]) -> list[PendingWrites]:
+        """Return the rows in flight that write to used `blocks`."""
+        if not self._unconfirmed:
+            return []
+        return list({id(w): w for block in blocks if (w := self._unconfirmed.get(block)) is not None}.values())
 
     def find(self, key: bytes, tokens: tuple[int, ...]) -> int | None:
         """Return the block published under `key` if it has exactly these tokens."""
@@ -188,6 +223,7 @@ class BlockPool:
             "published": [(block, key) for block, (key, _) in self._published.items()],
             "tainted": sorted(self._tainted),
             "pending": [[block, pending.index(writes)] for block, writes in self._pending.items()],
+            "unconfirmed": [[block, pending.index(writes)] for block, writes in self._unconfirmed.items()],
             "to_zero": list(self._to_zero),
         }
 
@@ -200,6 +236,9 @@ class BlockPool:
         self._by_key = {key: block for block, (key, _) in self._published.items()}
         self._tainted = set(state["tainted"])
         self._pending = {block: pending[index] for block, index in state["pending"]}
+        self._unconfirmed = {block: pending[index] for block, index in state["unconfirmed"]}
+        for block, writes in self._unconfirmed.items():
+            writes.blocks.append(block)
         self._to_zero = state["to_zero"]
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
@@ -221,3 +260,5 @@ class BlockPool:
         assert {key: block for block, (key, _) in self._published.items()} == self._by_key
         assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
         assert not self._tainted & self._published.keys(), "a tainted block in the prefix index"
+        assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"
+        assert all(block in writes.blocks for block, writes in self._unconfirmed.items())

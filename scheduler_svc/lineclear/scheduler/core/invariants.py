@@ -24,6 +24,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     assert all(requests.get(s.request.request_id) is s for s in live)
     for s in live:
         assert len(s.tokens) <= s.num_known <= s.max_len, "more output planned than max_tokens"
+        assert s.num_void in (0, s.in_flight), "a sample is void and a later one is not"
         assert s.overtaken_count <= core.limits.max_queue_overtakes
     for s in live if with_waiting_prompts else running:
         assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt, "a prompt has changed"
@@ -69,6 +70,7 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         assert s.state is State.RUNNING
         assert s.epoch == epoch, "a sequence of another worker"
         assert s.num_published <= s.num_computed <= s.num_planned <= s.num_known
+        assert s.num_published <= s.num_offered <= s.num_planned
         assert s.num_computed <= len(s.tokens), "computed beyond what is confirmed"
         longest = s.max_len - 1 if s.protected else max(s.num_planned, s.num_known)
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"

@@ -7,7 +7,7 @@ beside the decodes, without stalling them (Sarathi-Serve, Agrawal et al. 2024).
 from __future__ import annotations
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
-from lineclear.scheduler.core.events import Event, Preempted, Started
+from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
@@ -170,12 +170,7 @@ class StepPlanner:
         return pool.take(1)[0]
 
     def _preempt(self, victim: Sequence) -> None:
-        self._batch.free(victim, State.WAITING)
-        victim.preemptions += 1
-        victim.protected = victim.preemptions >= self._state.limits.max_preemptions
-        self._state.resuming.push(victim)
-        self._state.counters.preemptions += 1
-        self.events.append(Preempted(victim.request.request_id))
+        self.events.append(self._state.preempt(self._worker, victim))
 
     def _plan_prefills(self) -> None:
         """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
@@ -221,7 +216,8 @@ class StepPlanner:
         """Admit the sequences for which a slot, tokens and blocks are left, and up to `joins_left` that start.
 
         A sequence that does not fit, or is left to another worker, may be overtaken a bounded number of times; then
-        admission waits for it.
+        admission waits for it. One whose prompt begins like an older one in progress starts behind it: the older prompt
+        takes the tokens of each step first.
         """
         state, batch = self._state, self._batch
         skipped: list[Sequence] = []
@@ -300,6 +296,7 @@ class StepPlanner:
             self._state.counters.recomputed_tokens += again
         sequence.num_planned = end
         sequence.planned_step = self._step
+        self._batch.publish_planned(sequence, self._step)
         if sample:
             self.chunk_samples.append(sequence)
             sequence.num_known += 1

@@ -30,6 +30,8 @@ class ResultApplier:
         worker.step_time.observe(inflight.num_tokens, inflight.kv_tokens, result.step_seconds)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_samples(result, worker.hello.vocab_size)
+        bad_owners = {s: s.admission_count for row, s in enumerate(inflight.sampled()) if row in bad} if bad else {}
+        restarted = self._restart_readers(worker, bad_owners)
         candidates = self._append_tokens(result, worker, inflight, bad, tokens, failures, now)
         for sequence in inflight.completing_block:
             if sequence.state is State.RUNNING:
@@ -40,11 +42,26 @@ class ResultApplier:
             if sequence.admission_count == admission and sequence.state is State.RUNNING:
                 sequence.num_computed = end
                 batch.publish(sequence)
-        failed = {sequence for row, sequence in enumerate(inflight.sampled()) if row in bad} if bad else ()
-        batch.resolve_pending(inflight.step, failed)
-        events = [*tokens.event(), *failures, *self._finish_complete(candidates, now)]
+        batch.resolve_pending(inflight.step, bad_owners)
+        events = [*tokens.event(), *restarted, *failures, *self._finish_complete(candidates, now)]
         if self._state.poison:
             self._clear_suspects()
+        return events
+
+    def _restart_readers(self, worker: WorkerState, bad: dict[Sequence, int]) -> list[Event]:
+        """Have the sequences that share blocks of `bad` rows computed again, and add them to `bad`.
+
+        What they computed and sampled from these blocks is void, also if it is not finite itself: so no request fails
+        for the values of another.
+        """
+        events: list[Event] = []
+        for sequence in worker.batch.add_readers(bad) if bad else ():
+            if sequence.state is State.FINISHED:
+                continue
+            if sequence.state is State.RUNNING:
+                events.append(self._state.preempt(worker, sequence))
+            sequence.num_void = sequence.in_flight
+            sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
         return events
 
     def _append_tokens(
@@ -75,6 +92,10 @@ class ResultApplier:
         singles = [(row, rows[row]) for row in left]
         for row, sequence in (*singles, *enumerate(inflight.chunk_samples, len(rows))):
             if sequence.state is State.FINISHED:
+                counters.wasted_samples += 1
+            elif sequence.num_void:
+                sequence.num_void -= 1
+                sequence.num_known -= 1
                 counters.wasted_samples += 1
             elif row in bad:
                 counters.requests_failed += 1

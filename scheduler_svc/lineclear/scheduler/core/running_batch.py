@@ -6,7 +6,7 @@ Only this class gives a sequence a slot or takes it back, so that no slot or blo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
@@ -15,10 +15,16 @@ from lineclear.scheduler.core.sequence import BLANK_TOKEN, Sequence, State
 
 
 class InflightRows(PendingWrites):
-    """Rows in flight of a sequence that was removed; up to `last_step` they may prove to be non-finite."""
+    """Rows in flight of one admission of a sequence; up to `last_step` they may prove to be non-finite.
 
-    def __init__(self, sequence: Sequence, last_step: int) -> None:
-        self.sequence, self.last_step = sequence, last_step
+    One is made for each row that fills shared blocks, and one for a sequence that is removed with rows in flight.
+    """
+
+    def __init__(self, sequence: Sequence, admission: int, last_step: int) -> None:
+        super().__init__()
+        self.sequence, self.admission, self.last_step = sequence, admission, last_step
+        self.readers: dict[Sequence, int] = {}
+        """Sequences that share the blocks, with their admission_count: if a row is bad, they are computed again."""
 
 
 class RunningBatch:
@@ -64,7 +70,11 @@ class RunningBatch:
         sequence.admission_count += 1
         sequence.slot = heapq.heappop(self.unused_slots)
         sequence.blocks = [*shared, *taken]
-        sequence.num_planned = sequence.num_computed = sequence.num_published = len(shared) * size
+        for writes in self.pool.pending_writes(shared):
+            assert isinstance(writes, InflightRows)
+            writes.readers[sequence] = sequence.admission_count
+        sequence.num_planned = sequence.num_computed = len(shared) * size
+        sequence.num_published = sequence.num_offered = len(shared) * size
         self.running[sequence] = self.not_decoding[sequence] = None
         return taken
 
@@ -79,7 +89,7 @@ class RunningBatch:
             self.pool.release_tainted(sequence.blocks)
         elif sequence.num_planned > sequence.num_computed:
             first = sequence.num_computed // self.pool.block_size
-            writes = InflightRows(sequence, sequence.planned_step)
+            writes = InflightRows(sequence, sequence.admission_count, sequence.planned_step)
             self._pending.append(writes)
             self.pool.release_pending(sequence.blocks[first:], writes)
             self.pool.release(sequence.blocks[:first])
@@ -100,15 +110,31 @@ class RunningBatch:
         heapq.heappush(self.unused_slots, sequence.slot)
         sequence.slot = -1
 
-    def resolve_pending(self, step: int, bad: Collection[Sequence]) -> None:
-        """Settle the pending writes up to `step`; rows of the sequences in `bad` had non-finite values."""
+    def add_readers(self, bad: dict[Sequence, int]) -> list[Sequence]:
+        """Add the sequences that share blocks of the `bad` rows and return those, oldest first.
+
+        Sequences are given with their admission_count. A sequence that shares a block of such a reader shares all
+        blocks before it too, so it is a reader of the same rows.
+        """
+        found: dict[Sequence, int] = {}
+        for writes in self._pending:
+            if bad.get(writes.sequence) == writes.admission:
+                found |= writes.readers
+        bad |= found
+        return sorted((s for s, count in found.items() if s.admission_count == count), key=lambda s: s.queue_key)
+
+    def resolve_pending(self, step: int, bad: Mapping[Sequence, int]) -> None:
+        """Settle the pending writes up to `step`; rows of the admissions in `bad` had non-finite values."""
         if self._pending:
+            kept = []
             for writes in self._pending:
-                if writes.sequence in bad:
+                if bad.get(writes.sequence) == writes.admission:
                     self.pool.resolve_pending(writes, tainted=True)
                 elif writes.last_step <= step:
                     self.pool.resolve_pending(writes, tainted=False)
-            self._pending = [writes for writes in self._pending if writes.last_step > step]
+                else:
+                    kept.append(writes)
+            self._pending = kept
 
     def remove_all(self) -> list[Sequence]:
         """Move every running sequence to WAITING after a worker loss and drop all blocks. Returns them, oldest first.
@@ -187,13 +213,26 @@ class RunningBatch:
         return -(-len(self.running) // 4)
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish the blocks that computed positions have filled since the last call."""
+        """Publish the blocks that computed positions have filled, and that were not published when planned."""
         size = self.pool.block_size
         if not self._prefix_cache or sequence.num_computed - sequence.num_published < size:
             return
-        for index in range(sequence.num_published // size, sequence.num_computed // size):
+        for index in range(sequence.num_offered // size, sequence.num_computed // size):
             self.pool.publish(sequence.blocks[index], *self._block_content(sequence, index))
         sequence.num_published = sequence.num_computed // size * size
+        sequence.num_offered = max(sequence.num_offered, sequence.num_published)
+
+    def publish_planned(self, sequence: Sequence, step: int) -> None:
+        """Publish the blocks that the row of `sequence` in the plan `step` fills with confirmed tokens."""
+        size, end = self.pool.block_size, min(sequence.num_planned, len(sequence.tokens))
+        if not self._prefix_cache or end - sequence.num_offered < size:
+            return
+        writes = InflightRows(sequence, sequence.admission_count, step)
+        for index in range(sequence.num_offered // size, end // size):
+            self.pool.publish(sequence.blocks[index], *self._block_content(sequence, index), writes)
+        sequence.num_offered = end // size * size
+        if writes.blocks:
+            self._pending.append(writes)
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, tuple[int, ...]]:
         """Return prefix-cache key and tokens of block `index`, whose tokens are all confirmed."""
@@ -205,8 +244,8 @@ class RunningBatch:
         return keys[index], tokens
 
     def pending_sequences(self) -> list[Sequence]:
-        """Return the sequences whose pending writes are not resolved; some have finished."""
-        return [writes.sequence for writes in self._pending]
+        """Return writers and readers of pending writes that are not resolved; some have finished."""
+        return [s for writes in self._pending for s in (writes.sequence, *writes.readers)]
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of the state; sequences by number."""
@@ -215,7 +254,10 @@ class RunningBatch:
             "not_decoding": [s.number for s in self.not_decoding],
             "finishing": [s.number for s in self.finishing],
             "decode_batch": self.decode_batch.dump(),
-            "pending": [[writes.sequence.number, writes.last_step] for writes in self._pending],
+            "pending": [
+                [w.sequence.number, w.admission, w.last_step, [[s.number, count] for s, count in w.readers.items()]]
+                for w in self._pending
+            ],
             "capacity": [self.num_slots, self.max_slots, self.pool.num_blocks, self.pool.block_size],
             "unused_slots": list(self.unused_slots),
             "pool": self.pool.dump(self._pending),
@@ -228,7 +270,11 @@ class RunningBatch:
             {sequences[number]: None for number in state[name]} for name in ("running", "not_decoding", "finishing")
         )
         self.decode_batch.load(state["decode_batch"], sequences)
-        self._pending = [InflightRows(sequences[number], last_step) for number, last_step in state["pending"]]
+        self._pending = []
+        for number, admission, last_step, readers in state["pending"]:
+            writes = InflightRows(sequences[number], admission, last_step)
+            writes.readers = {sequences[reader]: count for reader, count in readers}
+            self._pending.append(writes)
         self.unused_slots = state["unused_slots"]
         self.pool.load(state["pool"], self._pending, BLANK_TOKEN)
 
@@ -238,4 +284,5 @@ def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:
     sequence.max_computed_before = max(sequence.max_computed_before, computed)
     sequence.slot = -1
     sequence.blocks = []
-    sequence.num_planned = sequence.num_computed = sequence.num_published = sequence.planned_step = 0
+    sequence.num_planned = sequence.num_computed = sequence.planned_step = 0
+    sequence.num_published = sequence.num_offered = 0

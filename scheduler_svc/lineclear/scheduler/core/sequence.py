@@ -126,8 +126,10 @@ class Sequence:
         "max_len",
         "num_computed",
         "num_known",
+        "num_offered",
         "num_planned",
         "num_published",
+        "num_void",
         "overtaken_count",
         "planned_step",
         "preemptions",
@@ -171,7 +173,9 @@ class Sequence:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
         # Prefix-cache keys of the leading full blocks, made when needed, by block size: it may differ between workers.
         self.block_keys: dict[int, list[bytes]] = {}
-        self.num_published = 0  # leading positions in blocks that were offered to the prefix cache
+        self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
+        self.num_offered = 0  # the same with planned positions
+        self.num_void = 0  # samples in flight to drop: they were computed from values that are not finite
         self.max_computed_before = 0  # most positions computed in earlier admissions: computing them again is counted
         self.preemptions = self.recoveries = self.overtaken_count = 0
         # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.

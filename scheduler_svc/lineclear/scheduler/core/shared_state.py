@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lineclear.scheduler.core.events import Preempted
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.policies import (
@@ -15,6 +16,7 @@ from lineclear.scheduler.core.policies import (
     QueueOrder,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.slot_pace import SlotPace
 from lineclear.scheduler.core.stats import Counters
 from lineclear.scheduler.core.worker_state import WorkerState
@@ -85,6 +87,15 @@ class SharedState:
             kv_tokens=batch.num_positions if worker.strategy.reads_kv_tokens else 0,
             model=worker.step_time,
         )
+
+    def preempt(self, worker: WorkerState, victim: Sequence) -> Preempted:
+        """RUNNING -> WAITING: `victim` loses its blocks and is computed again."""
+        worker.batch.free(victim, State.WAITING)
+        victim.preemptions += 1
+        victim.protected = victim.preemptions >= self.limits.max_preemptions
+        self.resuming.push(victim)
+        self.counters.preemptions += 1
+        return Preempted(victim.request.request_id)
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of counters, flags and the queue order's state."""

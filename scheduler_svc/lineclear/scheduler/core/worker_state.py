@@ -75,6 +75,7 @@ class WorkerState:
         removed = self.batch.remove_all()
         for sequence in dict.fromkeys([*removed, *(s for inflight in self.inflight for s in inflight.sampled())]):
             sequence.num_known = len(sequence.tokens)  # samples in flight are void, and were never computed
+            sequence.num_void = 0
             sequence.max_computed_before = min(sequence.max_computed_before, sequence.num_known)
         self._hello = None
         self._clear()

@@ -30,7 +30,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 5"
+FORMAT = "lineclear flight recording 6"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
