@@ -175,7 +175,7 @@ async def test_attach_beyond_the_answer_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_detached=3, max_detached_tokens=60) as s:
+    async with serving(tmp_path, max_submitted=3, max_submitted_tokens=60) as s:
         s.engine.answer = lambda request: [5] * 10
         small = {"sampling": {"max_tokens": 15}}  # of which the answer needs ten
         names = [await submit(s, text_request(**small)) for _ in range(4)]
@@ -198,7 +198,7 @@ async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
     """The lifetime starts at the end of the answer, so a slow machine cannot expire it early."""
     lifetime_seconds = 0.2
 
-    async with serving(tmp_path, detached_ttl_seconds=lifetime_seconds) as s:
+    async with serving(tmp_path, submitted_ttl_seconds=lifetime_seconds) as s:
         loop = asyncio.get_running_loop()
         name = await submit(s)
         key = await s.engine.next_request()

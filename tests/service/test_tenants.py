@@ -97,7 +97,7 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_fil
 
 
 async def test_tenant_does_not_evict_a_smaller_tenants_answers(tmp_path: Path, token_file: str) -> None:
-    async with serving(tmp_path, token_file=token_file, max_detached=20) as s:
+    async with serving(tmp_path, token_file=token_file, max_submitted=20) as s:
         alices = [await submit_to_the_end(s, "alice") for _ in range(5)]
         bobs = [await submit_to_the_end(s, "bob") for _ in range(40)]
         assert await num_kept(s, "alice", alices) == 5
@@ -108,7 +108,7 @@ async def test_tenant_does_not_evict_a_smaller_tenants_answers(tmp_path: Path, t
 async def test_largest_tenant_is_evicted_for_a_new_one(tmp_path: Path, token_file: str) -> None:
     """Evicts down to equal shares, the oldest first."""
 
-    async with serving(tmp_path, token_file=token_file, max_detached=10) as s:
+    async with serving(tmp_path, token_file=token_file, max_submitted=10) as s:
         bobs = [await submit_to_the_end(s, "bob") for _ in range(10)]
         alices = [await submit_to_the_end(s, "alice") for _ in range(10)]
         assert await num_kept(s, "bob", bobs) == 5
@@ -119,7 +119,7 @@ async def test_largest_tenant_is_evicted_for_a_new_one(tmp_path: Path, token_fil
 async def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str) -> None:
     """A long answer of one tenant counts as much as many short ones of another."""
 
-    async with serving(tmp_path, token_file=token_file, max_detached_tokens=300) as s:
+    async with serving(tmp_path, token_file=token_file, max_submitted_tokens=300) as s:
         short = text_request(sampling={"max_tokens": 10})
         alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(5)]
         bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(6)]
@@ -130,7 +130,7 @@ async def test_shares_are_counted_in_tokens_too(tmp_path: Path, token_file: str)
 async def test_submitted_requests_per_tenant_are_limited(tmp_path: Path, token_file: str) -> None:
     """Requests in progress are never evicted, so without a limit they could fill the whole store."""
 
-    async with serving(tmp_path, token_file=token_file, max_detached=4, max_detached_per_tenant=3) as s:
+    async with serving(tmp_path, token_file=token_file, max_submitted=4, max_submitted_per_tenant=3) as s:
         for _ in range(3):
             await submit(s, "bob")
         error = await error_of(submit(s, "bob"))
@@ -154,10 +154,10 @@ async def test_kept_answers_are_limited_in_bytes(tmp_path: Path) -> None:
                 return count
         raise AssertionError("no bound")
 
-    async with serving(tmp_path, max_detached_bytes=200_000) as s:
+    async with serving(tmp_path, max_submitted_bytes=200_000) as s:
         num_heavy = await most(s, heavy)
         assert 3 <= num_heavy <= 6
-    async with serving(tmp_path, max_detached_bytes=200_000) as s:
+    async with serving(tmp_path, max_submitted_bytes=200_000) as s:
         assert await most(s, LONG) >= 3 * num_heavy
 
 

@@ -140,7 +140,7 @@ class InferenceServiceServicer(object):
     def Submit(self, request, context):
         """Submits a request that does not depend on the call. Returns when the
         request is in the queue. The server completes the answer without a reader
-        and keeps it for detached_ttl_seconds after its end, or until the server
+        and keeps it for submitted_ttl_seconds after its end, or until the server
         exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

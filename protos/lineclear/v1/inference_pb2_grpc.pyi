@@ -72,7 +72,7 @@ class InferenceServiceStub:
     Submit: _grpc.UnaryUnaryMultiCallable[_inference_pb2.SubmitRequest, _inference_pb2.SubmitResponse]
     """Submits a request that does not depend on the call. Returns when the
     request is in the queue. The server completes the answer without a reader
-    and keeps it for detached_ttl_seconds after its end, or until the server
+    and keeps it for submitted_ttl_seconds after its end, or until the server
     exits.
     """
     Attach: _grpc.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]
@@ -136,7 +136,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Submit: _aio.UnaryUnaryMultiCallable[_inference_pb2.SubmitRequest, _inference_pb2.SubmitResponse]  # type: ignore[assignment]
     """Submits a request that does not depend on the call. Returns when the
     request is in the queue. The server completes the answer without a reader
-    and keeps it for detached_ttl_seconds after its end, or until the server
+    and keeps it for submitted_ttl_seconds after its end, or until the server
     exits.
     """
     Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]  # type: ignore[assignment]
@@ -215,7 +215,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.SubmitResponse, _abc.Awaitable[_inference_pb2.SubmitResponse]]:
         """Submits a request that does not depend on the call. Returns when the
         request is in the queue. The server completes the answer without a reader
-        and keeps it for detached_ttl_seconds after its end, or until the server
+        and keeps it for submitted_ttl_seconds after its end, or until the server
         exits.
         """
 

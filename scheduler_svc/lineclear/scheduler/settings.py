@@ -204,16 +204,16 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """A stream whose client reads nothing for this long fails."""
 
     # --- submitted requests ---
-    max_detached: int = SUBMITTED.field(256, ge=0, le=2**20)
+    max_submitted: int = SUBMITTED.field(256, ge=0, le=2**20)
     """Most submitted requests kept, running and finished."""
-    max_detached_tokens: int = SUBMITTED.field(1_000_000, ge=1, le=2**31)
+    max_submitted_tokens: int = SUBMITTED.field(1_000_000, ge=1, le=2**31)
     """Most output tokens kept of all submitted requests."""
-    max_detached_bytes: int = SUBMITTED.field(256 * 1024 * 1024, ge=1, le=2**40)
+    max_submitted_bytes: int = SUBMITTED.field(256 * 1024 * 1024, ge=1, le=2**40)
     """Most bytes kept of all submitted requests. A token takes about 80 bytes, with 20 log probabilities 400."""
-    max_detached_per_tenant: int = SUBMITTED.field(0, ge=0, le=2**20)
-    """Most submitted requests of one tenant; 0: any number. At the limit of max_detached, the tenant with most requests
-    loses the answer that finished first."""
-    detached_ttl_seconds: float = SUBMITTED.field(600.0, gt=0, le=7 * 86_400)
+    max_submitted_per_tenant: int = SUBMITTED.field(0, ge=0, le=2**20)
+    """Most submitted requests of one tenant; 0: any number. At the limit of max_submitted, the tenant with most
+    requests loses the answer that finished first."""
+    submitted_ttl_seconds: float = SUBMITTED.field(600.0, gt=0, le=7 * 86_400)
     """How long a submitted answer is kept after it finished."""
 
     # --- diagnosis ---

@@ -63,9 +63,9 @@ def fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
 def detached_limits(settings: SchedulerSettings) -> DetachedLimits:
     """Return the limits of submitted requests."""
     return DetachedLimits(
-        answers=settings.max_detached,
-        tokens=settings.max_detached_tokens,
-        num_bytes=settings.max_detached_bytes,
-        answers_per_tenant=settings.max_detached_per_tenant,
-        ttl_seconds=settings.detached_ttl_seconds,
+        answers=settings.max_submitted,
+        tokens=settings.max_submitted_tokens,
+        num_bytes=settings.max_submitted_bytes,
+        answers_per_tenant=settings.max_submitted_per_tenant,
+        ttl_seconds=settings.submitted_ttl_seconds,
     )
