@@ -18,7 +18,7 @@ from lineclear.client.results import HealthStatus
 from lineclear.errors import LineclearError
 from lineclear.exit_codes import ExitCode
 
-from . import batch_run, output, serve
+from . import batch_run, output, serve, simulate
 from .command_runner import command
 from .options import Connection, Json
 
@@ -35,6 +35,12 @@ class _Verbatim(TyperCommand):
 def start(context: typer.Context) -> None:
     """Start a server on this machine: scheduler and worker. `serve --help` shows the flags of the scheduler."""
     serve.run(context.args)
+
+
+@command(name="simulate", cls=_Verbatim)
+def simulate_load(context: typer.Context) -> None:
+    """Predict latency and throughput of a load, on a virtual clock. `simulate --help` shows the flags."""
+    simulate.run(context.args)
 
 
 @command()

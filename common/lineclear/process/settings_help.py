@@ -50,9 +50,10 @@ def _all(kind: type[BaseModel], program: str, prefix: str) -> Iterator[str]:
         f"The value in [] is the default. Each setting is also a variable in the environment: {prefix} and the name in"
         " capitals. --help=SETTING describes one in full."
     )
-    for title, fields in groups(kind).items():
+    found = groups(kind)
+    for title in getattr(kind, "shown_groups", found):
         yield from ("", f"{title}:")
-        for name, field in fields.items():
+        for name, field in found[title].items():
             yield _line(kind, name, field)
     yield from ("", "Other:", _in_columns("-h, --help", "Show this"), _in_columns("--version", "Show the version"))
 

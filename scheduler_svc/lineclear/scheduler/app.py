@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,8 +20,8 @@ from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.admin_operations import AdminOperations
-from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core_limits import core_limits
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
@@ -237,23 +236,9 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
-    core = RecordingScheduler(_core_limits(settings), settings.min_recorded_calls)
+    core = RecordingScheduler(core_limits(settings), settings.min_recorded_calls)
     directory = Path(settings.recording_directory) if settings.recording_directory else None
     return core, RecordingFiles(core, directory)
-
-
-def _core_limits(settings: SchedulerSettings) -> CoreLimits:
-    return CoreLimits(
-        **settings_limits.core_limits(settings),
-        pipeline_depth=settings.pipeline_depth,
-        max_preemptions=settings.max_preemptions,
-        max_queue_overtakes=settings.max_queue_overtakes,
-        max_isolated_crashes=settings.max_isolated_crashes,
-        # A request runs alone after two crashes, and those count towards max_worker_crashes as well.
-        max_isolated_kills=max(1, settings.max_worker_crashes - 2),
-        prefix_cache=settings.prefix_cache,
-        cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
-    )
 
 
 def _max_inbox(settings: SchedulerSettings) -> int:

@@ -16,6 +16,11 @@ def main() -> int:
         if error.name is None or error.name.startswith("lineclear"):
             raise
         sentence = f"the package {error.name} is not installed; run: {install_command('scheduler')}"
-        print(f"lineclear-scheduler: {sentence}", file=sys.stderr)
+        program = "lineclear simulate" if sys.argv[1:2] == ["simulate"] else "lineclear-scheduler"
+        print(f"{program}: {sentence}", file=sys.stderr)
         return ExitCode.CONFIGURATION
     return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

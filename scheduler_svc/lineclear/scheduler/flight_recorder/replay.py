@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, Request
 from lineclear.scheduler.core.worker_state import load_hello
 from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary, to_json_types
-from lineclear.wire.messages import StepError, StepErrorKind, StepResult
+from lineclear.wire.messages import StepError, StepErrorKind, StepPlan, StepResult
 
 
 class NotARecording(Exception):
@@ -51,8 +51,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def replay(recording: Iterable[Any]) -> int:
-    """Replay a recording and return its number of calls. Raises Divergence or NotARecording."""
+def replay(recording: Iterable[Any], on_plan: Callable[[float, StepPlan], None] = lambda now, plan: None) -> int:
+    """Replay a recording and return its number of calls. Raises Divergence or NotARecording.
+
+    `on_plan` gets the time and content of each plan, with blank tokens.
+    """
     entries = iter(recording)
     header = next(entries, None)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -61,7 +64,7 @@ def replay(recording: Iterable[Any]) -> int:
     core_state = next(entries, None)
     if core_state is None:
         raise NotARecording("it has no records: too many requests were live for a dump of the core")
-    replayer, count = _Replayer(CoreLimits.load(header["limits"]), core_state), 0
+    replayer, count = _Replayer(CoreLimits.load(header["limits"]), core_state, on_plan), 0
     for call, now, facts, keys, outcome in entries:
         count += 1
         answer = to_json_types(replayer.replay(call, now, facts, keys))
@@ -73,7 +76,10 @@ def replay(recording: Iterable[Any]) -> int:
 class _Replayer:
     """A core with recorded facts in place of content. Its private methods are named after the recorded calls."""
 
-    def __init__(self, limits: CoreLimits, core_state: dict[str, Any]) -> None:
+    def __init__(
+        self, limits: CoreLimits, core_state: dict[str, Any], on_plan: Callable[[float, StepPlan], None]
+    ) -> None:
+        self._on_plan = on_plan
         self._keys: deque[bytes] = deque()
         self._core = Scheduler(limits, self._next_key)
         self._core.load(core_state)
@@ -135,6 +141,8 @@ class _Replayer:
 
     def _plan(self, now: float, epoch: int) -> Any:
         plan = self._core.plan(epoch, now)
+        if plan is not None:
+            self._on_plan(now, plan)
         return [plan_summary(plan), event_summary(self._core.drain_events(), int)]
 
     def _apply(

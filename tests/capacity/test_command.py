@@ -1,0 +1,144 @@
+"""`lineclear simulate` as a process: table, JSON, plot, arrivals files and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.scheduler.capacity.arrivals import Arrival, BadArrivals, parse_length, read, scaled
+from lineclear.scheduler.capacity.settings import worker_counts
+
+STEPS = {
+    "base_seconds": 0.005,
+    "seconds_per_token": 0.0001,
+    "seconds_per_kv_token": 1e-8,
+    "worker": {"num_blocks": 512, "num_slots": 16},
+}
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(STEPS))
+    return path
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lineclear.cli", "simulate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+
+
+def test_each_load_and_number_of_workers_has_a_row_and_a_curve(steps: Path, tmp_path: Path) -> None:
+    out, svg = tmp_path / "out.json", tmp_path / "out.svg"
+    flags = ("--rate", "5,20,inf", "--workers", "1..4", "--num-requests", "60", "--max-batch-size", "4")
+    done = run("--model-of-steps", steps, *flags, "--out", out, "--svg-file", svg)
+    assert done.returncode == 0, done.stderr
+    _, *rows = done.stdout.splitlines()
+    assert [row.split()[:3] for row in rows] == [[str(w), r, "60"] for r in ("5", "20", "inf") for w in (1, 2, 4)]
+    found = json.loads(out.read_text())
+    assert found["settings"]["max_batch_size"] == 4
+    assert [entry["finished"] for entry in found["runs"]] == [60] * 9
+    by_workers = [entry["time_to_first_token"]["p99"] for entry in found["runs"][-3:]]
+    assert by_workers == sorted(by_workers, reverse=True)
+    picture = ElementTree.parse(svg).getroot()
+    lines = [element for element in picture.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == 3 * 2 * 2, "three numbers of workers, two quantiles, two panels"
+    assert all(len(line.attrib["points"].split()) == 2 for line in lines)
+
+
+def test_arrivals_of_a_file_run_at_its_own_rate_and_at_others(steps: Path, tmp_path: Path) -> None:
+    path = tmp_path / "arrivals.csv"
+    path.write_text("arrival,prompt_tokens,output_tokens,tenant,priority\n0,10,5,a,1\n1.0,20,5,b,\n2.0,30,5,,\n")
+    done = run("--model-of-steps", steps, "--arrivals", path, "--scheduling-policy", "fair")
+    assert done.stdout.splitlines()[-1].split()[:3] == ["1", "1", "3"]
+    done = run("--model-of-steps", steps, "--arrivals", path, "--rate", "10,20")
+    assert [line.split()[1] for line in done.stdout.splitlines()[1:]] == ["10", "20"]
+
+
+def test_losses_are_named(steps: Path) -> None:
+    done = run("--model-of-steps", steps, "--rate", "inf", "--num-requests", "50", "--max-queue-size", "10")
+    assert done.stdout.splitlines()[-1] == "lost with QUEUE_FULL: 40"
+
+
+def test_environment_and_file_set_the_scheduler(steps: Path, tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text("max_queue_size = 10\n")
+    flags = ("--model-of-steps", steps, "--rate", "inf", "--num-requests", "50", "--config", config)
+    assert run(*flags).stdout.splitlines()[-1] == "lost with QUEUE_FULL: 40"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--rate", "5"], "--model-of-steps is missing"),
+        (["--model-of-steps", "STEPS"], "--rate is missing"),
+        (["--model-of-steps", "STEPS", "--rate", "x"], "numbers above 0"),
+        (["--model-of-steps", "nothing.json", "--rate", "1"], "nothing.json"),
+        (["--model-of-steps", "STEPS", "--arrivals", "nothing.csv"], "nothing.csv"),
+        (["--model-of-steps", "STEPS", "--rate", "1", "--workers", "65"], "from 1 to 64"),
+        (["--model-of-steps", "STEPS", "--rate", "1", "--prompt-tokens", "normal:3"], "is no length"),
+        (["fit", "nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_named(steps: Path, arguments: list[str], problem: str) -> None:
+    done = run(*(str(steps) if argument == "STEPS" else argument for argument in arguments))
+    assert done.returncode == 78
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_traffic_and_scheduling_but_no_certificates() -> None:
+    text = run("--help").stdout
+    assert "--model-of-steps" in text
+    assert "--scheduling-policy" in text
+    assert "--tls-cert-file" not in text
+
+
+# --- arrivals --------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_and_csv_are_the_same(tmp_path: Path) -> None:
+    table, lines = tmp_path / "a.csv", tmp_path / "a.jsonl"
+    table.write_text("arrival,prompt_tokens,output_tokens,group,prefix_tokens\n2,8,4,g,3\n1,5,6,,\n")
+    lines.write_text(
+        '{"arrival": 2, "prompt_tokens": 8, "output_tokens": 4, "group": "g", "prefix_tokens": 3}\n'
+        '{"arrival": 1, "prompt_tokens": 5, "output_tokens": 6}\n'
+    )
+    expected = [Arrival(1.0, 5, 6), Arrival(2.0, 8, 4, group="g", prefix_tokens=3)]
+    assert read(table) == read(lines) == expected
+    assert [arrival.at for arrival in scaled(expected, 10.0)] == [pytest.approx(0.1), pytest.approx(0.2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("arrival,prompt_tokens\n1,2\n", "line 2: KeyError: 'output_tokens'"),
+        ("arrival,prompt_tokens,output_tokens\n1,0,2\n", "line 2: ValueError: arrival is at least 0"),
+        ("arrival,prompt_tokens,output_tokens,prefix_tokens\n1,5,2,9\n", "prefix_tokens is 9 of 5"),
+        ("arrival,prompt_tokens,output_tokens,priority\n1,5,2,300\n", "priority is 300"),
+        ("", "no requests"),
+    ],
+)
+def test_bad_arrivals_are_named_by_line(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(BadArrivals, match=problem):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "uniform:5", "uniform:9:3", "exponential:0", "lognormal:1:-1", "1.5"])
+def test_bad_lengths_are_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="is no length"):
+        parse_length(text)
+
+
+def test_worker_counts() -> None:
+    assert worker_counts("1..64") == [1, 2, 4, 8, 16, 32, 64]
+    assert worker_counts("3..10") == [3, 6, 10]
+    assert worker_counts("2,5") == [2, 5]
