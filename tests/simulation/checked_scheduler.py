@@ -40,7 +40,6 @@ class CheckedScheduler:
         self.last_result: StepResult | None = None
         self.only_poison = not {"crash", "replace", "step_error"} & scenario.weights.keys()  # the only cause of crashes
         self._codec = scenario.codec and not checked
-        self._epoch = 0
         self._poisonous: dict[str, str] = {}  # effect of live requests on their worker
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -91,16 +90,18 @@ class CheckedScheduler:
             if events:
                 self._check()
 
-    def plan(self, now: float) -> StepPlan | None:
-        """Plan a step."""
-        plan = self.core.plan(self._epoch, now)
+    def plan(self, epoch: int, now: float) -> StepPlan | None:
+        """Plan a step of a worker."""
+        if self.oracle:
+            self.oracle.before_plan(self.core.snapshot())
+        plan = self.core.plan(epoch, now)
         events = self.core.drain_events()
         if plan is not None:
             self.transcript.append((now, "plan", plan))
             plan = self.transfer(plan)
         self._record("plan", events, now)
         if self.oracle:
-            self.oracle.on_plan(plan, now, events)
+            self.oracle.on_plan(epoch, plan, now, events)
             self._check()
         return plan
 
@@ -136,21 +137,27 @@ class CheckedScheduler:
             self._check()
 
     def join(self, hello: Hello, now: float) -> None:
-        """Join a worker in place of another or of none."""
-        self.lose(WorkerLoss.CLEAN, now)
-        self._epoch = hello.epoch
+        """Join a worker."""
         events = self.core.worker_joined(hello, now)
         self._record("worker_joined", events, now)
         if self.oracle:
             self.oracle.on_worker_joined(hello, now, events)
             self._check()
 
-    def lose(self, loss: WorkerLoss, now: float) -> None:
-        """Lose the worker."""
-        events = self.core.worker_lost(self._epoch, now, loss)
+    def lose(self, epoch: int, loss: WorkerLoss, now: float) -> None:
+        """Lose a worker."""
+        events = self.core.worker_lost(epoch, now, loss)
         self._record("worker_lost", events, now)
         if self.oracle:
-            self.oracle.on_worker_lost(now, events, loss)
+            self.oracle.on_worker_lost(epoch, now, events, loss)
+            self._check()
+
+    def stop_placing(self, epoch: int, now: float) -> None:
+        """Place no further requests on a worker."""
+        self.core.stop_placing(epoch)
+        self.transcript.append((now, "stop_placing", epoch))
+        if self.oracle:
+            self.oracle.on_stop_placing(epoch)
             self._check()
 
     def switch(self, limits: CoreLimits, now: float) -> None:

@@ -56,6 +56,10 @@ class ModelBlocks:
         """Number of free blocks that keep a prefix."""
         return sum(not self._users[block] for block in self._key_of)
 
+    def num_unused(self, blocks: Sequence[int]) -> int:
+        """Return how many of `blocks` have no user."""
+        return sum(not self._users[block] for block in blocks)
+
     def cached_prefix(self, sequence: ModelSequence) -> list[int]:
         """Return the longest cached prefix, never with the last token."""
         found: list[int] = []

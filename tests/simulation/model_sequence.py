@@ -20,6 +20,11 @@ class ModelSequence:
         self.max_len = len(request.prompt) + request.max_tokens
         self.is_live = True
         self.is_running = False
+        self.epoch = 0  # of the worker that it runs on, or ran on last
+        self.was_isolated = False  # ran alone as a suspect, on the worker of this epoch
+        self.passed_at: float | None = None  # first plan that may have left it to another worker
+        self.is_left = False  # a plan has certainly left it to another worker
+        self.left_until = float("-inf")  # latest time until which it may be left
         self.slot = -1
         self.blocks: list[int] = []
         self.num_planned = self.num_computed = self.num_known = 0

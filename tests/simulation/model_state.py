@@ -1,17 +1,16 @@
-"""Model of the scheduler's state: waiting and running requests, steps in flight, and the joined worker.
+"""Model of the scheduler's state: the live requests, those that wait, and the joined workers.
 
 It follows the calls and events of the core and never reads the core's state. `oracle` and `plan_checks` check it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from simulation.invariant_error import require
-from simulation.model_blocks import ModelBlocks
 from simulation.model_queue import ModelQueue
 from simulation.model_sequence import ModelSequence
+from simulation.model_workers import ModelStep, ModelWorker
 
 from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, PromptTooLong
 from lineclear.scheduler.core.limits import CoreLimits
@@ -20,17 +19,8 @@ from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.messages import Hello
 
 
-class ModelStep:
-    """A plan that waits for its result."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.rows: list[tuple[ModelSequence, int, int]] = []  # sequence, its admission_count, end position
-        self.samples: list[ModelSequence] = []
-
-
 class ModelState:
-    """Live requests by state, and the worker that they run on."""
+    """Live requests by state, and the workers that they run on."""
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
@@ -38,16 +28,13 @@ class ModelState:
         self.by_seed: dict[int, ModelSequence] = {}
         self.fresh: dict[ModelSequence, None] = {}  # have not started
         self.resuming: dict[ModelSequence, None] = {}
-        self.running: dict[int, ModelSequence] = {}  # by slot
-        self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
-        self.inflight: deque[ModelStep] = deque()
-        self.hello: Hello | None = None
-        self.step = 0
-        self.num_slots = 0
-        self.blocks = ModelBlocks(limits.prefix_cache)
+        self.workers: dict[int, ModelWorker] = {}  # by epoch, oldest first
+        self._vacant: list[ModelWorker] = []
+        self.isolating: int | None = None  # epoch of the worker that runs suspects alone
         self.queue = ModelQueue(limits)
         self.counters = Counters()
         self.draining = False
+        self.refusing = False  # a request was rejected since the last one joined
 
     def add(self, sequence: ModelSequence) -> None:
         """Queue an admitted request."""
@@ -61,66 +48,82 @@ class ModelState:
         sequence.is_live = False
         del self.live[sequence.request.request_id], self.by_seed[sequence.request.sampling.seed]
         if sequence.is_running:
-            self.stop_running(sequence, sequence.num_computed)
+            self.workers[sequence.epoch].stop_running(sequence, sequence.num_computed)
         self.fresh.pop(sequence, None)
         self.resuming.pop(sequence, None)
         self.queue.on_finish(sequence, self.fresh, is_idle=not self.live)
 
-    def stop_running(self, sequence: ModelSequence, computed: int) -> None:
-        """Release slot and blocks of a sequence; positions below `computed` count as computed before."""
-        self.blocks.release(sequence)
-        if sequence in self.finishing:
-            del self.finishing[sequence]
-        else:
-            del self.running[sequence.slot]
-        sequence.max_computed_before = max(sequence.max_computed_before, computed)
-        sequence.is_running, sequence.slot = False, -1
-        sequence.num_planned = sequence.num_computed = sequence.num_shared = sequence.num_offered = 0
-
     def preempt(self, victim: ModelSequence) -> None:
         """Have a running request wait again."""
-        self.stop_running(victim, victim.num_planned)
+        self.workers[victim.epoch].stop_running(victim, victim.num_planned)
         victim.preemptions += 1
         victim.protected = victim.preemptions >= self.limits.max_preemptions
         self.resuming[victim] = None
         self.counters.preemptions += 1
 
-    def release_slots(self) -> None:
-        """Free the slots of the sequences whose last row is planned."""
-        for slot, sequence in list(self.running.items()):
-            if sequence.num_known == sequence.max_len:
-                del self.running[slot]
-                sequence.slot = -1
-                self.finishing[sequence] = None
+    def join(self, hello: Hello) -> None:
+        """Join a worker; it takes over the place of the one that was lost first."""
+        worker = self._vacant.pop(0) if self._vacant else ModelWorker(self)
+        worker.join(hello)
+        self.workers[hello.epoch] = worker
 
-    def change_worker(self, hello: Hello | None) -> None:
-        """Join another worker, or none: running requests wait again, and no step is in flight."""
-        for sequence in sorted((*self.running.values(), *self.finishing), key=lambda s: s.queue_key):
-            sequence.recoveries += 1
-            self.stop_running(sequence, sequence.num_computed)
-            self.resuming[sequence] = None
-        for sequence in self.live.values():
+    def switch(self, before: CoreLimits, limits: CoreLimits) -> None:
+        """Follow other limits. A new strategy, or one with other numbers, starts empty."""
+        self.limits = limits
+        for worker in (*self.workers.values(), *self._vacant):
+            worker.limits = worker.budget.limits = limits
+            if (before.batching_strategy, before.policy) != (limits.batching_strategy, limits.policy):
+                worker.batching.joins_left, worker.batching.batch_started_at = 0, float("-inf")
+        for worker in self.workers.values():
+            worker.num_slots = min(worker.hello.num_slots, limits.max_batch_size)
+
+    def lose(self, epoch: int) -> None:
+        """Lose a worker: its requests wait again, and its steps in flight get no result."""
+        worker = self.workers[epoch]
+        for sequence in sorted((*worker.running.values(), *worker.finishing), key=lambda s: s.queue_key):
+            self._interrupt(sequence, worker, sequence.num_computed)
+            sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
+        for sequence in (s for step in worker.inflight for s in step.samples):
             sequence.in_flight = sequence.num_void = 0
             sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
-        self.inflight.clear()
-        self.hello = hello
-        self.step = self.num_slots = 0
-        self.blocks.reset(0, 1)
-        if hello is not None:
-            self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
-            self.blocks.reset(hello.num_blocks, hello.block_size)
+        del self.workers[epoch]
+        self._vacant.append(worker)
+        if self.isolating == epoch:
+            self.isolating = None
+        for sequence in self.live.values():
+            if must_isolate(sequence) and sequence.is_running and sequence.epoch != self.isolating:
+                self._interrupt(sequence, self.workers[sequence.epoch], sequence.num_planned)
+
+    def _interrupt(self, sequence: ModelSequence, worker: ModelWorker, computed: int) -> None:
+        sequence.recoveries += 1
+        worker.stop_running(sequence, computed)
+        self.resuming[sequence] = None
 
     def rejection(self, request: Request, started_on: str = "") -> type[LineclearError] | None:
-        """Return the error if the joined worker can never run `request`; `started_on` is its first model, if any."""
-        if self.hello is None:
+        """Return the error if no joined worker can ever run `request`; `started_on` is its first model, if any."""
+        if not self.workers:
             return None
-        if (request.model_fingerprint or started_on) not in ("", self.hello.model_fingerprint):
+        worker = max(self.workers.values(), key=lambda worker: worker.max_len)
+        if (request.model_fingerprint or started_on) not in ("", worker.hello.model_fingerprint):
             return ModelChanged
         total = len(request.prompt) + request.max_tokens
-        if total > self.hello.max_model_len:
+        if total > worker.hello.max_model_len:
             return PromptTooLong
         # The last token is sampled but never computed.
-        return KvCapacityExceeded if total - 1 > self.hello.num_blocks * self.hello.block_size else None
+        return KvCapacityExceeded if total - 1 > worker.hello.num_blocks * worker.hello.block_size else None
+
+    def is_possible(self, sequence: ModelSequence, worker: ModelWorker) -> bool:
+        """Return whether `worker` may take a waiting sequence, perhaps after samples in flight there arrive."""
+        if sequence.max_len > worker.max_len or must_isolate(sequence):
+            return False
+        return sequence.in_flight == 0 or sequence.epoch == worker.epoch
+
+    def takes_requests(self, worker: ModelWorker) -> bool:
+        """Return whether a worker takes waiting requests: neither reserved for suspects nor leaving."""
+        reserved = self.next_isolated()
+        if reserved is not None and reserved[1] is worker:
+            return False
+        return not worker.is_stopping or all(other.is_stopping for other in self.workers.values())
 
     def record_crash(self, steps: Iterable[ModelStep]) -> ModelSequence | None:
         """Count a crash for every sequence with a row in `steps`; return the sequence if it ran alone."""
@@ -132,6 +135,20 @@ class ModelState:
                 s.clear_position = min(max(s.clear_position, reached + 2), s.max_len - 1)
         return sequences[0] if len(sequences) == 1 and sequences[0].is_live else None
 
-    def next_isolated(self) -> ModelSequence | None:
-        """Return the oldest sequence that must run alone."""
-        return min((s for s in self.live.values() if s.crash_count >= 2), key=lambda s: s.queue_key, default=None)
+    def next_isolated(self) -> tuple[ModelSequence, ModelWorker] | None:
+        """Return the oldest suspect that some worker can run alone, and the worker that is reserved for it."""
+        for suspect in sorted(filter(must_isolate, self.live.values()), key=lambda s: s.queue_key):
+            if suspect.is_running:
+                return suspect, self.workers[suspect.epoch]
+            leaving = not all(worker.is_stopping for worker in self.workers.values())
+            able = [
+                w for w in self.workers.values() if suspect.max_len <= w.max_len and not (w.is_stopping and leaving)
+            ]
+            for worker in sorted(able, key=lambda w: (w.epoch != self.isolating, len(w.running))):
+                return suspect, worker
+        return None
+
+
+def must_isolate(sequence: ModelSequence) -> bool:
+    """Return whether a sequence may only run alone."""
+    return sequence.crash_count >= 2

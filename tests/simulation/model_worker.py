@@ -45,4 +45,5 @@ class Worker:
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
+        self.is_slow = self.is_stopping = False
         self.broken = False  # a step failed: no further step is computed

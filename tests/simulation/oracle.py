@@ -13,6 +13,7 @@ from typing import Any
 from simulation.invariant_error import InvariantViolated, require
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState
+from simulation.model_workers import ModelWorker
 from simulation.plan_checks import PlanChecks
 from simulation.scenario import Scenario, is_bad
 from support.events import flat
@@ -64,7 +65,7 @@ class Oracle:
         error = self._expected_error(request)
         if error is not None:
             self.state.counters.requests_rejected += 1
-            self.plan_checks.batching.refusing |= error is QueueFull
+            self.state.refusing |= error is QueueFull
             require(type(outcome) is error, "I12", "rejected with the right error")
             return
         require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
@@ -83,7 +84,7 @@ class Oracle:
         if not sequence.request.wants_position:
             require(admitted.position is None, "I12", "a place only for requests that ask")
         elif admitted.position is None:
-            free = self.state.num_slots - len(self.state.running)
+            free = sum(max(0, worker.num_slots - len(worker.running)) for worker in self.state.workers.values())
             require(ahead < free, "I12", "a request without a place finds a free slot")
         else:
             require(admitted.position.requests_ahead == ahead, "I12", "the place counts the requests before")
@@ -92,10 +93,8 @@ class Oracle:
 
     def on_switch(self, limits: CoreLimits) -> None:
         """Follow other limits and policies."""
-        before, self.limits, self.state.limits = self.limits, limits, limits
-        self.plan_checks.switch(before, limits)
-        if self.state.hello is not None:
-            self.state.num_slots = min(self.state.hello.num_slots, limits.max_batch_size)
+        before, self.limits = self.limits, limits
+        self.state.switch(before, limits)
         self.state.queue.switch(limits, list(self.state.live.values()))
 
     def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
@@ -127,12 +126,13 @@ class Oracle:
             wanted.append((Failed, sequence.request.request_id, DeadlineExceeded, sequence.stats(now)))
         self._same(events, wanted)
 
-    def on_worker_lost(self, now: float, events: list[Event], loss: WorkerLoss) -> None:
+    def on_worker_lost(self, epoch: int, now: float, events: list[Event], loss: WorkerLoss) -> None:
         """Check the events of `worker_lost`."""
-        if self.state.hello is None:
+        worker = self.state.workers.get(epoch)
+        if worker is None:
             return require(events == [], "I10", "nothing happens for an unknown worker")
-        wanted: list[object] = [WorkerLost(self.state.hello.epoch)]
-        isolated = self.state.record_crash(self.state.inflight) if loss is not WorkerLoss.CLEAN else None
+        wanted: list[object] = [WorkerLost(epoch)]
+        isolated = self.state.record_crash(worker.inflight) if loss is not WorkerLoss.CLEAN else None
         if isolated is not None and isolated.crash_count > 1:
             isolated.isolated_losses[loss] += 1
             crashes, kills = isolated.isolated_losses[WorkerLoss.CRASHED], isolated.isolated_losses[WorkerLoss.KILLED]
@@ -140,13 +140,13 @@ class Oracle:
                 self.state.remove(isolated)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, isolated.request.request_id, PoisonRequest, isolated.stats(now)))
-        self.state.change_worker(None)
+        self.state.lose(epoch)
         return self._same(events, wanted)
 
     def on_worker_joined(self, hello: Hello, now: float, events: list[Event]) -> None:
         """Check the events of `worker_joined`."""
         wanted: list[object] = [WorkerJoined(hello.epoch)]
-        self.state.change_worker(hello)
+        self.state.join(hello)
         for sequence in list(self.state.live.values()):
             error = self.state.rejection(sequence.request, sequence.started_on)
             if error is None:
@@ -160,15 +160,16 @@ class Oracle:
     def on_step_error(self, error: StepError, now: float, events: list[Event]) -> None:
         """Check the events of `on_step_error`."""
         wanted: list[object] = []
-        if self.state.inflight and error.kind is StepErrorKind.OUT_OF_MEMORY:
-            rows = self.state.inflight[0].rows
+        worker = self.state.workers[error.epoch]
+        if worker.inflight and error.kind is StepErrorKind.OUT_OF_MEMORY:
+            rows = worker.inflight[0].rows
             if len(rows) > 1:
-                self.plan_checks.budget.halve()
-                self.state.record_crash([self.state.inflight[0]])
+                worker.budget.halve()
+                self.state.record_crash([worker.inflight[0]])
             elif rows[0][0].is_live:
                 sequence = rows[0][0]
                 self.state.remove(sequence)
-                self.plan_checks.budget.restore()
+                worker.budget.restore()
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, sequence.request.request_id, DeviceOutOfMemory, sequence.stats(now)))
         self._same(events, wanted)
@@ -179,22 +180,33 @@ class Oracle:
 
     def on_clear_prefix_cache(self) -> None:
         """Note a call of `clear_prefix_cache`."""
-        self.state.blocks.clear_cache()
+        for worker in self.state.workers.values():
+            worker.blocks.clear_cache()
 
-    def on_plan(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
+    def on_stop_placing(self, epoch: int) -> None:
+        """Note a call of `stop_placing`."""
+        if epoch in self.state.workers:
+            self.state.workers[epoch].is_stopping = True
+
+    def before_plan(self, snapshot: CoreSnapshot) -> None:
+        """Note the step-time models before a plan."""
+        self.plan_checks.placement.observe(snapshot.workers)
+
+    def on_plan(self, epoch: int, plan: StepPlan | None, now: float, events: list[Event]) -> None:
         """Check a plan, or None, and its events."""
-        self.plan_checks.on_plan(plan, now, events)
+        self.plan_checks.on_plan(epoch, plan, now, events)
 
     # --- a result ---------------------------------------------------------------------------------------------------
 
     def on_apply(self, result: StepResult, now: float, events: list[Event]) -> None:
         """Check the events of `apply`."""
-        step = self.state.inflight.popleft()
+        worker = self.state.workers[result.epoch]
+        step = worker.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")
         bad_rows = {i for i, token in enumerate(result.tokens) if not 0 <= token < self.scenario.vocab_size}
         bad_rows |= result.bad_rows
         tainted = {(step.samples[i], step.samples[i].admission_count) for i in bad_rows}
-        readers = self.state.blocks.readers(tainted)
+        readers = worker.blocks.readers(tainted)
         wanted: list[object] = self._restart(readers)
         for index, (sequence, token) in enumerate(zip(step.samples, result.tokens, strict=True)):
             sequence.in_flight -= 1
@@ -209,7 +221,7 @@ class Oracle:
                 context = (*sequence.request.prompt, *sequence.answer[: sequence.num_outputs])
                 require(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
             if bad or not 0 <= token < self.scenario.vocab_size:
-                self.state.blocks.taint(sequence)
+                worker.blocks.taint(sequence)
                 self.state.remove(sequence)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, sequence.stats(now)))
@@ -225,10 +237,10 @@ class Oracle:
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
             self.state.counters.generation_tokens += 1
-        self.state.blocks.resolve_pending(step.step, tainted | readers)
+        worker.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
-                self.state.blocks.publish(sequence, end)
+                worker.blocks.publish(sequence, end)
         # Requests may end in any order, but blocks must be released in that order.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
         by_end = sorted(step.samples, key=lambda sequence: order.get(sequence.request.request_id, len(order)))
@@ -272,18 +284,27 @@ class Oracle:
         for name in _COUNTERS:
             reported, counted = getattr(snapshot.counters, name), getattr(self.state.counters, name)
             require(reported == counted, "I21", f"{name} is {reported}, {counted} counted")
-        started = len(self.state.running) + len(self.state.finishing)
-        require(snapshot.num_requests_running == started, "I11", "running requests")
+        self._check_workers(snapshot)
         require(
             snapshot.num_requests_waiting == len(self.state.fresh) + len(self.state.resuming), "I11", "waiting requests"
         )
         waiting = sum(len(s.request.prompt) + s.num_outputs for s in (*self.state.fresh, *self.state.resuming))
         require(snapshot.num_tokens_waiting == waiting, "I12", "tokens of waiting requests")
-        used, cached = self.state.blocks.num_used, self.state.blocks.num_cached
-        require(snapshot.blocks_used == used, "I1", "used blocks are those in block tables")
-        require(snapshot.blocks_cached == cached, "I4", "free blocks that keep a prefix")
-        require(snapshot.steps_in_flight == len(self.state.inflight), "I9", "plans without result")
         require(snapshot.draining == self.state.draining, "I21", "draining is reported")
+
+    def _check_workers(self, snapshot: CoreSnapshot) -> None:
+        require([w.epoch for w in snapshot.workers] == list(self.state.workers), "I9", "joined workers, oldest first")
+        for shown, worker in zip(snapshot.workers, self.state.workers.values(), strict=True):
+            started = len(worker.running) + len(worker.finishing)
+            require(shown.num_requests_running == started, "I11", "running requests")
+            require(shown.blocks_used == worker.blocks.num_used, "I1", "used blocks are those in block tables")
+            require(shown.blocks_cached == worker.blocks.num_cached, "I4", "free blocks that keep a prefix")
+            require(shown.steps_in_flight == len(worker.inflight), "I9", "plans without result")
+            require((shown.steps, shown.num_slots) == (worker.step, worker.num_slots), "I9", "steps and slots")
+            require(shown.is_stopping == worker.is_stopping, "I21", "stopping is reported")
+        for name in ("num_requests_running", "steps_in_flight", "num_blocks", "blocks_used", "blocks_cached"):
+            total = sum(getattr(worker, name) for worker in snapshot.workers)
+            require(getattr(snapshot, name) == total, "I21", f"{name} is the total of all workers")
 
     def check_next_deadline(self, moment: float | None, now: float, planned_all: bool) -> None:
         """Check the answer of `next_deadline`; `planned_all`: `plan` returned None before."""
@@ -292,12 +313,19 @@ class Oracle:
             require(moment is not None and moment <= min(deadlines), "I13", "the next deadline is not missed")
         if planned_all:
             require(moment is None or moment > now, "I13", "no wakeup in the past")
-            idle = self.state.hello is not None and not self.state.inflight and self.state.fresh
+            idle = [w for w in self.state.workers.values() if not w.inflight and self._may_start(w)]
             if idle and self.limits.batching_strategy != "fixed_size":
+                require(moment is not None, "I13", "an idle worker wakes up for a request that waits")
                 due = min(s.arrival for s in self.state.fresh) + self.limits.policy.batch_timeout_seconds
-                require(moment is not None and moment <= due, "I13", "the batch timeout is not missed")
+                is_closed = not all(worker.batching.is_open(now) for worker in idle)
+                require(not is_closed or (moment or 0) <= due, "I13", "the batch timeout is not missed")
         if moment is not None and not deadlines:
-            require(bool(self.state.fresh), "I23", "no wakeup without a waiting request")
+            is_waiting = self.state.fresh or (self.state.resuming and len(self.state.workers) > 1)
+            require(bool(is_waiting), "I23", "no wakeup without a waiting request")
+
+    def _may_start(self, worker: ModelWorker) -> bool:
+        is_able = self.state.takes_requests(worker) and not worker.running
+        return is_able and any(self.state.is_possible(sequence, worker) for sequence in self.state.fresh)
 
     def max_steps(self) -> int:
         """Return an upper bound of the steps until all live requests end without faults."""
@@ -306,8 +334,9 @@ class Oracle:
 
     def _set_answer(self, sequence: ModelSequence) -> None:
         """Set the expected answer: from the model that the request names, started on, or will start on."""
-        request, hello = sequence.request, self.state.hello
-        model = request.model_fingerprint or sequence.started_on or ("" if hello is None else hello.model_fingerprint)
+        request = sequence.request
+        joined = next((worker.hello.model_fingerprint for worker in self.state.workers.values()), "")
+        model = request.model_fingerprint or sequence.started_on or joined
         sizes = request.max_tokens, self.scenario.vocab_size
         sequence.answer = expected(request.prompt, request.sampling, *sizes, model.removeprefix(fingerprint("")))
 

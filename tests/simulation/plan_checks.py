@@ -6,44 +6,13 @@ Each plan is checked and then applied to the model.
 from __future__ import annotations
 
 from simulation.invariant_error import require
-from simulation.model_batching import ModelBatching
+from simulation.model_placement import ModelPlacement
 from simulation.model_sequence import ModelSequence
-from simulation.model_state import ModelState, ModelStep
+from simulation.model_state import ModelState, must_isolate
+from simulation.model_workers import ModelStep, ModelWorker
 
 from lineclear.scheduler.core.events import Event, Preempted, Started
-from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.wire.messages import Hello, Row, SlotInit, StepPlan
-
-_RECOVERY_STEPS = 200
-
-
-class Budget:
-    """The token budget of a step: halved by an out-of-memory step, doubled again after 200 steps without one."""
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.limits = limits
-        self._halvings = self._small_steps = 0
-
-    def tokens(self, hello: Hello) -> int:
-        """Return the budget of the next step."""
-        return max(1, min(self.limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
-
-    def halve(self) -> None:
-        """Halve the budget after an out-of-memory step of several requests."""
-        self._halvings += 1
-        self._small_steps = _RECOVERY_STEPS
-
-    def restore(self) -> None:
-        """Restore the budget after an out-of-memory step of one request."""
-        self._halvings = self._small_steps = 0
-
-    def count_step(self) -> None:
-        """Count a planned step."""
-        if self._small_steps:
-            self._small_steps -= 1
-            if self._small_steps == 0 and self._halvings:
-                self._halvings -= 1
-                self._small_steps = _RECOVERY_STEPS if self._halvings else 0
+from lineclear.wire.messages import Row, SlotInit, StepPlan
 
 
 class PlanChecks:
@@ -51,37 +20,58 @@ class PlanChecks:
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
-        self.budget = Budget(state.limits)
-        self.batching = ModelBatching(state)
+        self.placement = ModelPlacement(state)
+        self.worker: ModelWorker  # that the plan is for
         self.grown: set[ModelSequence] = set()  # sequences that take a block in the plan
         self.preempted: set[ModelSequence] = set()  # by the plan; when exactly is not known
+        self.num_released = 0  # slots whose owners have their last row in the last plan
+        self.has_tokens_left = False  # after a plan: certainly enough to admit another request
 
-    def switch(self, before: CoreLimits, limits: CoreLimits) -> None:
-        """Follow other limits. A new strategy, or one with other numbers, starts empty."""
-        self.budget.limits = limits
-        if (before.batching_strategy, before.policy) != (limits.batching_strategy, limits.policy):
-            self.batching.joins_left, self.batching.batch_started_at = 0, float("-inf")
-
-    def on_plan(self, plan: StepPlan | None, now: float, events: list[Event]) -> None:
-        """Check a plan, or None, and the events that `drain_events` returned after it."""
+    def on_plan(self, epoch: int, plan: StepPlan | None, now: float, events: list[Event]) -> None:
+        """Check a plan of a worker, or None, and the events that `drain_events` returned after it."""
         if plan is None:
             require(events == [], "I13", "without a plan no request starts or is preempted")
-            self._check_no_plan(now)
-            return
-        hello, in_flight = self.state.hello, len(self.state.inflight)
-        require(hello is not None and in_flight < self.state.limits.pipeline_depth, "I9", "within the pipeline depth")
-        assert hello is not None
-        require((plan.epoch, plan.step) == (hello.epoch, self.state.step + 1), "I9", "steps of an epoch in order")
-        self.state.step += 1
-        budget = self.budget.tokens(hello)
-        ready = sorted((s for s in self.state.running.values() if s.num_unplanned == 1), key=lambda s: s.queue_key)
-        partial = sorted((s for s in self.state.running.values() if s.num_unplanned > 1), key=lambda s: s.queue_key)
+        worker = self.state.workers.get(epoch)
+        if worker is None:
+            return require(plan is None, "I9", "no plan for a worker that is lost")
+        self.worker = worker
+        require(plan is None or not worker.is_full, "I9", "within the pipeline depth")
+        if worker.is_full or not self.state.live:
+            return None
+        isolated = self._isolated()
+        if plan is None:
+            self._check_no_plan(isolated, now)
+        else:
+            self._check_plan(plan, isolated, now, events)
+        if self.state.takes_requests(worker):
+            self._check_head(plan, isolated, now)
+        return self.placement.note_passed(worker, now)
+
+    def _isolated(self) -> ModelSequence | None:
+        """Return the suspect that this worker must run alone, if any, and keep track of the worker that does so."""
+        reserved = self.state.next_isolated()
+        if reserved is None or reserved[1].epoch != self.state.isolating:
+            self.state.isolating = None
+        if reserved is None or reserved[1] is not self.worker:
+            return None
+        if self.state.isolating is None:
+            if self.worker.running and len(self.state.workers) > 1:
+                return None  # its own requests go on to their end
+            self.state.isolating = self.worker.epoch
+        return reserved[0]
+
+    def _check_plan(self, plan: StepPlan, isolated: ModelSequence | None, now: float, events: list[Event]) -> None:
+        hello = self.worker.hello
+        require((plan.epoch, plan.step) == (hello.epoch, self.worker.step + 1), "I9", "steps of an epoch in order")
+        self.worker.step += 1
+        budget = self.worker.budget.tokens(hello)
+        ready = sorted((s for s in self.worker.running.values() if s.num_unplanned == 1), key=lambda s: s.queue_key)
+        partial = sorted((s for s in self.worker.running.values() if s.num_unplanned > 1), key=lambda s: s.queue_key)
         slots = {row.slot for row in plan.rows}
         require(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
-        isolated = self.state.next_isolated()
         started = self._apply_events(events, plan, ready, isolated)
         self.preempted = {self.state.live[e.request_id] for e in events if isinstance(e, Preempted)}
-        is_open = isolated is None and self.batching.is_open(now)
+        is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
         inits = {init.slot: init for init in plan.inits}
         require(len(inits) == len(plan.inits), "I6", "each slot initialised once")
@@ -92,21 +82,22 @@ class PlanChecks:
         # In the order of planning, which is the order in which blocks were handed out.
         prompts_first = self.state.limits.scheduling_policy == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
-            joins, num_running = row.slot in inits, len(self.state.running)
+            joins, num_running = row.slot in inits, len(self.worker.running)
             if joins:
-                self._apply_init(inits.pop(row.slot), plan.step, started, is_open, now, isolated)
+                self._apply_init(inits.pop(row.slot), step, started, is_open, now, isolated)
             # So a request that ended costs only the steps in flight at its end.
-            require(row.slot in self.state.running, "I16", "every row belongs to a live request")
-            sequence = self.state.running[row.slot]
+            require(row.slot in self.worker.running, "I16", "every row belongs to a live request")
+            sequence = self.worker.running[row.slot]
             deadline = sequence.request.deadline
             require(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
             self._apply_row(sequence, row, step, zeroed)
             if row in plan.chunks:
-                self.state.blocks.publish_planned(sequence, plan.step)
+                self.worker.blocks.publish_planned(sequence, plan.step)
             if joins and isolated is None:
-                free = self.state.blocks.num_free
+                free = self.worker.blocks.num_free
                 require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")
             total += row.num_tokens
+            step.num_tokens = total
             num_decodes += sequence in ready
         place = {row.slot: index for index, row in enumerate(plan.rows)}
         step.rows.sort(key=lambda entry: place[entry[0].slot])
@@ -114,18 +105,21 @@ class PlanChecks:
         require(not inits and not started, "I6", "a request that starts has a row")
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
         require(total <= budget, "I6", "no more tokens than the budget")
-        fits = len(self.state.running) <= self.state.num_slots or not plan.inits
+        fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
         require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
+        is_short = bool(self.preempted) or any(s.is_running and s.slot not in slots for s in ready)
+        has_prompts = bool(plan.inits) or any(row.num_tokens > 1 for row in plan.chunks)
+        self.has_tokens_left = total < budget and not is_short and not has_prompts
         if isolated is None:
             self._check_age_order(slots, ready, partial, budget, num_decodes)
         else:
-            rows = [row for other in (*self.state.inflight, step) for row in other.rows]
+            rows = [row for other in (*self.worker.inflight, step) for row in other.rows]
             require(all(row[0] is isolated for row in rows), "isolation", "a suspect runs alone")
-        self.state.release_slots()
-        self.state.inflight.append(step)
+        self.num_released = self.worker.release_slots()
+        self.worker.inflight.append(step)
         self.state.counters.steps += 1
         self.state.counters.rows += len(plan.rows)
-        self.budget.count_step()
+        self.worker.budget.count_step()
 
     def _apply_events(
         self, events: list[Event], plan: StepPlan, ready: list[ModelSequence], isolated: ModelSequence | None
@@ -143,7 +137,7 @@ class PlanChecks:
                 if isolated is None:
                     self._check_preemption(victim, rows, ready)
                 else:
-                    others = [s for s in self.state.running.values() if s is not isolated]
+                    others = [s for s in self.worker.running.values() if s is not isolated]
                     youngest = max(others, key=lambda s: s.queue_key)
                     require(victim is youngest, "isolation", "a suspect preempts the youngest")
                 self.state.preempt(victim)
@@ -158,25 +152,25 @@ class PlanChecks:
             for s in ready
             if s.is_running
             and s.queue_key < victim.queue_key
-            and s.num_planned == len(s.blocks) * self.state.blocks.size
+            and s.num_planned == len(s.blocks) * self.worker.blocks.size
             and not s.protected
         ]
         require(bool(short), "I15", "a victim is younger than a sequence that is short of a block")
         chosen = []
         for older in short:
-            younger = [s for s in self.state.running.values() if s.queue_key > older.queue_key and not s.protected]
+            younger = [s for s in self.worker.running.values() if s.queue_key > older.queue_key and not s.protected]
             younger = [s for s in younger if s.slot not in rows]
             if self.state.limits.preemption_policy == "newest":
                 chosen.append(max(younger, key=lambda s: s.queue_key))
             else:
-                lost = self.state.blocks.num_lost_positions
+                lost = self.worker.blocks.num_lost_positions
                 chosen.append(min(younger, key=lambda s: (lost(s), -s.queue_key[0], -s.queue_key[1])))
         require(victim in chosen, "I15", "the victim is the one that the policy chooses")
 
     def _apply_init(
         self,
         init: SlotInit,
-        step: int,
+        step: ModelStep,
         started: dict[str, Started],
         is_open: bool,
         now: float,
@@ -184,10 +178,9 @@ class PlanChecks:
     ) -> None:
         require(init.sampling.seed in self.state.by_seed, "I16", "only live requests are admitted")
         sequence = self.state.by_seed[init.sampling.seed]
-        assert self.state.hello is not None
-        is_free = 0 <= init.slot < self.state.hello.num_slots and init.slot not in self.state.running
+        is_free = 0 <= init.slot < self.worker.hello.num_slots and init.slot not in self.worker.running
         require(is_free, "I6", "a slot that is free")
-        lower = [slot for slot in range(init.slot) if slot not in self.state.running]
+        lower = [slot for slot in range(init.slot) if slot not in self.worker.running]
         # A sequence that is preempted after the admissions of the same plan leaves a lower slot.
         is_lowest = not lower or bool(self.preempted)
         require(is_lowest, "I6", "the lowest slot that is free, from the plan after its owner's last row")
@@ -200,24 +193,30 @@ class PlanChecks:
         require(init.tokens == sequence.tokens, "I7", "the worker gets exactly the confirmed tokens")
         require(init.prompt_len == len(sequence.request.prompt), "I7", "the prompt's length")
         require(init.sampling == sequence.request.sampling, "I7", "the sampling parameters of the request")
-        hits = self.state.blocks.cached_prefix(sequence)
+        hits = self.worker.blocks.cached_prefix(sequence)
         require(list(init.blocks) == hits, "I4", "exactly the longest cached prefix of the salt is shared")
+        require(sequence.max_len <= self.worker.max_len, "I25", "a request runs only where it fits")
+        require(must_isolate(sequence) == (isolated is sequence), "isolation", "a suspect starts only to run alone")
         if isolated is None:
+            require(self.state.takes_requests(self.worker), "I25", "this worker takes no further requests")
+            self.placement.check_taken(sequence, self.worker, step.num_tokens, now)
             is_fresh = sequence in self.state.fresh
             waiting = [*self.state.resuming, *self.state.fresh] if is_fresh else self.state.resuming
+            waiting = [other for other in waiting if self.state.is_possible(other, self.worker)]
             self.state.queue.on_overtake(sequence, waiting, self.preempted)
         if sequence in self.state.fresh:
             require(is_open, "strategy", "no request joins before the strategy allows it")
-            self.batching.on_join()
+            self.worker.batching.on_join()
             self.state.queue.on_start(sequence, self.state.fresh, isolated=isolated is not None)
             del self.state.fresh[sequence]
         else:
             del self.state.resuming[sequence]
-        sequence.is_running, sequence.slot = True, init.slot
+        sequence.is_running, sequence.slot, sequence.epoch = True, init.slot, self.worker.epoch
+        sequence.passed_at, sequence.is_left, sequence.left_until = None, False, float("-inf")
         sequence.admission_count += 1
-        self.state.running[init.slot] = sequence
-        self.state.blocks.share(init.blocks, sequence)
-        sequence.num_planned = sequence.num_computed = len(hits) * self.state.blocks.size
+        self.worker.running[init.slot] = sequence
+        self.worker.blocks.share(init.blocks, sequence)
+        sequence.num_planned = sequence.num_computed = len(hits) * self.worker.blocks.size
         sequence.num_shared = sequence.num_offered = sequence.num_planned
         sequence.num_known = len(init.tokens)
         self.state.counters.prefix_cache_queries += len(init.tokens)
@@ -225,14 +224,13 @@ class PlanChecks:
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
             self.state.counters.prompt_tokens += init.prompt_len
-            assert self.state.hello is not None
-            sequence.started_on = self.state.hello.model_fingerprint
-            where = (init.slot, step, sequence.num_planned, sequence.started_on, self.state.hello.epoch)
+            sequence.started_on = self.worker.hello.model_fingerprint
+            where = (init.slot, step.step, sequence.num_planned, sequence.started_on, self.worker.hello.epoch)
             event = Started(sequence.request.request_id, *where)
             require(started.pop(sequence.request.request_id, None) == event, "I11", "the first start has an event")
 
     def _apply_row(self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int]) -> None:
-        size, end = self.state.blocks.size, row.start + row.num_tokens
+        size, end = self.worker.blocks.size, row.start + row.num_tokens
         require(row.start == sequence.num_planned and row.num_tokens > 0, "I6", "positions follow one another")
         require(
             end <= min(sequence.num_known, sequence.max_len - 1),
@@ -243,14 +241,14 @@ class PlanChecks:
         new_end = sequence.num_planned + len(row.new_blocks) * size
         is_first = sequence.num_planned == sequence.num_shared and new_end >= sequence.num_known
         for block in row.new_blocks:
-            self.state.blocks.take(block, sequence, zeroed, after_preemption=bool(self.preempted))
+            self.worker.blocks.take(block, sequence, zeroed, after_preemption=bool(self.preempted))
         self.grown |= {sequence} if row.new_blocks else set()
         if row.new_blocks and not is_first:
             is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
             require(is_next, "I5", "one block when needed")
         longest = sequence.max_len - 1 if sequence.protected else max(end, sequence.num_known)
         require(-(-end // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed")
-        self.state.blocks.check_write(sequence, row.start, end)
+        self.worker.blocks.check_write(sequence, row.start, end)
         if row.start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - row.start
             sequence.recomputed_tokens += again
@@ -276,10 +274,10 @@ class PlanChecks:
         if self.state.limits.scheduling_policy != "prefill_first":
             for sequence in ready:
                 if sequence.is_running and sequence.slot not in slots:
-                    if sequence.num_planned < len(sequence.blocks) * self.state.blocks.size:
+                    if sequence.num_planned < len(sequence.blocks) * self.worker.blocks.size:
                         require(num_decodes == budget, "I6", "a decode waits only for decodes")
                     younger = [s for s in ready if s.queue_key > sequence.queue_key and s.slot in slots]
-                    if sequence.num_planned == len(sequence.blocks) * self.state.blocks.size:
+                    if sequence.num_planned == len(sequence.blocks) * self.worker.blocks.size:
                         younger = [s for s in younger if s in self.grown]
                     require(not younger, "I14", "no younger decode overtakes a waiting one or takes a block")
             has_tokens_left = num_decodes < budget
@@ -288,14 +286,28 @@ class PlanChecks:
         prompts = [s for s in partial if s.is_running]
         require(not prompts or not has_tokens_left or prompts[0].slot in slots, "I14", "the oldest prompt continues")
 
-    def _check_no_plan(self, now: float) -> None:
-        if self.state.hello is None or len(self.state.inflight) >= self.state.limits.pipeline_depth:
+    def _check_no_plan(self, isolated: ModelSequence | None, now: float) -> None:
+        if self.worker.inflight:
             return
-        if not self.state.inflight:
-            require(self.state.next_isolated() is None, "I13", "a suspect runs if the worker is idle")
+        if isolated is not None:
+            require(isolated.in_flight > 0, "I13", "a suspect runs if the worker is idle")
+        else:
             require(
-                not self.state.running and not self.state.finishing and not self.state.resuming,
-                "I13",
-                "an idle worker has no running requests",
+                not self.worker.running and not self.worker.finishing, "I13", "an idle worker has no running requests"
             )
-            require(not self.batching.is_open(now), "I13", "an idle worker admits the requests that may join")
+
+    def _check_head(self, plan: StepPlan | None, isolated: ModelSequence | None, now: float) -> None:
+        """Check that the plan has the head of the queue if it fits, unless another worker is better for it."""
+        state, worker = self.state, self.worker
+        is_idle = plan is None and not worker.inflight
+        if isolated is not None or not (is_idle or (plan is not None and self.has_tokens_left)):
+            return
+        resuming = [s for s in state.resuming if state.is_possible(s, worker)]
+        fresh = [s for s in state.fresh if state.is_possible(s, worker) and worker.batching.is_open(now)]
+        head = min((*resuming, *fresh), key=lambda s: s.queue_key, default=None)
+        if head in fresh and not is_idle and state.limits.batching_strategy == "adaptive":
+            return  # how many may join follows from step times
+        num_released = 0 if plan is None else self.num_released
+        if head is None or head.in_flight or not worker.has_room(head, num_released):
+            return
+        require(self.placement.may_leave(head, worker, now), "I13", "a worker with room takes the head of the queue")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simulation.mutations import Bug, always, boundary, drop, never, off_by_one, replace, swap, twice, without
+from simulation.planted_worker_bugs import WORKER_BUGS
 
 from lineclear.scheduler.core import limits, policies, result_applier, running_batch, wait_prediction
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
@@ -675,5 +676,5 @@ _TIES = (
 BUGS = (
     *(*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_SHARED_WHEN_PLANNED, *_NON_FINITE_VALUES),
     *(*_RESULTS, *_ENDS, *_POISON, *_QUEUE, *_ORDER),
-    *(*_PLACES, *_SWITCHING, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES),
+    *(*_PLACES, *_SWITCHING, *_STRATEGIES, *_COUNTERS, *_MODEL, *_LOGPROBS, *_TIES, *WORKER_BUGS),
 )

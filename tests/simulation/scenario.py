@@ -78,6 +78,10 @@ class Scenario:
     num_tenants: int = 1
     updates: float = 0.0
     """Share of new workers that may have another model than the last."""
+    num_workers: int = 1
+    """Workers that are joined at the same time, if none is lost."""
+    slow: float = 0.0
+    """Share of workers that compute a step only now and then."""
     estimated: float = 0.0
     """Share of requests with an expected output length, right or wrong."""
 
@@ -98,6 +102,7 @@ def draw(seed: int) -> Scenario:
         (_estimated, 0.3),
         (_recomputing, 0.1),
         (_switching, 0.25),
+        (_several, 0.6),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -214,6 +219,24 @@ def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
     limits = replace(scenario.limits, scheduling_policy="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
+
+
+def _several(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Several workers, which join, stop and are lost one by one."""
+    weights = scenario.weights | {"join": 0.2, "stop": rng.choice((0.0, 0.1)), "deliver": 8.0, "launch": 8.0}
+    if rng.random() < 0.5 and "launch" in weights:
+        weights |= {"crash": 0.2, "step_error": rng.choice((0.0, 0.2))}
+    if rng.random() < 0.7:
+        limits = replace(scenario.limits, batching_strategy=rng.choice(("continuous", "continuous", "adaptive")))
+        scenario = replace(scenario, limits=limits)
+    return replace(
+        scenario,
+        weights=weights,
+        num_workers=rng.randint(2, 4),
+        pace=rng.choice((2, 4)),
+        change=rng.choice((0.0, scenario.change)),
+        slow=rng.choice((0.0, 0.0, 0.3)),
+    )
 
 
 def _updated(rng: random.Random, scenario: Scenario) -> Scenario:

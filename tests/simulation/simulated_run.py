@@ -37,15 +37,14 @@ class SimulatedRun:
         self.rng = random.Random(scenario.seed ^ 0x5EED)
         self.scheduler = CheckedScheduler(scenario, checked=checked)
         self.now = self.rng.choice((0.0, 1.0, 123456.789))
-        self.worker: Worker | None = None
+        self.workers: dict[int, Worker] = {}
         self.epochs = 0
         self.model = MODELS[0]
         self.num_requests = 0
 
     def _poison_in(self, plan: StepPlan) -> str:
         """Return the effect of a poison request in `plan` on the worker, or an empty string."""
-        assert self.worker is not None
-        slots = self.worker.runner.slots
+        slots = self.workers[plan.epoch].runner.slots
         seeds = {slot: (state.sampling.seed, state.prompt_len) for slot, state in slots.items()}
         seeds |= {init.slot: (init.sampling.seed, init.prompt_len) for init in plan.inits}
         for row in plan.rows:
@@ -61,6 +60,8 @@ class SimulatedRun:
         weights = list(self.scenario.weights.values())
         if self.rng.random() < 0.8:
             self._join(self.scenario.capacity)
+        for _ in range(self.scenario.num_workers - 1):
+            self._join(self._next_capacity())
         for name in self.rng.choices(names, weights, k=self.scenario.ticks):
             self._advance_clock()
             getattr(self, f"_do_{name}")()
@@ -69,7 +70,7 @@ class SimulatedRun:
                 self._do_launch()
                 self._do_deliver()
                 self._run_engine(late=self.rng.random() < self.scenario.late)
-            if self.worker is None and self.rng.random() < 0.3:
+            if not self.workers and self.rng.random() < 0.3:
                 self._join(self._next_capacity())
                 self._run_engine()
         if self.scenario.liveness:
@@ -84,18 +85,23 @@ class SimulatedRun:
     def _run_engine(self, late: bool = False) -> None:
         self._expire()
         max_plans = self.rng.randrange(2) if late else 99
-        counts = self.scheduler.counts
-        preempted = counts["Preempted"]
-        while max_plans and (plan := self.scheduler.plan(self.now)) is not None:
-            max_plans -= 1
-            assert self.worker is not None
-            self.worker.plans.append(plan)
-            if counts["Preempted"] > preempted and self.rng.random() < self.scenario.cancel_after_preemption:
-                started = [i for i in self.scheduler.live if i in self.scheduler.started]
-                self.scheduler.cancel(self.rng.choice(started or ["unknown"]), None, self.now)
+        for epoch in self.scheduler.core.workers:
+            max_plans = self._plan(epoch, max_plans)
         if self.scheduler.oracle:
             deadline = self.scheduler.core.next_deadline()
             self.scheduler.oracle.check_next_deadline(deadline, self.now, planned_all=max_plans > 0)
+
+    def _plan(self, epoch: int, max_plans: int) -> int:
+        """Plan steps of a worker. Returns how many of `max_plans` are left."""
+        counts = self.scheduler.counts
+        preempted = counts["Preempted"]
+        while max_plans and (plan := self.scheduler.plan(epoch, self.now)) is not None:
+            max_plans -= 1
+            self.workers[epoch].plans.append(plan)
+            if counts["Preempted"] > preempted and self.rng.random() < self.scenario.cancel_after_preemption:
+                started = [i for i in self.scheduler.live if i in self.scheduler.started]
+                self.scheduler.cancel(self.rng.choice(started or ["unknown"]), None, self.now)
+        return max_plans
 
     def _expire(self) -> None:
         self.scheduler.expire(self.now)
@@ -139,11 +145,19 @@ class SimulatedRun:
         """Finish a request as for a stop string."""
         self.scheduler.finish(self._random_request_id(), self.rng.randrange(4), self.now)
 
+    def _some_worker(self) -> Worker | None:
+        """Return a joined worker, seldom a slow one."""
+        if len(self.workers) < 2:
+            return next(iter(self.workers.values()), None)
+        return self.rng.choice([w for w in self.workers.values() for _ in range(1 if w.is_slow else 8)])
+
     def _do_launch(self) -> None:
-        """Compute the next plan on the worker."""
-        worker = self.worker
-        if worker is None or not worker.plans:
-            return
+        """Compute the next plan on a worker."""
+        worker = self._some_worker()
+        if worker is not None and worker.plans:
+            self._launch(worker)
+
+    def _launch(self, worker: Worker) -> None:
         plan = worker.plans.popleft()
         if worker.broken:
             return
@@ -160,24 +174,26 @@ class SimulatedRun:
         worker.results.append(self.scheduler.transfer(result))
 
     def _do_deliver(self) -> None:
-        """Deliver the next message of the worker to the core."""
-        worker = self.worker
-        if worker is None or not worker.results:
-            return
+        """Deliver the next message of a worker to the core."""
+        worker = self._some_worker()
+        if worker is not None and worker.results:
+            self._deliver(worker)
+
+    def _deliver(self, worker: Worker) -> None:
         result = worker.results.popleft()
         if result is None:
             self.scheduler.counts["poison_losses"] += 1
-            self._lose(WorkerLoss.CRASHED)
+            self._lose(worker, WorkerLoss.CRASHED)
         elif isinstance(result, StepError):
             self.scheduler.counts["poison_losses"] += 1
             self.scheduler.on_step_error(result, self.now)
-            self._lose(WorkerLoss.CLEAN if result.kind is StepErrorKind.OUT_OF_MEMORY else WorkerLoss.CRASHED)
+            self._lose(worker, WorkerLoss.CLEAN if result.kind is StepErrorKind.OUT_OF_MEMORY else WorkerLoss.CRASHED)
         else:
             self.scheduler.apply(result, self.now)
 
     def _do_step_error(self) -> None:
         """Fail a step, mostly by lack of memory; the worker has to join again."""
-        worker = self.worker
+        worker = self._some_worker()
         if worker is not None and worker.plans and not worker.broken:
             plan = worker.plans.popleft()
             worker.broken = True
@@ -187,7 +203,7 @@ class SimulatedRun:
 
     def _do_bad_token(self) -> None:
         """Change a token of a result in flight to one outside the vocabulary."""
-        worker = self.worker
+        worker = self._some_worker()
         if worker is not None and worker.results:
             result = worker.results[-1]
             if isinstance(result, StepResult) and result.tokens:
@@ -198,7 +214,7 @@ class SimulatedRun:
 
     def _do_malformed(self) -> None:
         """Deliver an invalid result before the right one."""
-        worker = self.worker
+        worker = self._some_worker()
         if worker is not None and worker.results and isinstance(worker.results[0], StepResult):
             good = worker.results[0]
             n = len(good.tokens)
@@ -225,18 +241,37 @@ class SimulatedRun:
             self.scheduler.apply_invalid(self.scheduler.last_result, self.now)
 
     def _do_crash(self) -> None:
-        if self.worker is not None:
+        worker = self._some_worker()
+        if worker is not None:
             self.scheduler.counts["crash"] += 1
-            self._lose(self.rng.choice(tuple(WorkerLoss)))
+            self._lose(worker, self.rng.choice(tuple(WorkerLoss)))
 
     def _do_replace(self) -> None:
-        """Join another worker without reporting the loss of the first."""
-        if self.worker is not None:
+        """Replace a worker."""
+        worker = self._some_worker()
+        if worker is not None:
             self.scheduler.counts["replace"] += 1
+            self._lose(worker, WorkerLoss.CLEAN)
             self._join(self._next_capacity())
 
     def _do_switch(self) -> None:
         self.scheduler.switch(draw_switch(self.rng, self.scheduler.core.limits), self.now)
+
+    def _do_join(self) -> None:
+        if len(self.workers) < self.scenario.num_workers:
+            self._join(self._next_capacity())
+
+    def _do_stop(self) -> None:
+        """Stop a worker, or have one that stops leave."""
+        worker = self._some_worker()
+        if worker is None:
+            return
+        self.scheduler.counts["stop"] += 1
+        if worker.is_stopping:
+            self._lose(worker, WorkerLoss.CLEAN)
+        else:
+            worker.is_stopping = True
+            self.scheduler.stop_placing(worker.hello.epoch, self.now)
 
     def _do_clear_cache(self) -> None:
         self.scheduler.clear_prefix_cache()
@@ -251,49 +286,52 @@ class SimulatedRun:
     def _join(self, capacity: Capacity) -> None:
         self.epochs += 1
         scenario = self.scenario
-        if scenario.updates and self.rng.random() < scenario.updates:
+        if scenario.updates and not self.workers and self.rng.random() < scenario.updates:
             self.model = self.rng.choice(MODELS)
-        self.worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille, self.model)
-        self.scheduler.join(self.worker.hello, self.now)
+        worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille, self.model)
+        worker.is_slow = scenario.slow > 0 and self.rng.random() < scenario.slow
+        self.workers[worker.hello.epoch] = worker
+        self.scheduler.join(worker.hello, self.now)
 
-    def _lose(self, loss: WorkerLoss) -> None:
-        self.worker = None
-        self.scheduler.lose(loss, self.now)
+    def _lose(self, worker: Worker, loss: WorkerLoss) -> None:
+        del self.workers[worker.hello.epoch]
+        self.scheduler.lose(worker.hello.epoch, loss, self.now)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _run_to_end(self) -> None:
         """Stop the faults: every request ends in a bounded number of steps without further calls."""
-        if self.worker is None or self.worker.broken:
-            self._join(self._next_capacity())
+        for worker in [worker for worker in self.workers.values() if worker.broken or worker.is_stopping]:
+            self._lose(worker, WorkerLoss.CLEAN)
+        # Requests that only a lost worker could run fail when the next one joins.
+        self._join(self._next_capacity())
         if self.scheduler.core.limits.batching_strategy == "fixed_size" or self.rng.random() < 0.3:
             self.scheduler.drain(self.now)
-        worker = self.worker
-        assert worker is not None
         steps = self.scheduler.oracle.max_steps() if self.scheduler.oracle else 10**9
         self._run_engine()
         while self.scheduler.core.num_live:
-            if self.worker is None:
-                self._join(self.scenario.capacity)
-                self._run_engine()
+            launches = [worker for worker in self.workers.values() if worker.plans]
+            deliveries = [worker for worker in self.workers.values() if worker.results]
+            if launches and (not deliveries or self.rng.random() < 0.5):
+                self._launch(self._one_of(launches))
                 continue
-            worker = self.worker
-            if worker.plans and (not worker.results or self.rng.random() < 0.5):
-                self._do_launch()
-                continue
-            if worker.results:
+            if deliveries:
                 self.now += self.rng.random() * 0.02
-                self._do_deliver()
+                num_workers = len(self.workers)
+                self._deliver(self._one_of(deliveries))
                 steps -= 1
                 require(steps > 0, "I13", "all requests end within the bound of steps")
-                if self.worker is None:
-                    continue
+                if len(self.workers) < num_workers:
+                    self._join(self.scenario.capacity)
             else:
                 deadline = self.scheduler.core.next_deadline()
                 require(deadline is not None, "I13", "waiting requests have a wakeup")
                 assert deadline is not None
                 self.now = deadline
             self._run_engine()
+
+    def _one_of(self, workers: list[Worker]) -> Worker:
+        return workers[0] if len(workers) == 1 else self.rng.choice(workers)
 
     def _cancel_all(self) -> None:
         """Cancel all requests one by one while the worker continues."""
@@ -302,9 +340,11 @@ class SimulatedRun:
             self._run_engine()
 
     def _check_idle(self) -> None:
-        while self.worker is not None and (self.worker.plans or self.worker.results):
-            self._do_launch()
-            self._do_deliver()
+        while busy := [worker for worker in self.workers.values() if worker.plans or worker.results]:
+            if busy[0].plans:
+                self._launch(busy[0])
+            if busy[0].results:
+                self._deliver(busy[0])
         self._run_engine()
         if self.scheduler.only_poison:
             max_losses = (2 + self.scenario.limits.max_isolated_crashes) * self.scheduler.counts["poison"]
@@ -325,7 +365,8 @@ class SimulatedRun:
         )
         require(gauges == idle, "I22", "an idle core holds no slots and blocks")
         require(self.scheduler.core.next_deadline() is None, "I22", "no wakeup is left")
-        require(self.scheduler.plan(self.now) is None, "I22", "nothing is planned without requests")
+        for epoch in self.workers:
+            require(self.scheduler.plan(epoch, self.now) is None, "I22", "nothing is planned without requests")
         # Private containers must be bounded by the live requests.
         require(self.scheduler.core._live.num_deadlines == 0, "I23", "the heap of deadlines is empty")
 

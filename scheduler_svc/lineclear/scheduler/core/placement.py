@@ -44,13 +44,6 @@ class Placement:
         self._may_leave = len(state.workers) > 1 and not worker.strategy.fills_batches
         worker.left.clear()
 
-    def is_possible(self, sequence: Sequence) -> bool:
-        """Return whether this worker may run a waiting sequence in its batch, now or after other requests."""
-        if sequence.max_len > self._worker.max_len or self._state.poison.must_isolate(sequence):
-            return False
-        # Samples in flight elsewhere may take long. Only the worker that has them waits for their values.
-        return sequence.in_flight == 0 or sequence.epoch == self._worker.epoch
-
     def leaves(self, sequence: Sequence, shared: list[int], planned_tokens: int) -> bool:
         """Return whether another worker should take a sequence for which this one has a slot and blocks.
 

@@ -228,7 +228,7 @@ class StepPlanner:
             sequence = queue.next(with_fresh=joins_left > 0)
             if sequence is None:
                 return
-            if not placement.is_possible(sequence):
+            if not state.may_take(self._worker, sequence):
                 continue
             # The values of samples in flight are not known here yet, and no later sequence may overtake this one.
             if sequence.in_flight > 0:

@@ -66,19 +66,21 @@ class SharedState:
         """Return whether a worker admits waiting requests."""
         return worker.epoch != self.isolation_epoch and not self.is_leaving(worker)
 
-    def _num_resuming(self, worker: WorkerState) -> int:
-        """Return how many requests that have started wait to continue, on this worker or another one."""
-        if not self.resuming:
-            return 0
-        return sum(s.max_len <= worker.max_len for s in self.resuming.sequences() if not self.poison.must_isolate(s))
+    def may_take(self, worker: WorkerState, sequence: Sequence) -> bool:
+        """Return whether a worker may run a waiting sequence in its batch, now or after other requests."""
+        if sequence.max_len > worker.max_len or self.poison.must_isolate(sequence):
+            return False
+        # Samples in flight elsewhere may take long. Only the worker that has them waits for their values.
+        return sequence.in_flight == 0 or sequence.epoch == worker.epoch
 
     def batching_state(self, worker: WorkerState, now: float) -> BatchingState:
         """Return the input of the batching strategy of `worker`."""
         oldest, batch = self.fresh.oldest(), worker.batch
+        num_resuming = sum(self.may_take(worker, sequence) for sequence in self.resuming) if self.resuming else 0
         return BatchingState(
             now=now,
             num_waiting=len(self.fresh),
-            num_active=batch.num_running + self._num_resuming(worker),
+            num_active=batch.num_running + num_resuming,
             num_finishing=len(batch.finishing),
             num_slots=max(1, batch.num_slots),
             oldest_arrival=None if oldest is None else oldest.arrival,

@@ -1,0 +1,134 @@
+"""Model of a joined worker: its requests by slot, its steps in flight, its blocks and token budget."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from simulation.model_batching import ModelBatching
+from simulation.model_blocks import ModelBlocks
+from simulation.model_sequence import ModelSequence
+
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.wire.messages import Hello
+
+if TYPE_CHECKING:
+    from simulation.model_state import ModelState
+
+_RECOVERY_STEPS = 200
+
+
+class ModelStep:
+    """A plan that waits for its result."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows: list[tuple[ModelSequence, int, int]] = []  # sequence, its admission_count, end position
+        self.samples: list[ModelSequence] = []
+        self.num_tokens = 0
+
+
+class Budget:
+    """The token budget of a step: halved by an out-of-memory step, doubled again after 200 steps without one."""
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.limits = limits
+        self._halvings = self._small_steps = 0
+
+    def tokens(self, hello: Hello) -> int:
+        """Return the budget of the next step."""
+        return max(1, min(self.limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
+
+    def halve(self) -> None:
+        """Halve the budget after an out-of-memory step of several requests."""
+        self._halvings += 1
+        self._small_steps = _RECOVERY_STEPS
+
+    def restore(self) -> None:
+        """Restore the budget after an out-of-memory step of one request."""
+        self._halvings = self._small_steps = 0
+
+    def count_step(self) -> None:
+        """Count a planned step."""
+        if self._small_steps:
+            self._small_steps -= 1
+            if self._small_steps == 0 and self._halvings:
+                self._halvings -= 1
+                self._small_steps = _RECOVERY_STEPS if self._halvings else 0
+
+
+class ModelWorker:
+    """A joined worker, or the place of a lost one, whose budget and batch the next worker takes over."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.limits = state.limits
+        self.budget = Budget(state.limits)
+        self.batching = ModelBatching(state, self)
+        self.hello: Hello
+
+    def join(self, hello: Hello) -> None:
+        """Start empty."""
+        self.hello = hello
+        self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
+        self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)
+        self.blocks = ModelBlocks(self.limits.prefix_cache)
+        self.blocks.reset(hello.num_blocks, hello.block_size)
+        self.running: dict[int, ModelSequence] = {}  # by slot
+        self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
+        self.inflight: deque[ModelStep] = deque()
+        self.step = 0
+        self.is_stopping = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the worker."""
+        return self.hello.epoch
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further plan may be in flight."""
+        return len(self.inflight) >= self.limits.pipeline_depth
+
+    def stop_running(self, sequence: ModelSequence, computed: int) -> None:
+        """Release slot and blocks of a sequence; positions below `computed` count as computed before."""
+        self.blocks.release(sequence)
+        if sequence in self.finishing:
+            del self.finishing[sequence]
+        else:
+            del self.running[sequence.slot]
+        sequence.max_computed_before = max(sequence.max_computed_before, computed)
+        sequence.is_running, sequence.slot = False, -1
+        sequence.num_planned = sequence.num_computed = sequence.num_shared = sequence.num_offered = 0
+
+    def release_slots(self) -> int:
+        """Free the slots of the sequences whose last row is planned; return their number."""
+        before = len(self.running)
+        for slot, sequence in list(self.running.items()):
+            if sequence.num_known == sequence.max_len:
+                del self.running[slot]
+                sequence.slot = -1
+                self.finishing[sequence] = None
+        return before - len(self.running)
+
+    def queued_tokens(self) -> int:
+        """Return the tokens in flight and the known tokens that are not planned yet."""
+        unplanned = sum(sequence.num_unplanned for sequence in self.running.values())
+        return unplanned + sum(step.num_tokens for step in self.inflight)
+
+    def has_room(self, sequence: ModelSequence, num_released: int = 0) -> bool:
+        """Return whether a slot and blocks for all known tokens and one more are free.
+
+        The last `num_released` slots are free for the next plan only.
+        """
+        num_running = len(self.running) + num_released
+        longest = sequence.max_len - 1
+        positions = longest if sequence.protected else min(len(sequence.tokens) + 1, longest)
+        shared = self.blocks.cached_prefix(sequence)
+        needed = -(-max(positions, 1) // self.blocks.size)
+        free = self.blocks.num_free - -(-num_running // 4)
+        fits = free >= needed or free - self.blocks.num_unused(shared) >= needed - len(shared)
+        return fits and num_running < self.num_slots
+
+    def uncached(self, sequence: ModelSequence) -> int:
+        """Return how many tokens of a waiting sequence it would compute."""
+        return len(sequence.tokens) - len(self.blocks.cached_prefix(sequence)) * self.blocks.size

@@ -1,0 +1,174 @@
+"""Bugs to plant in what concerns several workers. See `mutations` for operators and patterns."""
+
+from __future__ import annotations
+
+from simulation.mutations import Bug, always, never, replace, swap, without
+
+from lineclear.scheduler.core import placement
+from lineclear.scheduler.core.isolation import Isolation
+from lineclear.scheduler.core.live_requests import LiveRequests
+from lineclear.scheduler.core.placement import Placement
+from lineclear.scheduler.core.planner import StepPlanner
+from lineclear.scheduler.core.queue_walk import QueueWalk
+from lineclear.scheduler.core.result_applier import ResultApplier
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.shared_state import SharedState
+from lineclear.scheduler.core.worker_state import WorkerState
+
+_PLACEMENT = (
+    Bug("a request stays with the worker that plans first", Placement.leaves, always("best is None")),
+    Bug("a request goes to the slowest worker", Placement.leaves, replace("other_cost < cost", "other_cost > cost")),
+    Bug(
+        "a request waits for a better worker for ever",
+        Placement.leaves,
+        never("sequence.wait_until is not None and self._now >= sequence.wait_until"),
+    ),
+    Bug(
+        "an overtaken request is left to another worker",
+        Placement.leaves,
+        without("sequence.overtaken_count >= self._state.limits.max_queue_overtakes"),
+    ),
+    Bug(
+        "a started request is left to a worker with a full pipeline",
+        Placement.leaves,
+        without("sequence.started_at is not None"),
+    ),
+    Bug("a request waits for a worker without step times", Placement.leaves, without("not in_seconds")),
+    Bug(
+        "the queue of work is not compared",
+        Placement.leaves,
+        replace("other.queued_tokens + uncached", "uncached"),
+    ),
+    Bug(
+        "cached prefixes are not compared",
+        placement._uncached,
+        replace("len(shared)", "0"),
+    ),
+    Bug("a request is left to a worker without room", Placement._choices, always("batch.has_room(...)")),
+    Bug("a request is left to a worker that is too small", Placement._choices, without("sequence.max_len <= _")),
+    Bug(
+        "a request is left to a worker that takes none",
+        Placement._find_others,
+        without("self._state.takes_requests(worker)"),
+    ),
+    Bug(
+        "a request is left to a worker whose batch is closed",
+        Placement._choices,
+        replace("other.joins_left > 0", "True"),
+    ),
+    Bug(
+        "a request starts where it never fits",
+        SharedState.may_take,
+        without("sequence.max_len > worker.max_len"),
+    ),
+    Bug(
+        "samples in flight elsewhere stop admission",
+        SharedState.may_take,
+        replace("sequence.in_flight == 0 or _", "True"),
+    ),
+    Bug("a left request does not wake the scheduler", Scheduler.next_deadline, replace("worker.next_turn()", "None")),
+    Bug("the queue is passed in two parts", QueueWalk.next, replace("entry[0]", "-entry[0][1]")),
+)
+
+_LOSS = (
+    Bug(
+        "a crash makes suspects on every worker",
+        Scheduler.worker_lost,
+        replace("worker.inflight", "[step for other in state.workers.values() for step in other.inflight]"),
+    ),
+    Bug(
+        "a preempted request keeps its lost samples",
+        WorkerState.leave,
+        replace("(s for inflight in self.inflight for s in inflight.sampled())", "()"),
+    ),
+    Bug(
+        "the next worker is stopping like the lost one",
+        WorkerState._clear,
+        replace("self.is_stopping = False", "self.is_stopping = getattr(self, 'is_stopping', False)"),
+    ),
+    Bug(
+        "the last budget is the first to be used",
+        Scheduler.worker_joined,
+        replace("self._vacant.pop(0)", "self._vacant.pop()"),
+    ),
+    Bug(
+        "an out-of-memory step halves the budget of another worker",
+        Scheduler.on_step_error,
+        replace("worker.budget.halve()", "next(iter(self._state.workers.values())).budget.halve()"),
+    ),
+    Bug(
+        "a request ends on another worker",
+        LiveRequests._free,
+        replace("state.workers[sequence.epoch]", "next(iter(state.workers.values()))"),
+    ),
+    Bug(
+        "a request keeps the epoch of its first worker",
+        StepPlanner._start,
+        replace("self._worker.epoch", "sequence.epoch or _0"),
+    ),
+    Bug(
+        "a suspect is compared with the decode batch of another worker",
+        ResultApplier._clear_suspects,
+        replace("self._state.workers[sequence.epoch]", "next(iter(self._state.workers.values()))"),
+    ),
+    Bug(
+        "only the first worker wakes the scheduler",
+        Scheduler.next_deadline,
+        replace("self._state.workers.values()", "list(self._state.workers.values())[:1]"),
+    ),
+    Bug(
+        "only the prefix cache of the first worker is emptied",
+        Scheduler.clear_prefix_cache,
+        replace("self._state.workers.values()", "list(self._state.workers.values())[:1]"),
+    ),
+)
+
+_ISOLATION = (
+    Bug("a suspect starts beside others", SharedState.may_take, without("self.poison.must_isolate(sequence)")),
+    Bug("healthy requests pause for a suspect", Isolation.is_due, always("len(_) == 1 or _")),
+    Bug("every worker runs suspects", Scheduler.plan, without("epoch != state.isolation_epoch")),
+    Bug("suspects run on the fullest worker", Isolation._worker_for, swap("min", "max")),
+    Bug("the next suspect runs on another worker", Isolation._worker_for, replace("reserved or able", "able")),
+    Bug(
+        "a worker reserved for suspects takes requests",
+        SharedState.takes_requests,
+        without("worker.epoch != self.isolation_epoch"),
+    ),
+    Bug(
+        "a suspect waits for a worker that is too small",
+        Isolation._worker_for,
+        replace("suspect.max_len <= w.max_len", "True"),
+    ),
+    Bug(
+        "isolation goes on at the next worker with requests",
+        Isolation.choose,
+        replace("state.is_isolating and worker.epoch == state.isolation_epoch", "state.is_isolating"),
+    ),
+    Bug(
+        "a suspect runs on where it was",
+        Scheduler.worker_lost,
+        never("sequence.state is State.RUNNING and not is_alone"),
+    ),
+)
+
+_CAPACITY = (
+    Bug("a request must fit the smallest worker", Scheduler._largest_worker, swap("max", "min")),
+    Bug(
+        "a request must fit the worker that joins",
+        Scheduler.worker_joined,
+        replace("limits.check_capacity(sequence.request, largest)", "limits.check_capacity(sequence.request, hello)"),
+    ),
+    Bug("a stopping worker takes requests", SharedState.is_leaving, replace("worker.is_stopping and _", "False")),
+    Bug(
+        "stopping workers take no request at all",
+        SharedState.is_leaving,
+        replace("worker.is_stopping and _", "worker.is_stopping"),
+    ),
+    Bug(
+        "a group waits for requests that run elsewhere only",
+        SharedState.batching_state,
+        replace("self.may_take(worker, sequence)", "True"),
+    ),
+)
+
+WORKER_BUGS = (*_PLACEMENT, *_LOSS, *_ISOLATION, *_CAPACITY)
