@@ -46,7 +46,7 @@ class Manifest:
         return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
 
 
-NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-cpu-standby")
+NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-cpu-two-workers")
 MANIFESTS = {name: Manifest(name) for name in NAMES}
 SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
 
@@ -85,11 +85,11 @@ def test_every_variant_is_tested() -> None:
     assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
 
 
-def test_standby_worker_stops_after_the_scheduler() -> None:
-    pod = MANIFESTS["service-cpu-standby"].pod
+def test_second_worker_stops_after_the_scheduler() -> None:
+    pod = MANIFESTS["service-cpu-two-workers"].pod
     assert [container["name"] for container in pod["initContainers"]] == [
         "lineclear-worker",
-        "lineclear-standby-worker",
+        "lineclear-second-worker",
     ]
     first, second = ({**container, "name": ""} for container in pod["initContainers"])
     assert first == second
@@ -162,7 +162,7 @@ def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None
         for name, mount in mounts.items()
         if mount is not None
     }
-    assert {name for name, mount in mounts.items() if mount} - {"lineclear-standby-worker"} == set(OURS)
+    assert {name for name, mount in mounts.items() if mount} - {"lineclear-second-worker"} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
     # A folder inside the volume, because the kubelet makes an emptyDir writable for all users.
     directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["socket-directory"]}
@@ -374,6 +374,15 @@ def test_compose_limits_memory_and_restarts() -> None:
     for service in SERVICES.values():
         assert service["mem_limit"]
         assert service["restart"] == "unless-stopped"
+
+
+def test_compose_with_two_workers() -> None:
+    overlay = yaml.safe_load((DEPLOY / "compose.workers.yaml").read_text())["services"]
+    assert overlay["second-worker"]["extends"] == {"file": "compose.yaml", "service": "worker"}
+    assert overlay["scheduler"]["depends_on"] == ["worker", "second-worker"]  # both stop after the scheduler
+    cores = {name: service["cpuset"] for name, service in overlay.items() if "cpuset" in service}
+    assert cores.keys() == {"worker", "second-worker"}
+    assert len(set(cores.values())) == 2
 
 
 def test_compose_gives_both_processes_one_batch_size() -> None:
