@@ -227,9 +227,11 @@ class Engine:
             self._handle(fact, events, now)
         self._check_workers(events, now)
         events += self._core.expire(now)
-        for worker in self._workers.joined:
-            self._send_log_level(worker)
-        self._release_stopping(events, now)  # before the plans, so that its requests continue in this iteration
+        if self._log_level is not None:
+            for worker in self._workers.joined:
+                self._send_log_level(worker, self._log_level)
+        if self._workers.has_stopping:  # before the plans, so that its requests continue in this iteration
+            self._release_stopping(events, now)
         self._steps.request_events(events)
         num_noted = len(events)
         self._send_plans(events, now)
@@ -276,14 +278,20 @@ class Engine:
         begin = time.perf_counter()
         encode_before = self._link.counters.encode_seconds
         workers = self._workers.joined
-        if len(workers) > 1:  # each iteration another worker is first to admit requests
-            first = self._counters.iterations % len(workers)
-            workers = (*workers[first:], *workers[:first])
-        while workers:
-            workers = tuple(worker for worker in workers if self._send_plan(worker, events, now))
+        if len(workers) == 1:
+            while self._send_plan(workers[0], events, now):
+                pass
+        elif workers:
+            self._send_plans_in_turns(workers, events, now)
         events += self._core.drain_events()
         encode_seconds = self._link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
+
+    def _send_plans_in_turns(self, workers: Sequence[WorkerSession], events: list[Event], now: float) -> None:
+        first = self._counters.iterations % len(workers)  # each iteration another worker is first to admit requests
+        workers = [*workers[first:], *workers[:first]]
+        while workers:
+            workers = [worker for worker in workers if self._send_plan(worker, events, now)]
 
     def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
         """Send a worker its next plan; return False if it gets no further one now."""
@@ -417,17 +425,14 @@ class Engine:
             is_being_killed = self._supervisor.worker_broken(hello, lost.reason)
             self._handle_all(self._workers.on_kill_answer(hello.epoch, is_being_killed, now), events, now)
 
-    def _send_log_level(self, worker: WorkerSession) -> None:
-        level = self._log_level
-        if level is None or worker.log_level is level:
+    def _send_log_level(self, worker: WorkerSession, level: LogLevel) -> None:
+        if worker.log_level is level:
             return
         if self._link.send_control(SetLogLevel(worker.epoch, level)):
             worker.log_level = level
 
     def _release_stopping(self, events: list[Event], now: float) -> None:
         """Release stopping workers: those whose requests can continue on others, or all once no request is left."""
-        if not self._workers.has_stopping:
-            return
         if not self._draining:
             self._handle_all(self._workers.retire(now), events, now)
         if not self._is_released and self._core.num_live:

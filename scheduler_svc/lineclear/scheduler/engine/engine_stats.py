@@ -31,7 +31,7 @@ class TokenRate:
             self._counts[-1] = (second, self._counts[-1][1] + count)
         else:
             self._counts.append((second, count))
-        self._expire(now)
+            self._expire(now)
 
     def per_second(self, now: float) -> float:
         """Return the rate over the last ten seconds, or since the start (at least one second)."""
