@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     INTERNAL = 70
     ORPHANED = 71
     WORKER_STUCK = 74
-    ALREADY_JOINED = 75
+    DROPPED = 75
     MODEL_FILES_CHANGED = 76
     CONFIGURATION = 78
     WORKER_CONFIGURATION = 79
@@ -74,7 +74,9 @@ TABLE: Final = (
         "a worker could not be killed and still holds its device",
         "helps once the device is free",
     ),
-    ExitCodeRow(ExitCode.ALREADY_JOINED, WORKER, "another worker is joined", "helps once that one has left"),
+    ExitCodeRow(
+        ExitCode.DROPPED, WORKER, "its scheduler has dropped it", "the scheduler restarts it"
+    ),
     ExitCodeRow(
         ExitCode.MODEL_FILES_CHANGED,
         SCHEDULER,

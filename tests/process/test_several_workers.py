@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.engine_harness import ENVIRONMENT, EngineHarness, Stream, eventually, request, supervised
@@ -290,6 +291,26 @@ def test_rolling_restart_keeps_every_stream(count: int) -> None:
 
         supervisor = supervised(harness, body, SupervisorLimits(max_crashes=0), flags=((),) * count)
         assert supervisor.num_starts == 2 * count
+        assert harness.give_ups == []
+
+
+def test_rolling_restart_takes_over_a_new_model(tmp_path: Path) -> None:
+    """The first new worker waits, with its model loaded, until the last one of the old model has left."""
+    file = tmp_path / "model"
+    file.write_text("old")
+    with EngineHarness(options=replace(OPTIONS, model_file=str(file))) as harness:
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.wait_joined(2)
+            file.write_text("new")
+            loop = harness.loop
+            assert loop is not None
+            for number in range(2):
+                asyncio.run_coroutine_threadsafe(supervisor.restart(number), loop).result(PATIENCE_SECONDS)
+            harness.wait_joined(4)
+
+        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=0), flags=TWO)
+        assert supervisor.num_starts == 4
         assert harness.give_ups == []
 
 

@@ -206,12 +206,21 @@ class Rejoin:
     epoch: int
 
 
+CANNOT_JOIN = "this process is being killed, or taken for dead; it cannot join again"
+"""Reason of the Goodbye to a process that the scheduler has dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Goodbye:
     """The sender shuts down and expects no more messages."""
 
     epoch: int
     reason: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the process may never join this scheduler again."""
+        return self.reason == CANNOT_JOIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,10 @@ def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: Lo
     """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
 
     A joined worker drains first (`LoopLimits.drain_timeout_seconds`); a second signal ends the process. Worker and
-    scheduler start in any order, and the scheduler may restart. A refused worker exits if it is `supervised` (see
-    lineclear.process.parent_death). Otherwise it stays connected and joins when the joined worker is gone. Call this on
-    the main thread. Raises PathError for a directory that other users can access.
+    scheduler start in any order, and the scheduler may restart. A refused worker stays connected and joins when the
+    workers that leave no place for it are gone. One that may never join again exits if it is `supervised` (see
+    lineclear.process.parent_death). Call this on the main thread. Raises PathError for a directory that other users can
+    access.
     """
     loop = _Loop(runner, private_socket_dir(directory), limits or LoopLimits())
     with loop.stop_signals():
@@ -79,13 +80,14 @@ class _EpochEnd(Enum):
     STOPPED = 1
     REJOIN = 2
     REFUSED = 3
-    BROKEN = 4
-    MISMATCH = 5
+    DROPPED = 4
+    BROKEN = 5
+    MISMATCH = 6
 
 
 _EXIT_CODES = {
     _EpochEnd.STOPPED: ExitCode.OK,
-    _EpochEnd.REFUSED: ExitCode.ALREADY_JOINED,
+    _EpochEnd.DROPPED: ExitCode.DROPPED,
     _EpochEnd.BROKEN: ExitCode.INTERNAL,
     _EpochEnd.MISMATCH: ExitCode.CONFIGURATION,
 }
@@ -148,7 +150,7 @@ class _Loop:
                 log.error("device_stuck", hint="the worker must stop and a step on the device does not finish")
                 return ExitCode.INTERNAL
             self._was_refused = end is _EpochEnd.REFUSED
-            if end is not _EpochEnd.REJOIN and (supervised or not self._was_refused):
+            if end in _EXIT_CODES:
                 return _EXIT_CODES[end]
         return ExitCode.OK
 
@@ -166,7 +168,7 @@ class _Loop:
     def _serve_epoch(self, supervised: bool) -> _EpochEnd:
         """Join with a new epoch and run its plans until it ends. No step is in flight when this returns.
 
-        An unsupervised worker that is refused waits here until it may join again.
+        A refused worker waits here until it may join again.
         """
         # Odd: ZeroMQ reserves identities whose first byte is zero.
         epoch = secrets.randbits(62) << 1 | 1
@@ -183,7 +185,9 @@ class _Loop:
                 end = _EpochEnd.BROKEN
             if end is _EpochEnd.STOPPED:
                 self._collector.send(Goodbye(epoch, "the worker was stopped"))
-            elif end is _EpochEnd.REFUSED and not supervised:
+            elif end is _EpochEnd.DROPPED and not supervised:
+                end = _EpochEnd.REFUSED
+            if end is _EpochEnd.REFUSED:
                 end = self._wait_for_rejoin(plans)
         finally:
             plans.close()
@@ -213,7 +217,7 @@ class _Loop:
                 if not self._was_refused:
                     log.warning("join_refused", reason=message.reason)
                 self._collector.discard()
-                return _EpochEnd.REFUSED
+                return _EpochEnd.DROPPED if message.is_final else _EpochEnd.REFUSED
             if isinstance(message, SetLogLevel):
                 logging_setup.set_level(message.level.name.lower())
             elif message is not None:

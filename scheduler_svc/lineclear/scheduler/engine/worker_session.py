@@ -38,6 +38,7 @@ from lineclear.scheduler.engine.worker_events import (
 )
 from lineclear.scheduler.engine.worker_timeouts import SilenceTimer, StepTimer, StepTiming, WorkerTimeouts
 from lineclear.wire.messages import (
+    CANNOT_JOIN,
     Goodbye,
     Hello,
     LogLevel,
@@ -55,7 +56,6 @@ CONNECT_TIMEOUT_SECONDS = 5.0
 """From a Hello until a plan can reach the worker. Its heartbeats make it join again after that."""
 LAST_MESSAGES_SECONDS = 0.1
 """From the end of the connection until the loss. Last messages and the exit code may still arrive."""
-_CANNOT_JOIN = "this process is being killed, or taken for dead; it cannot join again"
 
 
 class WorkerState(Enum):
@@ -277,7 +277,7 @@ class WorkerSession:
         return [self._goodbye() if self.state in (S.CONDEMNED, S.GONE) else Send(Rejoin(self.epoch))]
 
     def _goodbye(self) -> Output:
-        return Send(Goodbye(self.epoch, _CANNOT_JOIN))
+        return Send(Goodbye(self.epoch, CANNOT_JOIN))
 
     def _lost(self, reason: str, loss: WorkerLoss, *, must_kill: bool = False) -> Output:
         return Lost(self._hello, reason, loss, must_kill, self.is_stopping)
