@@ -74,9 +74,7 @@ TABLE: Final = (
         "a worker could not be killed and still holds its device",
         "helps once the device is free",
     ),
-    ExitCodeRow(
-        ExitCode.DROPPED, WORKER, "its scheduler has dropped it", "the scheduler restarts it"
-    ),
+    ExitCodeRow(ExitCode.DROPPED, WORKER, "its scheduler has dropped it", "the scheduler restarts it"),
     ExitCodeRow(
         ExitCode.MODEL_FILES_CHANGED,
         SCHEDULER,

@@ -34,6 +34,7 @@ from lineclear.scheduler.engine.engine_stats import (
     StepTime,
     WorkerStatus,
 )
+from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.supervisor_interface import Supervisor
 from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, JoinRejected, Lost, Output
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
@@ -379,30 +380,8 @@ class Engine:
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
         self._steps.worker_joined(hello, min(self._core.limits.max_batch_size, hello.num_slots))
-        log.info(
-            "worker_joined",
-            epoch=hello.epoch,
-            pid=hello.pid,
-            model_id=hello.model_id,
-            device=hello.device,
-            num_blocks=hello.num_blocks,
-            block_size=hello.block_size,
-            num_slots=hello.num_slots,
-        )
-        self._warn_about_caps(hello)
+        log_join(hello, self._core.limits)
         self._supervisor.worker_joined(hello)
-
-    def _warn_about_caps(self, hello: Hello) -> None:
-        """Log every limit of the scheduler that the worker's own is below: a step is held to the smaller one."""
-        limits = self._core.limits
-        caps = (
-            ("--max-batch-size", limits.max_batch_size, hello.num_slots),
-            ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
-        )
-        for flag, asked, has in caps:
-            if asked > has:
-                hint = f"start the worker with {flag} {asked}, or lower the scheduler's"
-                log.warning("worker_caps_batches", flag=flag, value=asked, worker_value=has, hint=hint)
 
     def _on_lost(self, lost: Lost, events: list[Event], now: float) -> None:
         """Put the requests of a lost worker back into the queue and have its process killed if necessary."""
@@ -450,11 +429,7 @@ class Engine:
     # --- statistics -------------------------------------------------------------------------------------------------
 
     def _predicted_seconds(self, epoch: int, num_tokens: int) -> float:
-        for worker in self._snapshot.core.workers:
-            if worker.epoch == epoch:
-                base, per_token, _ = worker.step_time
-                return base + per_token * num_tokens
-        return 0.0  # no step is done yet
+        return self._snapshot.predicted_seconds(epoch, num_tokens)
 
     def _take_snapshot(self, now: float) -> None:
         self._snapshot_at = now
