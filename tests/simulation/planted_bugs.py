@@ -29,6 +29,7 @@ from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.sorted_keys import SortedKeys
 from lineclear.scheduler.core.worker_state import WorkerState
 
@@ -262,7 +263,12 @@ _RESULTS = (
         ResultApplier.apply,
         without("sequence.admission_count == admission"),
     ),
-    Bug("a wasted sample is not counted", ResultApplier._append_tokens, drop("counters.wasted_samples += 1")),
+    Bug(
+        "a wasted sample is not counted",
+        ResultApplier._append_tokens,
+        drop("counters.wasted_samples += 1"),
+        times=2,
+    ),
 )
 
 _ENDS = (
@@ -375,7 +381,7 @@ _ORDER = (
         replace("other.queue_key > sequence.queue_key", "other is not sequence"),
     ),
     Bug("a protected sequence is preempted", StepPlanner._take_block_or_preempt, without("not other.protected")),
-    Bug("no sequence is ever protected", StepPlanner._preempt, drop("victim.protected = _")),
+    Bug("no sequence is ever protected", SharedState.preempt, drop("victim.protected = _")),
     Bug(
         "a protected sequence takes only the blocks it needs now",
         StepPlanner._start,
