@@ -56,7 +56,8 @@ class StepPlanner:
             self._plan_decodes()
             self._plan_prefills()
             self._admit()
-        self._release_slots()
+        if self._finishing:
+            self._release_slots()
 
     def _release_slots(self) -> None:
         """Free the slots of sequences with their last row in this step, for the next step."""

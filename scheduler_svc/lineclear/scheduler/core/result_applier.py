@@ -30,8 +30,11 @@ class ResultApplier:
         worker.step_time.observe(inflight.num_tokens, inflight.kv_tokens, result.step_seconds)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_samples(result, worker.hello.vocab_size)
-        bad_owners = {s: s.admission_count for row, s in enumerate(inflight.sampled()) if row in bad} if bad else {}
-        restarted = self._restart_readers(worker, bad_owners)
+        bad_owners: dict[Sequence, int] = {}
+        restarted: list[Event] = []
+        if bad:
+            bad_owners = {s: s.admission_count for row, s in enumerate(inflight.sampled()) if row in bad}
+            restarted = self._restart_readers(worker, bad_owners)
         candidates = self._append_tokens(result, worker, inflight, bad, tokens, failures, now)
         for sequence in inflight.completing_block:
             if sequence.state is State.RUNNING:
@@ -55,7 +58,7 @@ class ResultApplier:
         for the values of another.
         """
         events: list[Event] = []
-        for sequence in worker.batch.add_readers(bad) if bad else ():
+        for sequence in worker.batch.add_readers(bad):
             if sequence.state is State.FINISHED:
                 continue
             if sequence.state is State.RUNNING:
