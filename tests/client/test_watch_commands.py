@@ -224,6 +224,17 @@ def test_idle_server_is_said_to_be_idle(service: Watched, tmp_path: Path) -> Non
         assert "the server is idle" in done.stderr
 
 
+def test_file_of_an_earlier_trace_is_kept_without_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("[1]")
+    done = run("trace", "--target", f"unix:{tmp_path}/none.sock", "--output", str(file))
+    assert done.returncode == 114
+    assert file.read_text() == "[1]"
+    done = run("trace", "--target", f"unix:{tmp_path}/none.sock", "--output", str(tmp_path / "no" / "trace.json"))
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
+
+
 def test_suffix_decides_the_format(service: Watched, tmp_path: Path) -> None:
     done = run("trace", "--target", service.admin, "--output", str(tmp_path / "trace.png"))
     assert done.returncode == 2

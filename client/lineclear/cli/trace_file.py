@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,11 @@ class Recording:
 
 
 def write(path: Path, recording: Recording) -> None:
-    """Write the file by its suffix, .json or .svg. Without a step, no SVG is written."""
+    """Write the file by its suffix, .json or .svg. Without a step no file is written, and none is replaced."""
     if path.suffix == ".json":
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json_chunks(recording))
-    elif steps := list(recording):
-        path.write_text(timeline_svg(panels(steps)), encoding="utf-8")
+        steps = iter(recording)
+        if (first := next(steps, None)) is not None:
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(json_chunks(itertools.chain([first], steps)))
+    elif drawn := list(recording):
+        path.write_text(timeline_svg(panels(drawn)), encoding="utf-8")

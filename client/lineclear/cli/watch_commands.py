@@ -73,6 +73,8 @@ def record_trace(
     """
     if output_file.suffix not in (".json", ".svg"):
         raise typer.BadParameter("ends with .json or .svg", param_hint="--output")
+    if not output_file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output_file.parent}", param_hint="--output")
     most = trace_file.MAX_SVG_STEPS if output_file.suffix == ".svg" else None
     with StepFeed(connection.client, retries=False, history=history, include_state=True) as feed:
         recording = trace_file.Recording(feed, seconds, most)
