@@ -1,4 +1,4 @@
-"""docs/migrating.md: every name of the sections on batchers exists, here and in transformers."""
+"""docs/migrating.md: every name of the later sections exists, here and in transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
 PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text(encoding="utf-8")
+TRANSFORMERS = "transformers' continuous batching"
 SECTIONS = (
-    "transformers' continuous batching", "batcher (Go)", "A batch processor with strategies (Zig)",
+    "llama.cpp server", TRANSFORMERS, "batcher (Go)", "A batch processor with strategies (Zig)",
     "Continuous batching from scratch (article)", "TokenBatcher (Python)",
 )  # fmt: skip
 FLAGS = {
@@ -100,7 +101,7 @@ def test_wrong_word_is_found(word: str) -> None:
 def test_every_word_of_transformers_exists_there() -> None:
     modules = (continuous_api, requests, configuration_utils, continuous_batching.scheduler)
     source = "".join(inspect.getsource(module) for module in modules)
-    for there, _ in rows(SECTIONS[0]):
+    for there, _ in rows(TRANSFORMERS):
         for word in words(there):
             name = word.partition("(")[0]
             assert re.search(rf"\b{name}\b", source), name
