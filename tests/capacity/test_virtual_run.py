@@ -46,6 +46,9 @@ def test_gap_and_latency_are_added_between_steps() -> None:
     assert out.seconds == pytest.approx(0.030 + 3 * 0.011 + 4 * 0.005)  # at depth 1 each plan reaches an idle worker
     out = simulate([Arrival(0.0, 20, 4)], timing, pipeline_depth=2)
     assert out.seconds == pytest.approx(0.005 + 0.030 + 3 * 0.011 + 3 * 0.002)
+    short = replace(timing, base_seconds=0.0, seconds_per_token=0.0001)
+    out = simulate([Arrival(0.0, 20, 4)], short, pipeline_depth=2)
+    assert out.seconds == pytest.approx(0.005 + 0.002 + 3 * (0.0001 + 0.002)), "a busy worker has the next plan already"
 
 
 def test_gap_of_tokens_that_share_steps_with_a_prompt() -> None:

@@ -221,6 +221,3 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
             future.fail(RuntimeError(f"the item needs more than max_steps = {self._max_steps} steps"))
         else:
             future.succeed(outcome)
-
-    def _on_void_step(self) -> None:
-        self._slots.clear()

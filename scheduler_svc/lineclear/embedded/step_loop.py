@@ -246,7 +246,6 @@ class StepLoop(ABC, Generic[_F]):
             future.failure = error
         with self._lock:
             self._failed_steps += 1
-            self._on_void_step()
             is_memory = isinstance(error, MemoryError) and isolates
             now = time.monotonic()
             events = self._core.step_failed(plan, now, out_of_memory=is_memory, is_request_fault=isolates)
@@ -331,9 +330,6 @@ class StepLoop(ABC, Generic[_F]):
 
     def _on_tokens(self, event: StepTokens) -> None:
         """Pass tokens on."""
-
-    def _on_void_step(self) -> None:
-        """Forget the slots: every request starts again in another step. Called with the lock."""
 
 
 async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:

@@ -246,6 +246,3 @@ class Batcher(StepLoop[Answer]):
 
     def _on_finished(self, future: Answer, event: Finished) -> None:
         future.finish(event)
-
-    def _on_void_step(self) -> None:
-        self._slots.clear()

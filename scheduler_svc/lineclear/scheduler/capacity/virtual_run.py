@@ -233,7 +233,9 @@ class VirtualRun:
         while (plan := core.plan(worker.epoch, now)) is not None:
             work = StepWork.of(plan)
             seconds = timing.draw(work, self._chance)
-            end = max(now + timing.latency_seconds, worker.free_at + timing.draw_gap(work, self._chance)) + seconds
+            is_busy = bool(worker.results)
+            begin = worker.free_at + timing.draw_gap(work, self._chance) if is_busy else now + timing.latency_seconds
+            end = begin + seconds
             worker.free_at = end
             worker.busy_seconds += seconds
             result = StepResult(plan.epoch, plan.step, (0,) * plan.num_samples, step_seconds=seconds)
