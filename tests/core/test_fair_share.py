@@ -95,7 +95,7 @@ def test_requests_of_a_tenant_start_in_order() -> None:
 
 
 def test_absent_tenants_are_forgotten() -> None:
-    order = FairShare(None)
+    order = FairShare({})
 
     def arrive(number: int) -> Sequence:
         request = make_request(f"r{number}", 1, 1, tenant=f"t{number}")
@@ -142,3 +142,15 @@ def test_shares_follow_expected_tokens_while_they_are_right() -> None:
             names = harness.started()
             harness.core.finish_at_stop_string(names[-1], 1, harness.now)
     assert Counter(name[0] for name in names) == {"a": 6, "b": 6}
+
+
+def test_weights_divide_the_tokens() -> None:
+    harness = one_by_one(share_weights={"a": 4.0, "b": 0.5})
+    for number in range(40):
+        for tenant in "abc":
+            harness.submit(f"{tenant}{number}", 4, 4, tenant=tenant)
+    while len(harness.started()) < 33:
+        harness.step()
+    counts = Counter(name[0] for name in harness.started())
+    assert counts["a"] == pytest.approx(4 * counts["c"], abs=2)
+    assert counts["c"] == pytest.approx(2 * counts["b"], abs=2)

@@ -105,3 +105,16 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     assert str(second.error) == "the deadline passed while running"
     assert harness.core.next_deadline() is None
     assert harness.counters.requests_expired == 2
+
+
+def test_steps_count_positions_computed_and_held() -> None:
+    harness = CoreHarness()
+    harness.submit("a", 6, 3)
+    harness.submit("b", 4, 3)
+    totals = []
+    for _ in range(3):
+        harness.step()
+        snapshot = harness.core.snapshot()
+        totals.append((snapshot.last_step_tokens, snapshot.last_step_positions))
+    assert totals == [(10, 10), (2, 12), (2, 14)]
+    assert (harness.counters.step_tokens, harness.counters.step_positions) == (14, 36)

@@ -46,7 +46,7 @@ class ModelQueue:
         self._limits = limits
         self._num_arrivals = 0
         self._clock = 0.0
-        self._charged: Counter[str] = Counter()  # by tenant, in tokens
+        self._charged: Counter[str] = Counter()  # by tenant, in tokens by weight
         self._largest: Counter[str] = Counter()
         self._last_key: dict[str, float] = {}  # of the tenant's newest request, while it has one waiting
         self._settled: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class ModelQueue:
         if self._limits.scheduling_policy == "priority":
             return now + request.priority * aging
         if self._limits.scheduling_policy == "shortest":
-            return now + _size(request) / 256 * aging
+            return now + _tokens(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
             return now + 256 * aging if request.deadline is None else request.deadline
         if self._limits.scheduling_policy == "fair":
@@ -75,9 +75,9 @@ class ModelQueue:
         tenant = request.tenant
         if tenant not in self._last_key and self._charged[tenant] <= self._clock:
             self._settled_before[tenant] = self._settled[tenant]
-        start = max(self._charged[tenant], int(self._clock))
-        self._charged[tenant] = start + _size(request)
-        self._largest[tenant] = max(self._largest[tenant], _size(request))
+        start = max(self._charged[tenant], self._clock)
+        self._charged[tenant] = start + self._size(request)
+        self._largest[tenant] = max(self._largest[tenant], self._size(request))
         self._last_key[tenant] = max(start, self._last_key.get(tenant, 0))
         return self._last_key[tenant]
 
@@ -101,6 +101,13 @@ class ModelQueue:
             sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
             self.push(sequence)
 
+    def _size(self, request: Request) -> float:
+        """Return the tokens that the request is expected to have, by the tenant's weight."""
+        return _tokens(request) / self._weight(request.tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self._limits.policy.share_weights.get(tenant, 1.0)
+
     def push(self, sequence: ModelSequence) -> None:
         """Add a request that waits to start."""
         self._waiting[sequence] = _Waiting(sequence.queue_key[0] - self._clock, self._settled_before.copy())
@@ -119,8 +126,9 @@ class ModelQueue:
         """Settle the charge of a request that ended; `waiting` are the requests that have not started."""
         tenant = sequence.request.tenant
         used = 0 if sequence.started_at is None else len(sequence.tokens)
-        self._charged[tenant] -= _size(sequence.request) - used
-        self._settled[tenant] += abs(_size(sequence.request) - used)
+        unused = self._size(sequence.request) - used / self._weight(tenant)
+        self._charged[tenant] -= unused
+        self._settled[tenant] += abs(unused)
         if self._waiting.pop(sequence, None) is not None:
             self._forget_tenant(tenant, waiting)
         if is_idle:
@@ -137,7 +145,7 @@ class ModelQueue:
                 if other.number < sequence.number:
                     tenant, entry = sequence.request.tenant, self._waiting[other]
                     require(tenant != other.request.tenant, "I14", "requests of a tenant start in order of arrival")
-                    entry.later[tenant] += _size(sequence.request)
+                    entry.later[tenant] += self._size(sequence.request)
                     bound = entry.ahead + self._slack(tenant, entry.settled)
                     require(entry.later[tenant] <= bound, "I14", "later requests of another tenant are bounded")
             elif other.queue_key > sequence.queue_key:
@@ -150,7 +158,7 @@ class ModelQueue:
         if self._limits.scheduling_policy == "priority":
             return 255 * aging
         if self._limits.scheduling_policy == "shortest":
-            return _size(request) / 256 * aging
+            return _tokens(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
             return 256 * aging if request.deadline is None else request.deadline - sequence.arrival
         return 0.0
@@ -163,7 +171,7 @@ class ModelQueue:
         for pair in [(a, b) for a in tenants for b in tenants if a < b]:
             lead = self._leads.setdefault(pair, _Lead(self._settled_before.copy()))
             if sequence.request.tenant in pair:
-                size = _size(sequence.request)
+                size = self._size(sequence.request)
                 lead.tokens += size if sequence.request.tenant == pair[0] else -size
             bound = sum(self._slack(tenant, lead.settled) for tenant in pair)
             require(abs(lead.tokens) <= bound, "I14", "waiting tenants differ by at most one request of each")
@@ -183,6 +191,6 @@ class ModelQueue:
                 require(other.overtaken_count <= bound, "I14", "overtaken no more often than the bound")
 
 
-def _size(request: Request) -> int:
+def _tokens(request: Request) -> int:
     """Return the tokens that the request is expected to have."""
     return len(request.prompt) + (request.expected_tokens or request.max_tokens)

@@ -119,6 +119,9 @@ class PlanChecks:
         self.worker.inflight.append(step)
         self.state.counters.steps += 1
         self.state.counters.rows += len(plan.rows)
+        self.state.counters.step_tokens += total
+        held = (*self.worker.running.values(), *self.worker.finishing)
+        self.state.counters.step_positions += sum(sequence.num_planned for sequence in held)
         self.worker.budget.count_step()
 
     def _apply_events(

@@ -445,6 +445,8 @@ _ORDER = (
         replace("0 if _1 else _2", "sequence.request.expected_len if _1 else _2"),
     ),
     Bug("tenants are not charged", FairShare.key, drop("account.charged += _")),
+    Bug("weights of tenants are not charged", FairShare.key, replace("self._weight(request.tenant)", "1.0")),
+    Bug("weights of tenants are not settled", FairShare.on_finish, replace("self._weight(tenant)", "1.0")),
     Bug(
         "shortest leaves out the expected output length",
         Shortest.key,

@@ -217,7 +217,11 @@ def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
 def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
     """Several tenants with unequal load wait for few slots."""
     limits = replace(scenario.limits, scheduling_policy="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
+    if rng.random() < 0.4:
+        weights_of = {f"t{tenant}": rng.choice((0.5, 1.0, 4.0)) for tenant in range(2)}
+        limits = replace(limits, policy=replace(limits.policy, share_weights=weights_of))
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
+    scenario = replace(scenario, estimated=rng.choice((0.0, 1.0)))
     return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
 
 

@@ -232,6 +232,8 @@ class Counters:
     steps: int
     rows: int
     wasted_samples: int
+    step_tokens: int
+    step_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,11 @@ class Gauges:
     open_streams: int
     asyncio_tasks: int
     draining: bool
+    last_step_tokens: int
+    last_step_positions: int
+    predicted_wait_seconds: float
+    fairness_index: float
+    fairness_gap_tokens: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1726,6 +1726,8 @@ class Counters(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     WASTED_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_POSITIONS_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
     """Requests admitted to the queue."""
     requests_rejected: _builtins.int
@@ -1760,6 +1762,12 @@ class Counters(_message.Message):
     """Rows of all steps: one per request and step."""
     wasted_samples: _builtins.int
     """Sampled tokens dropped because their request had ended."""
+    step_tokens: _builtins.int
+    """Positions computed by all steps: prompt tokens and sampled tokens."""
+    step_positions: _builtins.int
+    """Positions held by requests, summed over all steps: prompt and output
+    tokens whose keys and values are kept.
+    """
     def __init__(
         self,
         *,
@@ -1778,10 +1786,12 @@ class Counters(_message.Message):
         steps: _builtins.int = ...,
         rows: _builtins.int = ...,
         wasted_samples: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
+        step_positions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1804,6 +1814,11 @@ class Gauges(_message.Message):
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
     ASYNCIO_TASKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_STEP_POSITIONS_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    FAIRNESS_INDEX_FIELD_NUMBER: _builtins.int
+    FAIRNESS_GAP_TOKENS_FIELD_NUMBER: _builtins.int
     num_requests_waiting: _builtins.int
     """Requests in the queue."""
     num_tokens_waiting: _builtins.int
@@ -1826,6 +1841,22 @@ class Gauges(_message.Message):
     """Tasks of the server's asyncio event loop."""
     draining: _builtins.bool
     """Whether the server drains: it admits no new requests."""
+    last_step_tokens: _builtins.int
+    """Positions computed by the last step."""
+    last_step_positions: _builtins.int
+    """Positions held by requests after the last step."""
+    predicted_wait_seconds: _builtins.float
+    """Predicted wait in seconds of a request that arrives now, at the end of
+    the queue. 0 if unknown.
+    """
+    fairness_index: _builtins.float
+    """Jain's index of the last minute: 1 if tenants that wait at the same time
+    were served equally by their weights, 1/n if one of n got everything.
+    """
+    fairness_gap_tokens: _builtins.float
+    """Largest difference between two such tenants in the last minute, in tokens
+    by weight.
+    """
     def __init__(
         self,
         *,
@@ -1840,10 +1871,15 @@ class Gauges(_message.Message):
         open_streams: _builtins.int = ...,
         asyncio_tasks: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        last_step_tokens: _builtins.int = ...,
+        last_step_positions: _builtins.int = ...,
+        predicted_wait_seconds: _builtins.float = ...,
+        fairness_index: _builtins.float = ...,
+        fairness_gap_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "fairness_gap_tokens", b"fairness_gap_tokens", "fairness_index", b"fairness_index", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "last_step_positions", b"last_step_positions", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "predicted_wait_seconds", b"predicted_wait_seconds", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

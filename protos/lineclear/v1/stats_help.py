@@ -47,6 +47,8 @@ HELP = {
     "Counters.steps": "Steps with a result.",
     "Counters.rows": "Rows of all steps: one per request and step.",
     "Counters.wasted_samples": "Sampled tokens dropped because their request had ended.",
+    "Counters.step_tokens": "Positions computed by all steps: prompt tokens and sampled tokens.",
+    "Counters.step_positions": "Positions held by requests, summed over all steps: prompt and output tokens whose keys and values are kept.",  # noqa: E501
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
     "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed.",
@@ -58,6 +60,11 @@ HELP = {
     "Gauges.open_streams": "Requests whose answer is still delivered to a client.",
     "Gauges.asyncio_tasks": "Tasks of the server's asyncio event loop.",
     "Gauges.draining": "Whether the server drains: it admits no new requests.",
+    "Gauges.last_step_tokens": "Positions computed by the last step.",
+    "Gauges.last_step_positions": "Positions held by requests after the last step.",
+    "Gauges.predicted_wait_seconds": "Predicted wait in seconds of a request that arrives now, at the end of the queue. 0 if unknown.",  # noqa: E501
+    "Gauges.fairness_index": "Jain's index of the last minute: 1 if tenants that wait at the same time were served equally by their weights, 1/n if one of n got everything.",  # noqa: E501
+    "Gauges.fairness_gap_tokens": "Largest difference between two such tenants in the last minute, in tokens by weight.",  # noqa: E501
     "WorkerStatus.up": "Whether a worker has joined and is connected.",
     "WorkerStatus.joins": "Workers that have joined since the scheduler started.",
     "WorkerStatus.pid": "Process id of the worker, in the worker's PID namespace.",

@@ -93,6 +93,9 @@ class SchedulerSettings(settings_base.ProcessSettings):
     A name may have several tokens. The name is the tenant."""
     admin_token_file: str = SECURITY.field("")
     """File of bearer tokens for admin_listen, in the same format."""
+    tenant_weights: str = SECURITY.field("")
+    """Shares of tenants, as name=weight,name=weight. With the order fair, a tenant of weight 2 gets twice the tokens of
+    one of weight 1, which is the weight of all others. From 0.01 to 100."""
     share_prefix_cache_across_tenants: bool = SECURITY.field(False)
     """Let tenants use each other's cached prefixes. The time to the first token then shows a tenant whether another has
     sent the same prompt."""
@@ -333,6 +336,17 @@ class SchedulerSettings(settings_base.ProcessSettings):
         """Workers to spawn: num_workers, or as many as worker_devices has."""
         return max(self.num_workers, len(split_devices(self.worker_devices)))
 
+    @field_validator("tenant_weights")
+    @classmethod
+    def _are_weights(cls, value: str) -> str:
+        _weights(value)
+        return value
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights by the name of the tenant."""
+        return _weights(self.tenant_weights)
+
     @property
     def max_request_bytes(self) -> int:
         """Largest accepted request in bytes: max_message_bytes, or derived from max_prompt_bytes."""
@@ -441,6 +455,20 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
         unknown_word="a model is named by --model {}",
     )
     return settings, worker_flags
+
+
+def _weights(text: str) -> dict[str, float]:
+    """Return weights by name. Raises ValueError."""
+    found: dict[str, float] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = entry.rpartition("=")
+        try:
+            found[name] = float(weight)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0.01 <= found[name] <= 100:
+            raise ValueError(f"{entry} is not name=weight with a weight from 0.01 to 100")
+    return found
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

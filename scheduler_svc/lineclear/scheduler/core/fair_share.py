@@ -4,7 +4,7 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens. A request's key 
 Then the account is charged with the tokens that the request is expected to take: prompt and output. The lowest key is
 next. The virtual clock is the highest key that has started. An account behind the clock continues from the clock, so an
 idle tenant saves up nothing. When the request ends, the account is settled by the tokens used: later requests of the
-tenant start earlier by the unused tokens, or later by the excess.
+tenant start earlier by the unused tokens, or later by the excess. The tokens of a tenant of weight w count 1/w.
 
 Counting tokens by tenant is the idea of VTC (Sheng et al., OSDI 2024). VTC updates its counters with every token and
 decides in each step; a key that stays lets one queue serve all orders and costs nothing between arrivals and ends.
@@ -12,6 +12,7 @@ decides in each step; a key that stays lets one queue serve all orders and costs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,10 +23,10 @@ _MAX_DEBTORS = 4096
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant's account, in tokens."""
+    """A tenant's account, in tokens by weight."""
 
-    charged: int = 0
-    last_key: int = 0
+    charged: float = 0.0
+    last_key: float = 0.0
     num_waiting: int = 0
     num_live: int = 0
 
@@ -35,8 +36,9 @@ class FairShare:
 
     prefill_first = False
 
-    def __init__(self, settings: object) -> None:
-        self._clock = 0
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._clock = 0.0
         self._present: dict[str, _Account] = {}  # tenants with a live request
         self._debtors: dict[str, _Account] = {}  # others charged beyond the clock, longest absent first
 
@@ -50,7 +52,7 @@ class FairShare:
         key = account.charged
         if account.num_waiting:
             key = max(key, account.last_key)  # after a credit, still behind the tenant's own earlier requests
-        account.charged += request.expected_len
+        account.charged += request.expected_len / self._weight(request.tenant)
         account.last_key = key
         account.num_waiting += 1
         account.num_live += 1
@@ -58,7 +60,7 @@ class FairShare:
 
     def on_start(self, sequence: Sequence) -> None:
         """Advance the clock to the key of a request that starts."""
-        self._clock = max(self._clock, int(sequence.queue_key[0]))
+        self._clock = max(self._clock, sequence.queue_key[0])
         self._present[sequence.request.tenant].num_waiting -= 1
 
     def on_finish(self, sequence: Sequence) -> None:
@@ -67,7 +69,7 @@ class FairShare:
         account = self._present[tenant]
         account.num_waiting -= sequence.started_at is None
         used = 0 if sequence.started_at is None else len(sequence.tokens)
-        account.charged -= sequence.request.expected_len - used
+        account.charged -= (sequence.request.expected_len - used) / self._weight(tenant)
         account.num_live -= 1
         if account.num_live == 0:
             del self._present[tenant]
@@ -77,6 +79,9 @@ class FairShare:
                 del self._debtors[next(iter(self._debtors))]
         if not self._present:
             self._debtors.clear()  # with no tenant waiting, no debt matters
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of clock and accounts."""

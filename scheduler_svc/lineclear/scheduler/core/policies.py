@@ -6,9 +6,9 @@ policy which running sequence gives up its blocks. Each is a class or function a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lineclear.scheduler.core.fair_share import FairShare
@@ -27,6 +27,8 @@ class PolicySettings:
     max_prefill_slowdown: float = 2.0
     fixed_size_timeout_seconds: float | None = None
     """Longest wait of `fixed_size` for a full batch; None: until the requests' deadlines."""
+    share_weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of `fair` by hashed tenant; 1 for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,7 @@ QUEUE_ORDERS: dict[str, Callable[[PolicySettings], QueueOrder]] = {
     "priority": Priority,
     "shortest": Shortest,
     "deadline": Deadline,
-    "fair": FairShare,
+    "fair": lambda settings: FairShare(settings.share_weights),
 }
 
 

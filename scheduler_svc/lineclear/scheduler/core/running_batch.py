@@ -166,6 +166,11 @@ class RunningBatch:
         """Planned positions of all running sequences: the keys and values that a step reads."""
         return self.decode_batch.num_positions + sum(s.num_planned for s in self.not_decoding)
 
+    @property
+    def num_held_positions(self) -> int:
+        """Planned positions of all sequences with blocks, those with their last row in flight included."""
+        return self.num_positions + sum(s.num_planned for s in self.finishing)
+
     def join_decode(self, sequence: Sequence) -> None:
         """Add a running sequence to the decode batch."""
         del self.not_decoding[sequence]

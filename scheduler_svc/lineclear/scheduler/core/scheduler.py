@@ -318,6 +318,8 @@ class Scheduler:
         worker.add_step(inflight)
         state.counters.steps += 1
         state.counters.rows += inflight.num_rows
+        state.counters.step_tokens += inflight.num_tokens
+        state.counters.step_positions += worker.last_step_positions
         chunks, inits = tuple(planner.chunks), tuple(planner.inits)
         return StepPlan(epoch, worker.step, chunks, inits, worker.batch.pool.drain_to_zero(), planner.decodes)
 

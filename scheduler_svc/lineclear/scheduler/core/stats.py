@@ -24,6 +24,8 @@ class Counters:
     steps: int = 0
     rows: int = 0
     wasted_samples: int = 0
+    step_tokens: int = 0
+    step_positions: int = 0
 
     def copy(self) -> Counters:
         """Return a copy."""
@@ -44,6 +46,10 @@ class WorkerSnapshot:
     blocks_used: int
     blocks_cached: int
     step_time: tuple[float, float, float]
+    last_step_tokens: int
+    """Positions that the last planned step computes."""
+    last_step_positions: int
+    """Positions that requests hold after it."""
     is_fitted: bool
     """Whether `step_time` follows from enough steps to predict others."""
     is_stopping: bool
@@ -87,6 +93,16 @@ class CoreSnapshot:
     def blocks_cached(self) -> int:
         """Free KV blocks that keep a prefix."""
         return sum(worker.blocks_cached for worker in self.workers)
+
+    @property
+    def last_step_tokens(self) -> int:
+        """Positions computed by the last step of each worker."""
+        return sum(worker.last_step_tokens for worker in self.workers)
+
+    @property
+    def last_step_positions(self) -> int:
+        """Positions held after the last step of each worker."""
+        return sum(worker.last_step_positions for worker in self.workers)
 
     @property
     def step_time(self) -> tuple[float, float, float]:

@@ -44,6 +44,8 @@ class WorkerState:
         self.inflight: deque[InflightStep] = deque()
         self.step = 0
         """The last step planned in this epoch."""
+        self.last_step_tokens = self.last_step_positions = 0
+        """Positions computed by the last planned step, and held after it."""
         self.max_len = 0
         """The most tokens that a request may have here."""
         self.left: list[Sequence] = []
@@ -116,6 +118,7 @@ class WorkerState:
     def add_step(self, inflight: InflightStep) -> None:
         """Put a planned step in flight."""
         self.step = inflight.step
+        self.last_step_tokens, self.last_step_positions = inflight.num_tokens, self.batch.num_held_positions
         self.inflight.append(inflight)
         self.budget.count_step()
 
@@ -132,6 +135,8 @@ class WorkerState:
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             step_time=self.step_time.coefficients,
+            last_step_tokens=self.last_step_tokens,
+            last_step_positions=self.last_step_positions,
             is_fitted=self.step_time.is_fitted,
             is_stopping=self.is_stopping,
         )
@@ -148,6 +153,7 @@ class WorkerState:
         return {
             "hello": None if self._hello is None else asdict(self._hello),
             "step": self.step,
+            "last_step": [self.last_step_tokens, self.last_step_positions],
             "planned_at": self.planned_at,
             "max_len": self.max_len,
             "is_stopping": self.is_stopping,
@@ -163,6 +169,7 @@ class WorkerState:
         """Restore a dump that went through JSON."""
         self._hello = None if state["hello"] is None else load_hello(state["hello"])
         self.step, self.planned_at = state["step"], state["planned_at"]
+        self.last_step_tokens, self.last_step_positions = state["last_step"]
         self.max_len, self.is_stopping = state["max_len"], state["is_stopping"]
         self.left = [sequences[number] for number in state["left"]]
         self.budget.load(state["budget"])

@@ -399,6 +399,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._stats,
             self._clock(),
             num_rejected=self.quota.num_rejected,
+            shares=self.requests.fairness.shares(),
             open_streams=len(self.streams),
             asyncio_tasks=len(asyncio.all_tasks()),
             version=VERSION,

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
+from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
@@ -51,7 +52,11 @@ class Admission:
         self._settings = settings
         self._quota = quota
         self._pacer = pacer
-        self._services = RequestServices(tokenizers, streams, engine, lengths, stats, incident, clock, {})
+        self._services = RequestServices(
+            tokenizers, streams, engine, lengths, stats, incident, clock, {}, self._on_close
+        )
+        self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
+        """How equally tenants are served."""
 
     def __iter__(self) -> Iterator[RequestContext]:
         """Iterate over a copy of the live requests, so that the caller may close them."""
@@ -130,7 +135,11 @@ class Admission:
             services, validated, output, text, place, bounds, caller, tenant, salt, arrival, deadline
         )
         services.live[key] = request
+        self.fairness.start()
         return request
+
+    def _on_close(self, request: RequestContext) -> None:
+        self.fairness.ended(request)
 
     def _answer_text(self, validated: ValidatedRequest) -> AnswerText | None:
         if not validated.wants_text and validated.stops is None:

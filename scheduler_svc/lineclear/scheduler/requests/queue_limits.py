@@ -83,6 +83,10 @@ class QueueLimiter:
         """Number of tenants with waiting requests."""
         return len(self._requests)
 
+    def tenants(self) -> tuple[str, ...]:
+        """Return the tenants with waiting requests."""
+        return tuple(self._requests)
+
     def reserve(self, tenant: str, seconds: float = math.inf) -> QueuePlace:
         """Reserve a place for a request whose deadline is in `seconds`. Raises QueueFull or DeadlineUnreachable."""
         limits, of_tenant = self.limits, self._requests.get(tenant, 0)

@@ -51,6 +51,7 @@ class RequestServices:
     incident: Callable[[BaseException], LineclearError]
     clock: Callable[[], float]
     live: dict[tuple[Identity, str], RequestContext]
+    on_close: Callable[[RequestContext], None]
 
 
 class RequestContext:
@@ -61,7 +62,16 @@ class RequestContext:
 
     __slots__ = (
         *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "is_closed", "max_tokens", "output"),
-        *("prompt_digest", "prompt_tokens", "tenant", "validated", "_queue_place", "_services", "_text"),
+        *(
+            "prompt_digest",
+            "prompt_tokens",
+            "tenant",
+            "validated",
+            "_num_counted",
+            "_queue_place",
+            "_services",
+            "_text",
+        ),
     )
 
     def __init__(
@@ -91,6 +101,7 @@ class RequestContext:
         self.prompt_digest = ""
         self.chat_time_us = 0  # time given to the chat template; 0 without one
         self.is_closed = False
+        self._num_counted = 0  # tokens that `take_served_tokens` has returned
         self._services = services
         self._text = text
         self._queue_place = queue_place
@@ -160,9 +171,18 @@ class RequestContext:
         self.is_closed = True
         services = self._services
         del services.live[self.caller, self.request_id]
+        services.on_close(self)
         services.streams.close(self.output, _cancelled())
         services.stats.add_ended(outcome)
         self._log_end(outcome)
+
+    def take_served_tokens(self) -> int:
+        """Return the prompt and output tokens of this server since the last call."""
+        if self.output.started is None:
+            return 0
+        total = self.prompt_tokens + self.output.num_received - len(self.validated.received)
+        served, self._num_counted = total - self._num_counted, total
+        return served
 
     def record_completion(self, end: Completion) -> RequestTimings:
         """Add a complete answer to the statistics, and return its timings."""

@@ -8,6 +8,7 @@ from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.requests.detached import DetachedLimits
 from lineclear.scheduler.requests.queue_limits import QueueLimits
 from lineclear.scheduler.requests.tokenizer_pool import TextLimits
+from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 
 
@@ -51,6 +52,7 @@ def core_limits(settings: SchedulerSettings) -> dict[str, Any]:
             target_inter_token_latency_seconds=settings.target_inter_token_latency_ms / 1000,
             max_prefill_slowdown=settings.max_prefill_slowdown,
             fixed_size_timeout_seconds=fixed_size_timeout_seconds(settings),
+            share_weights={identity.share(name): weight for name, weight in settings.weights.items()},
         ),
     }
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerFigures
+from lineclear.scheduler.requests.fairness import Shares
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.settings import SchedulerSettings
@@ -59,6 +60,7 @@ def stats(
     now: float,
     *,
     num_rejected: int,
+    shares: Shares,
     open_streams: int,
     asyncio_tasks: int,
     version: str,
@@ -68,7 +70,7 @@ def stats(
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
         counters=_counters(snapshot.core, num_rejected),
-        gauges=_gauges(snapshot.core, open_streams, asyncio_tasks),
+        gauges=_gauges(snapshot.core, shares, open_streams, asyncio_tasks),
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
         generation_tokens_per_second=figures.tokens_per_second(now),
@@ -115,7 +117,7 @@ def _counters(core: CoreSnapshot, num_rejected: int) -> pb.Counters:
     return counters
 
 
-def _gauges(core: CoreSnapshot, open_streams: int, asyncio_tasks: int) -> pb.Gauges:
+def _gauges(core: CoreSnapshot, shares: Shares, open_streams: int, asyncio_tasks: int) -> pb.Gauges:
     return pb.Gauges(
         num_requests_waiting=core.num_requests_waiting,
         num_tokens_waiting=core.num_tokens_waiting,
@@ -128,6 +130,11 @@ def _gauges(core: CoreSnapshot, open_streams: int, asyncio_tasks: int) -> pb.Gau
         open_streams=open_streams,
         asyncio_tasks=asyncio_tasks,
         draining=core.draining,
+        last_step_tokens=core.last_step_tokens,
+        last_step_positions=core.last_step_positions,
+        predicted_wait_seconds=core.predicted_wait_seconds or 0.0,
+        fairness_index=shares.index,
+        fairness_gap_tokens=shares.gap_tokens,
     )
 
 
