@@ -60,7 +60,7 @@ def test_recording_gives_the_times_of_its_steps(tmp_path: Path) -> None:
     assert timing.seconds_per_sample == pytest.approx(TRUE.seconds_per_sample, rel=1e-2)
     assert timing.gap_seconds == pytest.approx(TRUE.gap_seconds, rel=0.01)
     assert (found.r_squared, found.mean_error) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-6))
-    assert timing.worker == WorkerCapacity(400, 4, 8, 256, 4096)
+    assert timing.worker == WorkerCapacity(400, 4, max_model_len=256, max_step_tokens=4096), "slots are a setting"
 
 
 def test_fit_survives_its_file(tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def test_step_records_give_the_same_times(tmp_path: Path) -> None:
         kv = sum(row["num_tokens"] * (2 * row["start"] + row["num_tokens"] + 1) // 2 for row in rows)
         seconds = TRUE.linear(StepWork(tokens, kv, len(rows)))
         now += seconds + 0.0005
-        lines.append({"epoch": 3, "step": step, "time_seconds": now, "seconds": seconds, "rows": rows, "num_slots": 9})
+        lines.append({"epoch": 3, "step": step, "time_seconds": now, "seconds": seconds, "rows": rows, "num_blocks": 9})
     path = tmp_path / "steps.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     timing, found = fit.load(path)
     assert found is not None
     assert timing.base_seconds == pytest.approx(TRUE.base_seconds, rel=1e-3)
     assert timing.gap_seconds == pytest.approx(0.0005, rel=0.01)
-    assert timing.worker.num_slots == 9
+    assert timing.worker.num_blocks == 9
 
 
 def test_size_corrects_a_model_that_is_not_linear() -> None:

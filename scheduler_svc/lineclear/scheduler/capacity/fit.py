@@ -120,7 +120,8 @@ def recorded_steps(recording: Sequence[Any]) -> tuple[list[MeasuredStep], Worker
 
 
 def _capacity(hello: dict[str, Any]) -> WorkerCapacity:
-    names = WorkerCapacity.__slots__
+    # Not num_slots, which follows from the recorded server's max_batch_size: a simulation may ask for more.
+    names = ("num_blocks", "block_size", "max_model_len", "max_step_tokens")
     return WorkerCapacity(**{name: hello[name] for name in names})
 
 
@@ -129,7 +130,7 @@ def step_records(lines: Iterable[dict[str, Any]]) -> tuple[list[MeasuredStep], W
 
     `time_seconds` is when the result arrived. A row has start and num_tokens, and samples unless it is false.
     """
-    steps, blocks, slots = [], 0, 0
+    steps, blocks = [], 0
     for entry in lines:
         rows = entry["rows"]
         tokens = sum(row["num_tokens"] for row in rows)
@@ -137,9 +138,8 @@ def step_records(lines: Iterable[dict[str, Any]]) -> tuple[list[MeasuredStep], W
         work = StepWork(tokens, kv_tokens, sum(bool(row.get("samples", True)) for row in rows))
         at = float(entry["time_seconds"])
         steps.append(MeasuredStep(entry["epoch"], entry["step"], work, float(entry["seconds"]), math.nan, at))
-        blocks, slots = max(blocks, entry.get("num_blocks", 0)), max(slots, entry.get("num_slots", 0))
-    default = WorkerCapacity()
-    return steps, WorkerCapacity(num_blocks=blocks or default.num_blocks, num_slots=slots or default.num_slots)
+        blocks = max(blocks, entry.get("num_blocks", 0))
+    return steps, WorkerCapacity(num_blocks=blocks or WorkerCapacity().num_blocks)
 
 
 # --- the fit ---------------------------------------------------------------------------------------------------------
