@@ -29,7 +29,7 @@ from service.test_token_file import ALICE, token_file
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler import metrics_server
+from lineclear.scheduler import http_listener
 from lineclear.scheduler.metrics import VLLM_NAMES, families
 from lineclear.scheduler.metrics_server import MAX_CONNECTIONS, MetricsServer
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, RequestTimings, ServerStats
@@ -225,7 +225,7 @@ def test_other_http_requests_are_rejected(payload: bytes) -> None:
 
 def test_slow_clients_do_not_block_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more clients than connections, each new connection closes the oldest. No client times out here."""
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(http_listener.Handler, "timeout", 10 * PATIENCE_SECONDS)
     with scraped() as scrapes, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(scrapes)) for _ in range(MAX_CONNECTIONS + 4)]
         for caller in slow:
@@ -258,7 +258,7 @@ def test_scrape_threads_are_bounded_while_the_engine_hangs() -> None:
 
 
 def test_silent_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
+    monkeypatch.setattr(http_listener.Handler, "timeout", 0.2)
     with scraped() as scrapes, connect(scrapes) as caller:
         caller.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         with contextlib.suppress(ConnectionResetError):
@@ -268,7 +268,7 @@ def test_silent_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_client_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(http_listener.Handler, "timeout", 0.5)
     large = [GaugeMetricFamily(f"visits_{n}", "x" * 10_000, n) for n in range(2000)]
     with scraped(lambda: large) as scrapes, connect(scrapes) as caller:
         caller.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")

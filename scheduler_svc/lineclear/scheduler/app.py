@@ -34,9 +34,12 @@ from lineclear.scheduler.grpc_api.inference_service import InferenceService, shu
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.requests import settings_limits
+from lineclear.scheduler.security.reloading_file import ReloadingFile
+from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 from lineclear.scheduler.stall_watchdog import Watchdog
+from lineclear.scheduler.status_page.status_server import StatusServer
 from lineclear.scheduler.steps.step_feed import StepFeed
 from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.scheduler.text.text_files import read_text_files
@@ -102,7 +105,7 @@ async def serve(
     )
     watchdog.start()
     stack.callback(watchdog.stop)
-    async with _metrics_server(settings, service):
+    async with _metrics_server(settings, service), _status_server(settings, steps):
         try:
             await _run(settings, shutdown, service, server, supervisor, steps)
         finally:
@@ -150,6 +153,25 @@ async def _metrics_server(settings: SchedulerSettings, service: InferenceService
     try:
         yield
     finally:
+        server.close()
+
+
+@contextlib.asynccontextmanager
+async def _status_server(settings: SchedulerSettings, steps: StepFeed) -> AsyncIterator[None]:
+    """Serve the status page, also during the shutdown, if an address is set."""
+    if not settings.status_listen:
+        yield
+        return
+    tokens = None
+    if settings.admin_token_file:
+        path = Path(settings.admin_token_file)
+        tokens = ReloadingFile([path], lambda: read_tokens(path))
+    server = StatusServer(settings.status_listen, steps, tokens, settings.max_step_watchers, settings.step_history)
+    log.info("status_page_listening", url=f"http://{server.address}/status")
+    try:
+        yield
+    finally:
+        steps.close()
         server.close()
 
 

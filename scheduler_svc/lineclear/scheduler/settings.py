@@ -74,6 +74,10 @@ class SchedulerSettings(settings_base.ProcessSettings):
     admin_listen: str = ADDRESSES.field("")
     """An address for operators. It offers AdminService, GetStats and reflection, which `listen` then no longer offers.
     On a network interface it needs TLS and tokens."""
+    status_listen: str = ADDRESSES.field("")
+    """A host:port for the status page, which shows steps, slots, queue and KV blocks in a browser. It needs the token
+    of admin_token_file if that is set. It is plain HTTP: on a network interface it needs the token file and
+    insecure_allow_remote, and belongs behind a proxy with TLS."""
     reflection: bool = ADDRESSES.field(True)
     """Offer gRPC server reflection (v1 and v1alpha)."""
     channelz: bool = ADDRESSES.field(False)
@@ -81,7 +85,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
 
     # --- security ---
     insecure_allow_remote: bool = SECURITY.field(False)
-    """Allow a remote `listen` without TLS or authentication."""
+    """Allow a remote `listen` without TLS or authentication, and a remote `status_listen` with tokens."""
     tls_cert_file: str = SECURITY.field("")
     """PEM file of the certificate chain. It turns TLS on for every host:port address."""
     tls_key_file: str = SECURITY.field("")
@@ -298,6 +302,13 @@ class SchedulerSettings(settings_base.ProcessSettings):
             raise ValueError("give host:port; Prometheus cannot read from a unix socket")
         return value
 
+    @field_validator("status_listen")
+    @classmethod
+    def _is_a_host(cls, value: str) -> str:
+        if value and not is_tcp(value):
+            raise ValueError("give host:port; a browser cannot connect to a unix socket")
+        return value
+
     @field_validator("listen", "health_listen", "admin_listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
@@ -418,7 +429,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
                 "--tls-cert-file is set, but neither --listen nor --admin-listen is host:port; a unix socket is not"
                 " encrypted"
             )
-        if self.admin_token_file and not self.admin_listen:
+        if self.admin_token_file and not (self.admin_listen or self.status_listen):
             raise ValueError("--admin-token-file is set without --admin-listen; give an address for operators")
         if self.channelz and not self.admin_listen:
             raise ValueError("--channelz is set without --admin-listen; give an address for operators")
@@ -432,6 +443,13 @@ class SchedulerSettings(settings_base.ProcessSettings):
             raise ValueError(
                 f"--admin-listen {self.admin_listen} can be reached from other machines; use 127.0.0.1 or unix:, or"
                 " set --tls-cert-file and --admin-token-file"
+            )
+
+        is_accepted = self.admin_token_file and self.insecure_allow_remote
+        if self.status_listen and not is_local(self.status_listen) and not is_accepted:
+            raise ValueError(
+                f"--status-listen {self.status_listen} can be reached from other machines over plain HTTP; use"
+                " 127.0.0.1 and a tunnel, or set --admin-token-file and --insecure-allow-remote behind a proxy with TLS"
             )
 
     def lacks(self) -> str:

@@ -236,7 +236,8 @@ class Engine:
         self._steps.request_events(events)
         num_noted = len(events)
         self._send_plans(events, now)
-        self._steps.request_events(events[num_noted:])
+        if len(events) > num_noted:
+            self._steps.request_events(events[num_noted:])
         if events:
             begin = time.perf_counter()
             self._publish(events)

@@ -64,11 +64,7 @@ class ExecutedStep(NamedTuple):
     total_seconds: float
     occupancy: Occupancy
     ended: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return len(self.plan.decodes.slots) + len(self.plan.chunks)
+    num_rows: int
 
     def record(self) -> StepRecord:
         """Return the step as numbers."""
@@ -169,9 +165,10 @@ class StepHistory:
         if self._ended:
             ended = tuple(self._ended)
             self._ended.clear()
-        number = self.last + 1
-        step = ExecutedStep(number, worker, worker.planned.popleft(), step_seconds, total_seconds, occupancy, ended)
-        self._num_rows += step.num_rows
+        number, plan = self.last + 1, worker.planned.popleft()
+        num_rows = len(plan.decodes.slots) + len(plan.chunks)
+        step = ExecutedStep(number, worker, plan, step_seconds, total_seconds, occupancy, ended, num_rows)
+        self._num_rows += num_rows
         while number - self._oldest >= self.size or (self._num_rows > MAX_ROWS and self._oldest < number):
             self._drop_oldest()
         self._ring[number % self.size] = step

@@ -1,0 +1,235 @@
+"use strict";
+// The status page: reads the stream of steps with fetch, because EventSource cannot send a token in a header.
+
+const COLUMNS = 160;
+const KEPT = 2048;
+const KINDS = { p: "prefill", d: "decode", r: "recompute" };
+const get = (id) => document.getElementById(id);
+const view = { steps: [], state: null, chosen: null, skipped: 0, paused: false, rates: [] };
+let token = sessionStorage.getItem("lineclear-token") || "";
+let isDrawn = true;
+
+function say(text, className) {
+  get("connection").textContent = text;
+  get("connection").className = className || "";
+}
+
+async function watch() {
+  const headers = token ? { Authorization: "Bearer " + token } : {};
+  const last = view.steps.length;
+  const response = await fetch("/status/steps?history=" + (last ? 0 : COLUMNS), { headers, cache: "no-store" });
+  if (response.status === 401) return askForToken(token ? "This token is not valid." : "");
+  if (!response.ok) throw new Error((await response.text()).trim());
+  get("login").hidden = true;
+  get("view").hidden = false;
+  say("live", "live");
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return "the stream ended";
+    text += value;
+    const events = text.split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      if (event.startsWith("event:end")) return "the server stopped";
+      if (event.startsWith("data:")) take(JSON.parse(event.slice(5)));
+    }
+  }
+}
+
+function askForToken(problem) {
+  token = "";
+  sessionStorage.removeItem("lineclear-token");
+  get("view").hidden = true;
+  get("login").hidden = false;
+  get("login-problem").textContent = problem;
+  say("a token is required", "down");
+  return null;
+}
+
+async function run() {
+  for (;;) {
+    let ended;
+    try {
+      ended = await watch();
+    } catch (error) {
+      ended = error.message || "no connection";
+    }
+    if (ended === null) return; // the form starts again
+    say(ended + "; trying again", "down");
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+}
+
+function take(data) {
+  if (data.steps) {
+    // After a restart of the server the numbers begin anew.
+    const newest = view.steps.length ? view.steps[view.steps.length - 1].number : 0;
+    if (data.steps.length && data.steps[0].number <= newest) view.steps = [];
+    view.steps.push(...data.steps);
+    view.steps.splice(0, Math.max(0, view.steps.length - KEPT));
+    view.skipped += data.skipped;
+  }
+  if (data.state) {
+    view.state = data.state;
+    view.rates.push([data.state.at, data.state.generation_tokens]);
+    while (view.rates.length > 2 && view.rates[0][0] < data.state.at - 2) view.rates.shift();
+  }
+  if (isDrawn && !view.paused) {
+    isDrawn = false;
+    requestAnimationFrame(draw);
+  }
+}
+
+function table(element, head, rows, empty) {
+  const cells = (tag, values) => {
+    const row = document.createElement("tr");
+    for (const value of values) {
+      const cell = document.createElement(tag);
+      if (value instanceof Node) { cell.className = "bar"; cell.append(value); } else cell.textContent = value;
+      row.append(cell);
+    }
+    return row;
+  };
+  if (!rows.length) {
+    const row = cells("td", [empty]);
+    row.firstChild.className = "empty";
+    return element.replaceChildren(row);
+  }
+  element.replaceChildren(cells("th", head), ...rows.map((row) => cells("td", row)));
+}
+
+function bar(value, most) {
+  const progress = document.createElement("progress");
+  progress.max = most;
+  progress.value = value;
+  progress.title = `${value} of ${most} positions`;
+  return progress;
+}
+
+function seconds(value) {
+  return value < 1 ? (value * 1000).toFixed(1) + " ms" : value.toFixed(2) + " s";
+}
+
+function drawTiles() {
+  const recent = view.steps.slice(-50);
+  const state = view.state;
+  if (recent.length) {
+    get("step-time").textContent = seconds(recent.reduce((sum, step) => sum + step.seconds, 0) / recent.length);
+  }
+  get("skipped").textContent = view.skipped;
+  if (!state) return;
+  const [first, last] = [view.rates[0], view.rates[view.rates.length - 1]];
+  const passed = last[0] - first[0];
+  get("tokens-per-second").textContent = passed > 0 ? Math.round((last[1] - first[1]) / passed) : 0;
+  get("hit-rate").textContent = state.queries ? Math.round((100 * state.hits) / state.queries) + " %" : "-";
+  get("running-count").textContent = state.running.length;
+  get("waiting-count").textContent = state.num_waiting;
+  get("preemptions").textContent = state.preemptions;
+  if (state.draining) say("live; the server drains", "live");
+}
+
+function workers() {
+  const known = new Set(view.steps.slice(-COLUMNS).map((step) => step.worker));
+  for (const worker of view.state ? view.state.workers : []) known.add(worker.worker);
+  return [...known].sort((a, b) => a - b);
+}
+
+// A title and a canvas for each worker, kept from one drawing to the next.
+function canvases(parent, prefix, names) {
+  const wanted = names.map((name) => prefix + name);
+  for (const child of [...parent.children]) if (!wanted.includes(child.id)) child.remove();
+  return names.map((name) => {
+    let box = get(prefix + name);
+    if (!box) {
+      box = document.createElement("div");
+      box.id = prefix + name;
+      const title = document.createElement("p");
+      title.className = "worker";
+      box.append(title, document.createElement("canvas"));
+      parent.append(box);
+    }
+    return { title: box.firstChild, canvas: box.lastChild };
+  });
+}
+
+function drawTimelines() {
+  const names = workers();
+  canvases(get("timelines"), "timeline-", names).forEach(({ title, canvas }, index) => {
+    const steps = view.steps.filter((step) => step.worker === names[index]);
+    title.textContent = `worker ${names[index]}: ${steps.length ? "step " + steps[steps.length - 1].step : "no step yet"}`;
+    const geometry = drawTimeline(canvas, steps, view.chosen, COLUMNS);
+    canvas.onclick = (event) => {
+      const step = geometry.at(event.offsetX);
+      view.chosen = step ? step.number : null;
+      draw();
+    };
+  });
+}
+
+function drawPools() {
+  const found = view.state ? view.state.workers : [];
+  canvases(get("pools"), "pool-", found.map((worker) => worker.worker)).forEach(({ title, canvas }, index) => {
+    const worker = found[index];
+    const free = worker.blocks - worker.used - worker.cached;
+    title.textContent = `worker ${worker.worker} on ${worker.device}: ${worker.blocks} blocks of ${worker.block_size}` +
+      ` positions: ${worker.used} in use (${worker.shared} shared), ${worker.cached} cached, ${free} free`;
+    drawBlocks(canvas, Uint8Array.from(atob(worker.map), (character) => character.charCodeAt(0)));
+  });
+}
+
+function drawStep() {
+  const chosen = view.steps.find((step) => step.number === view.chosen) || view.steps[view.steps.length - 1];
+  if (!chosen) return;
+  const which = chosen.number === view.chosen ? "" : ", the newest";
+  get("mask-title").textContent = `of step ${chosen.step} of worker ${chosen.worker}${which}`;
+  drawMask(get("mask"), chosen);
+  const rows = chosen.slot.map((slot, row) => [
+    slot, "#" + chosen.request[row], KINDS[chosen.kind[row]],
+    `${chosen.start[row]} … ${chosen.start[row] + chosen.count[row] - 1}`, chosen.count[row], chosen.cached[row],
+  ]);
+  table(get("rows"), ["slot", "request", "row", "positions", "tokens", "cached"], rows, "no rows");
+}
+
+function drawRequests() {
+  if (!view.state) return;
+  const running = view.state.running.map(([number, worker, slot, prompt, most, position, cached]) => [
+    "#" + number, `${worker}/${slot}`, `${prompt}${cached ? ` (${cached} cached)` : ""}`,
+    `${Math.max(0, position - prompt + 1)}/${most}`, bar(position, prompt + most - 1),
+  ]);
+  table(get("running"), ["request", "worker/slot", "prompt", "output", "progress"], running, "no request runs");
+  const waiting = view.state.waiting.map(([number, prompt, most, waited]) => ["#" + number, prompt, most, seconds(waited)]);
+  table(get("queue"), ["request", "prompt", "at most", "waits"], waiting, "no request waits");
+}
+
+function draw() {
+  isDrawn = true;
+  drawTiles();
+  drawTimelines();
+  drawStep();
+  drawPools();
+  drawRequests();
+  document.body.dataset.steps = view.steps.length;
+}
+
+legend(get("step-legend"), [["prefill", "prefill"], ["decode", "decode"], ["cached", "behind a cached prefix"],
+  ["recompute", "recompute"], ["preempted", "preempted"], ["idle", "idle"]]);
+legend(get("mask-legend"), [["cached", "key from the prefix cache"], ["earlier", "key of an earlier step"],
+  ["new", "key of this step"], ["idle", "masked: later position or other request"]]);
+legend(get("block-legend"), [["used", "in use"], ["shared", "shared"], ["cached", "cached"], ["free", "free"]]);
+get("login").onsubmit = (event) => {
+  event.preventDefault();
+  token = get("token").value.trim();
+  sessionStorage.setItem("lineclear-token", token);
+  get("token").value = "";
+  run();
+};
+get("pause").onclick = () => {
+  view.paused = !view.paused;
+  get("pause").textContent = view.paused ? "Continue" : "Pause";
+  if (!view.paused) draw();
+};
+window.onresize = draw;
+matchMedia("(prefers-color-scheme: dark)").onchange = draw;
+run();

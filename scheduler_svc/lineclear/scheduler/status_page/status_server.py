@@ -1,0 +1,176 @@
+"""HTTP server of the status page.
+
+The page and its files hold no data and are served to everyone who can connect. The steps need the admin token where
+there is one: the page sends it in a header, so that it is in no address and no log. Without a token only requests that
+name this machine are answered, so that a foreign page cannot read the steps through a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import structlog
+
+from lineclear.errors import TooManyWatchers
+from lineclear.process.logging_setup import should_log
+from lineclear.scheduler.http_listener import SOCKET_KEY, HttpListener
+from lineclear.scheduler.security.reloading_file import ReloadingFile
+from lineclear.scheduler.security.token_file import TokenTable
+from lineclear.scheduler.status_page.step_json import StepTexts, state_text
+from lineclear.scheduler.steps.scheduler_state import SchedulerState
+from lineclear.scheduler.steps.step_feed import StepFeed, StepWatcher
+
+log = structlog.get_logger()
+
+STEPS_PATH = "/status/steps"
+_STATIC = Path(__file__).parent / "static"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/status": ("index.html", "text/html; charset=utf-8"),
+    "/status/status.js": ("status.js", "text/javascript; charset=utf-8"),
+    "/status/pictures.js": ("pictures.js", "text/javascript; charset=utf-8"),
+    "/status/status.css": ("status.css", "text/css; charset=utf-8"),
+}
+_HEADERS = (  # wsgiref adds to the list that a response gets
+    ("Content-Security-Policy", "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-store"),
+)
+_MAX_PAGE_CONNECTIONS = 16
+_INTERVAL_SECONDS = 0.2
+_KEEP_ALIVE_SECONDS = 2.0  # a client that has gone is found by the next write
+_STATE_SECONDS = 1.0
+
+StartResponse = Callable[..., Any]
+
+
+class StatusServer(HttpListener):
+    """Serves the page and its stream until `close`. A stream that does not read for 5 seconds is closed."""
+
+    def __init__(
+        self, address: str, steps: StepFeed, tokens: ReloadingFile[TokenTable] | None, max_streams: int, history: int
+    ) -> None:
+        """Listen on `address`, a host:port. Raises ConfigurationError if that fails."""
+        super().__init__(address, "status", _MAX_PAGE_CONNECTIONS + max_streams)
+        self.num_rejected = 0
+        self._steps, self._tokens = steps, tokens
+        self._texts = StepTexts(history)
+        self._files = {path: ((_STATIC / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
+        self.serve(self._answer)
+
+    def _answer(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _refuse(start_response, "405 Method Not Allowed", "use GET")
+        if self._tokens is None and not _names_this_machine(environ.get("HTTP_HOST", "")):
+            return _refuse(start_response, "403 Forbidden", "without an admin token, use the name localhost")
+        path = environ["PATH_INFO"]
+        if path == STEPS_PATH and environ["REQUEST_METHOD"] == "GET":
+            return self._stream(environ, start_response)
+        if path == "/favicon.ico":  # every browser asks for one
+            start_response("204 No Content", [*_HEADERS])
+            return []
+        if path not in self._files:
+            return _refuse(start_response, "404 Not Found", "the page is at /status")
+        content, kind = self._files[path]
+        start_response("200 OK", [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
+        return [content]
+
+    # --- the stream -------------------------------------------------------------------------------------------------
+
+    def _stream(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("HTTP_SEC_FETCH_SITE", "same-origin") not in ("same-origin", "none"):
+            return _refuse(start_response, "403 Forbidden", "the steps are for the page of this server only")
+        name = self._caller(environ)
+        if name is None:
+            self._count_rejected()
+            return _refuse(start_response, "401 Unauthorized", "a valid admin token is required")
+        try:
+            watcher = self._steps.watch(_history(environ))
+        except TooManyWatchers as error:
+            return _refuse(start_response, "503 Service Unavailable", str(error))
+        log.warning("admin_call", rpc="status_page", name=name)
+        self.keep(environ[SOCKET_KEY])
+        start_response("200 OK", [("Content-Type", "text/event-stream; charset=utf-8"), *_HEADERS])
+        return _Closing(self._events(watcher, lambda: self._caller(environ) == name), watcher)
+
+    def _events(self, watcher: StepWatcher, is_allowed: Callable[[], bool]) -> Iterator[bytes]:
+        sent: SchedulerState | None = None
+        sent_at = time.monotonic()
+        while not self._steps.is_closed and is_allowed():
+            steps, skipped = watcher.read()
+            state = self._state()
+            fields = []
+            if steps or skipped:
+                fields.append(f'"steps":[{",".join(map(self._texts.of, steps))}],"skipped":{skipped}')
+            if state is not None and not state.equals(sent):
+                fields.append(f'"state":{state_text(state)}')
+                sent = state
+            if fields:
+                yield f"data:{{{','.join(fields)}}}\n\n".encode()
+                sent_at = time.monotonic()
+            elif time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
+                yield b":\n\n"
+                sent_at = time.monotonic()
+            if not watcher.has_more or not steps:
+                time.sleep(_INTERVAL_SECONDS)
+        yield b"event:end\ndata:{}\n\n"
+
+    def _state(self) -> SchedulerState | None:
+        """Return the state, or None while the engine is too busy to take it."""
+        try:
+            return self._steps.state().result(_STATE_SECONDS)
+        except TimeoutError:
+            return None
+
+    # --- who may watch ----------------------------------------------------------------------------------------------
+
+    def _caller(self, environ: dict[str, Any]) -> str | None:
+        """Return the name of the token, "" where none is required, or None."""
+        if self._tokens is None:
+            return ""
+        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        return self._tokens.current().name_of(token.strip()) if scheme.lower() == "bearer" else None
+
+    def _count_rejected(self) -> None:
+        self.num_rejected += 1
+        if should_log(self.num_rejected):
+            log.warning("auth_failures", num_rejected=self.num_rejected, problem="status_page")
+
+
+class _Closing:
+    """The body of a stream. wsgiref closes it at the end of the connection, also before the first event."""
+
+    def __init__(self, events: Iterator[bytes], watcher: StepWatcher) -> None:
+        self._events, self._watcher = events, watcher
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._events
+
+    def close(self) -> None:
+        """Free the watcher's place."""
+        self._watcher.__exit__()
+
+
+def _refuse(start_response: StartResponse, status: str, message: str) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
+    return [f"{message}\n".encode()]
+
+
+def _names_this_machine(host: str) -> bool:
+    name = re.sub(r":[0-9]*$", "", host) if host.count(":") == 1 or host.startswith("[") else host
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _history(environ: dict[str, Any]) -> int:
+    text = parse_qs(environ.get("QUERY_STRING", "")).get("history", ["0"])[0]
+    return int(text) if text.isdecimal() and len(text) < 9 else 0

@@ -1,0 +1,270 @@
+"""The status page over real HTTP: what it serves, to whom, and what hostile viewers cost. Once in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service.processes import Running, endless, starting, until
+from support.chromium import Page, chromium
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.process.settings_base import ConfigurationError
+from lineclear.scheduler import settings
+from lineclear.v1 import inference_pb2 as pb
+
+TOKEN = "watcher-0123456789abcdef"
+SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
+IMAGES = os.environ.get("STATUS_IMAGES", "")
+"""A folder for the screenshots of the documentation."""
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    with starting(model, "--status-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"operator {TOKEN}\n")
+    path.chmod(0o400)
+    return path
+
+
+def address(server: Running) -> tuple[str, int]:
+    host, _, port = server.wait_for("status_page_listening")["url"].split("/")[2].rpartition(":")
+    return host, int(port)
+
+
+def get(server: Running, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_SECONDS)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse()
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Yield the data of each event up to the end of the stream."""
+    assert response.status == 200, response.read()
+    assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    for line in response:
+        if line.startswith(b"data:"):
+            yield json.loads(line.removeprefix(b"data:"))
+
+
+def test_the_page_needs_nothing_from_elsewhere(start: Callable[..., Running]) -> None:
+    server = start()
+    page = get(server, "/status").read().decode()
+    for path in ("/status/status.css", "/status/status.js", "/status/pictures.js"):
+        assert path in page
+        response = get(server, path)
+        text = response.read().decode()
+        assert response.status == 200
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in page
+    response = get(server, "/status")
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert get(server, "/status/../settings.py").status == 404
+    assert get(server, "/status", "POST").status == 405
+
+
+def test_the_stream_has_steps_and_state_without_content(start: Callable[..., Running]) -> None:
+    server = start()
+    request = pb.GenerateRequest(
+        text="confidential words", request_id="invoice-4711", sampling={"max_tokens": 20, "ignore_eos": True}
+    )
+    list(server.stub.Generate(request))
+    assert get(server, "/favicon.ico").status == 204
+    stream = events(get(server, "/status/steps?history=100"))
+    data = next(stream)
+    assert sum(step["samples"] for step in data["steps"]) == 20
+    assert {number for step in data["steps"] for number in step["request"]} == {1}
+    (worker,) = data["state"]["workers"]
+    assert worker["used"] == 0
+    text = json.dumps(data)
+    assert "invoice" not in text
+    assert "confidential" not in text
+    list(server.stub.Generate(request))
+    later = [step for data in islice(stream, 1) for step in data.get("steps", ())]
+    assert {number for step in later for number in step["request"]} == {2}
+
+
+def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Running], tokens: Path) -> None:
+    server = start("--admin-token-file", str(tokens))
+    list(server.stub.Generate(endless()))
+    assert get(server, "/status").status == 200
+    for headers in ({}, {"Authorization": "Bearer wrong-0123456789abcdef"}, {"Authorization": f"Basic {TOKEN}"}):
+        assert get(server, "/status/steps", **headers).status == 401
+    assert get(server, f"/status/steps?token={TOKEN}").status == 401
+    stream = events(get(server, "/status/steps?history=5", Authorization=f"Bearer {TOKEN}"))
+    assert len(next(stream)["steps"]) == 5
+    server.wait_for("admin_call", rpc="status_page", name="operator")
+    server.wait_for("auth_failures", problem="status_page")
+    tokens.chmod(0o600)
+    tokens.write_text("operator another-0123456789abcdef\n")
+    for _ in stream:
+        pass  # the stream ends, because the token is revoked
+    assert TOKEN not in json.dumps(server.lines) + "".join(server.other)
+
+
+def test_other_sites_cannot_read_the_steps(start: Callable[..., Running]) -> None:
+    server = start()
+    for name in ("attacker.example", "attacker.example:80", "10.0.0.1:8000", "localhost.attacker.example", ""):
+        assert get(server, "/status/steps", Host=name).status == 403, name
+    for name in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert get(server, "/status", Host=name).status == 200, name
+    assert get(server, "/status/steps", Sec_Fetch_Site="cross-site").status == 403
+    assert "Access-Control-Allow-Origin" not in get(server, "/status").headers
+
+
+def test_a_hundred_unread_connections_cost_the_engine_nothing(start: Callable[..., Running]) -> None:
+    """The engine makes the same steps, and takes states for the few streams that it allows: no more than for one."""
+    server = start("--max-step-watchers", "4")
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            viewer = stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+            viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            viewer.sendall(b"GET /status/steps HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        tokens = [token for response in server.stub.Generate(endless()) for token in response.token_ids]
+        steps = server.stub.GetStats(pb.GetStatsRequest()).counters.steps
+        assert len(tokens) == 500
+        assert steps <= 503
+        assert len([line for line in server.lines if line.get("event") == "admin_call"]) <= 8
+        assert get(server, "/status").status == 200, "the page itself is served"
+
+
+def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callable[..., Running]) -> None:
+    server = start("--max-step-watchers", "1", **SLOW)
+    call = server.stub.Generate(endless())
+    next(call)
+    first = get(server, "/status/steps")
+    next(events(first))
+    refused = get(server, "/status/steps")
+    assert (refused.status, b"--max-step-watchers" in refused.read()) == (503, True)
+    first.close()
+    until(lambda: get(server, "/status/steps").status == 200)
+
+
+def test_a_slow_viewer_misses_steps(start: Callable[..., Running]) -> None:
+    server = start("--step-history", "4")
+    response = get(server, "/status/steps")
+    stream = events(response)
+    next(stream)
+    list(server.stub.Generate(endless()))
+    seen = skipped = 0
+    for data in stream:
+        seen += len(data.get("steps", ()))
+        skipped += data.get("skipped", 0)
+        if any(step["ended"] for step in data.get("steps", ())):
+            break
+    assert skipped > 0
+    assert seen + skipped >= 500
+
+
+def test_streams_end_when_the_server_stops(start: Callable[..., Running]) -> None:
+    server = start()
+    response = get(server, "/status/steps")
+    stream = events(response)
+    next(stream)
+    server.popen.send_signal(signal.SIGTERM)
+    assert list(stream)[-1] == {}
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "accepted"),
+    [
+        (["--status-listen", "127.0.0.1:0"], True),
+        (["--status-listen", "0.0.0.0:0"], False),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t"], False),
+        (["--status-listen", "0.0.0.0:0", "--insecure-allow-remote"], False),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t", "--insecure-allow-remote"], True),
+        (["--status-listen", "unix:/tmp/s"], False),
+    ],
+)
+def test_a_remote_page_needs_a_token_and_consent(flags: list[str], accepted: bool) -> None:
+    raises = contextlib.nullcontext() if accepted else pytest.raises(ConfigurationError, match="status-listen")
+    with raises:
+        settings.load(["--model", "m", *flags])
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with chromium() as opened:
+        yield opened
+
+
+def load(server: Running) -> list[Any]:
+    """Start requests of several lengths, some with a common prefix."""
+    calls = []
+    for seed in range(24):
+        request = endless(seed)
+        prefix = range(5, 69) if seed % 3 else range(5 + seed, 30 + seed)
+        request.token_ids.ids[:] = [*prefix, seed + 70]
+        request.sampling.max_tokens = 20 + 25 * (seed % 5) if seed < 8 else 400
+        calls.append(server.stub.Generate(request))
+        time.sleep(0.05)
+    return calls
+
+
+def test_the_page_in_a_browser(start: Callable[..., Running], page: Page, tokens: Path) -> None:
+    server = start(
+        "--admin-token-file", str(tokens), "--max-batch-size", "8", min_step_seconds=0.02, max_step_seconds=0.03
+    )
+    page.resize(1280, 1280)
+    host, port = address(server)
+    page.go(f"http://{host}:{port}/status")
+    page.wait("document.querySelector('#login') && !document.querySelector('#login').hidden")
+    page.evaluate("document.querySelector('#token').value = 'wrong'")
+    page.evaluate("document.querySelector('#login').requestSubmit()")
+    page.wait("document.querySelector('#login-problem').innerText.includes('not valid')")
+    page.evaluate(f"document.querySelector('#token').value = {TOKEN!r}")
+    page.evaluate("document.querySelector('#login').requestSubmit()")
+    page.wait("document.querySelector('#connection').innerText.startsWith('live')")
+    page.problems.clear()  # the browser reports each 401
+    calls = load(server)
+    page.wait("Number(document.body.dataset.steps) > 90")
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    assert page.text("#running-count") == "8"
+    assert int(page.text("#waiting-count")) > 0
+    page.wait("Number(document.querySelector('#tokens-per-second').innerText) > 0")
+    assert "in use" in page.text("#pools .worker")
+    assert page.text("#skipped") == "0"
+    box = page.evaluate("JSON.stringify(document.querySelector('#timelines canvas').getBoundingClientRect())")
+    canvas = json.loads(box)
+    page.evaluate("document.querySelector('#pause').click()")
+    page.click(canvas["right"] - 60, canvas["top"] + 10)
+    page.wait("!document.querySelector('#mask-title').innerText.includes('newest')")
+    assert "prefill" in page.text("#rows") or "decode" in page.text("#rows")
+    colours = page.evaluate(
+        """new Set(Array.from(new Uint32Array(document.querySelector('#timelines canvas').getContext('2d')
+        .getImageData(0, 0, 1200, 100).data.buffer))).size"""
+    )
+    assert colours > 4, "the picture has prefill, decode, cached and idle cells"
+    if IMAGES:
+        page.screenshot(Path(IMAGES) / "status-page.png")
+        page.resize(1280, 1280, dark=True)
+        page.wait("matchMedia('(prefers-color-scheme: dark)').matches")
+        time.sleep(0.3)
+        page.screenshot(Path(IMAGES) / "status-page-dark.png")
+    assert page.problems == []
+    assert TOKEN not in page.evaluate("location.href + document.documentElement.innerHTML")
+    for call in calls:
+        call.cancel()
