@@ -127,6 +127,34 @@ def test_poison_request_ends_and_no_request_of_another_worker_pauses() -> None:
         assert harness.outputs(request.request_id) == answer(request)
 
 
+def test_suspects_run_alone_on_the_worker_that_is_free_first() -> None:
+    harness = WorkersHarness(4, max_queue_overtakes=0)
+    on = (("a", 1, 30), ("b", 1, 30), ("short", 3, 6), ("long", 4, 40), ("longer", 4, 50))
+    for name, epoch, max_tokens in on:
+        harness.submit(name, 8, max_tokens=max_tokens)
+        harness.step(epoch)
+    for epoch in (1, 2):
+        assert rows(harness, epoch, plan=True) == {"a", "b"}
+        harness.lose(epoch)
+    while "short" in rows(harness, 3, plan=True):
+        assert rows(harness, 4, plan=True) == {"long", "longer"}
+        harness.apply(3)
+        harness.apply(4)
+    assert isinstance(harness.end("short"), Finished)
+    assert rows(harness, 3) == {"a"}, "the worker with the fewest requests has ended them"
+    assert rows(harness, 4, plan=True) == {"long", "longer"}, "the others go on"
+    harness.apply(3)
+    harness.apply(4)
+    harness.run()
+
+
+def rows(harness: WorkersHarness, epoch: int, *, plan: bool = False) -> set[str]:
+    """Return the requests with a row in flight on a worker, after another plan if asked for."""
+    if plan:
+        harness.plan(epoch)
+    return set(harness.core.expected_samples(epoch))
+
+
 def test_crash_makes_suspects_of_the_requests_in_flight_there_only() -> None:
     harness = WorkersHarness(2)
     for index in range(4):

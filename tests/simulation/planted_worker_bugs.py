@@ -28,11 +28,6 @@ _PLACEMENT = (
         Placement.leaves,
         without("sequence.overtaken_count >= self._state.limits.max_queue_overtakes"),
     ),
-    Bug(
-        "a started request is left to a worker with a full pipeline",
-        Placement.leaves,
-        without("sequence.started_at is not None"),
-    ),
     Bug("a request waits for a worker without step times", Placement.leaves, without("not in_seconds")),
     Bug(
         "the queue of work is not compared",
@@ -92,11 +87,6 @@ _LOSS = (
         replace("self._vacant.pop(0)", "self._vacant.pop()"),
     ),
     Bug(
-        "an out-of-memory step halves the budget of another worker",
-        Scheduler.on_step_error,
-        replace("worker.budget.halve()", "next(iter(self._state.workers.values())).budget.halve()"),
-    ),
-    Bug(
         "a request ends on another worker",
         LiveRequests._free,
         replace("state.workers[sequence.epoch]", "next(iter(state.workers.values()))"),
@@ -139,16 +129,6 @@ _ISOLATION = (
         Isolation._worker_for,
         replace("suspect.max_len <= w.max_len", "True"),
     ),
-    Bug(
-        "isolation goes on at the next worker with requests",
-        Isolation.choose,
-        replace("state.is_isolating and worker.epoch == state.isolation_epoch", "state.is_isolating"),
-    ),
-    Bug(
-        "a suspect runs on where it was",
-        Scheduler.worker_lost,
-        never("sequence.state is State.RUNNING and not is_alone"),
-    ),
 )
 
 _CAPACITY = (
@@ -158,7 +138,6 @@ _CAPACITY = (
         Scheduler.worker_joined,
         replace("limits.check_capacity(sequence.request, largest)", "limits.check_capacity(sequence.request, hello)"),
     ),
-    Bug("a stopping worker takes requests", SharedState.is_leaving, replace("worker.is_stopping and _", "False")),
     Bug(
         "stopping workers take no request at all",
         SharedState.is_leaving,

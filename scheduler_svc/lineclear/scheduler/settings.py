@@ -145,8 +145,8 @@ class SchedulerSettings(settings_base.ProcessSettings):
     pipeline_depth: int = BATCHING.field(2, ge=1, le=4)
     """Steps in flight between scheduler and worker."""
     batching_strategy: Strategy = BATCHING.field("continuous")
-    """When waiting requests join the running batch. fixed_size waits for exactly max_batch_size requests; fewer wait
-    until their deadline, unless batch_timeout_ms is set."""
+    """When waiting requests join the running batch; each worker has its own. fixed_size waits for exactly
+    max_batch_size requests; fewer wait until their deadline, unless batch_timeout_ms is set."""
     batch_timeout_ms: float = BATCHING.field(50.0, ge=0, le=60_000)
     """Longest wait for a batch to fill. It holds for strategies that wait; for fixed_size only if it is set."""
     scheduling_policy: SchedulingPolicy = BATCHING.field("fifo")
