@@ -169,7 +169,12 @@ class RunningBatch:
     @property
     def num_held_positions(self) -> int:
         """Planned positions of all sequences with blocks, those with their last row in flight included."""
-        return self.num_positions + sum(s.num_planned for s in self.finishing)
+        held = self.decode_batch.num_positions
+        for sequence in self.not_decoding:
+            held += sequence.num_planned
+        for sequence in self.finishing:
+            held += sequence.num_planned
+        return held
 
     def join_decode(self, sequence: Sequence) -> None:
         """Add a running sequence to the decode batch."""
