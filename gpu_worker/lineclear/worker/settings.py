@@ -46,7 +46,7 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Device of the model: auto, cpu, cuda or mps. auto: cuda if available, else mps, else cpu. cuda:1 is the second
     GPU. cpu:0-3 runs on these cores only, and its memory then lies on their NUMA node."""
     machine_share: str = COMPUTATION.field("0/1")
-    """Which part of the machine this worker takes, as INDEX/COUNT. Without a GPU or cores in device, worker 1/2 takes
+    """Part of the machine that this worker uses, as INDEX/COUNT. Without a GPU or cores in device, worker 1/2 takes
     the second GPU, or the second half of the NUMA nodes or cores; its KV cache takes half of the memory that it would
     take alone. The scheduler sets it for the workers that it starts."""
     dtype: Dtype = COMPUTATION.field("auto")

@@ -75,8 +75,8 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """An address for operators. It offers AdminService, GetStats and reflection, which `listen` then no longer offers.
     On a network interface it needs TLS and tokens."""
     status_listen: str = ADDRESSES.field("")
-    """A host:port for the status page, which shows steps, slots, queue and KV blocks in a browser. It needs the token
-    of admin_token_file if that is set. It is plain HTTP: on a network interface it needs the token file and
+    """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
+    admin_token_file if that is set. It is plain HTTP: on a network interface it needs the token file and
     insecure_allow_remote, and belongs behind a proxy with TLS."""
     reflection: bool = ADDRESSES.field(True)
     """Offer gRPC server reflection (v1 and v1alpha)."""
@@ -85,7 +85,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
 
     # --- security ---
     insecure_allow_remote: bool = SECURITY.field(False)
-    """Allow a remote `listen` without TLS or authentication, and a remote `status_listen` with tokens."""
+    """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens."""
     tls_cert_file: str = SECURITY.field("")
     """PEM file of the certificate chain. It turns TLS on for every host:port address."""
     tls_key_file: str = SECURITY.field("")
@@ -145,7 +145,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
     pipeline_depth: int = BATCHING.field(2, ge=1, le=4)
     """Steps in flight between scheduler and worker."""
     batching_strategy: Strategy = BATCHING.field("continuous")
-    """When waiting requests join the running batch; each worker has its own. fixed_size waits for exactly
+    """When waiting requests join the running batch. Each worker has its own batch. fixed_size waits for exactly
     max_batch_size requests; fewer wait until their deadline, unless batch_timeout_ms is set."""
     batch_timeout_ms: float = BATCHING.field(50.0, ge=0, le=60_000)
     """Longest wait for a batch to fill. It holds for strategies that wait; for fixed_size only if it is set."""
@@ -249,7 +249,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
     """Worker processes to start. Each has a copy of the model and its own KV cache. They divide the GPUs, NUMA nodes or
     cores of the machine. Needs spawn_worker."""
     worker_devices: str = WORKER.field("")
-    """Device of each spawned worker, in order: cuda:0,cuda:1 or cpu:0-3,cpu:4-7, where the numbers are cores. Empty: an
+    """Device of each spawned worker, in order. cuda:0,cuda:1 or cpu:0-3,cpu:4-7, where the numbers are cores. Empty: an
     equal part of the machine for each. Sets num_workers if that is not set."""
     max_workers: int = WORKER.field(64, ge=1, le=1024)
     """Most workers that serve at the same time, spawned or not. Others wait. All serve the same model; a worker of
