@@ -85,8 +85,11 @@ class SimulatedRun:
     def _run_engine(self, late: bool = False) -> None:
         self._expire()
         max_plans = self.rng.randrange(2) if late else 99
-        for epoch in self.scheduler.core.workers:
-            max_plans = self._plan(epoch, max_plans)
+        before = None
+        while max_plans != before:  # a plan of one worker may let another one run more
+            before = max_plans
+            for epoch in self.scheduler.core.workers:
+                max_plans = self._plan(epoch, max_plans)
         if self.scheduler.oracle:
             deadline = self.scheduler.core.next_deadline()
             self.scheduler.oracle.check_next_deadline(deadline, self.now, planned_all=max_plans > 0)

@@ -292,8 +292,9 @@ class Engine:
     def _send_plans_in_turns(self, workers: Sequence[WorkerSession], events: list[Event], now: float) -> None:
         first = self._counters.iterations % len(workers)  # each iteration another worker is first to admit requests
         workers = [*workers[first:], *workers[:first]]
-        while workers:
-            workers = [worker for worker in workers if self._send_plan(worker, events, now)]
+        # A plan of one worker may let another one run more: a preemption gives the other a request that waits.
+        while sum(self._send_plan(worker, events, now) for worker in workers):
+            pass
 
     def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
         """Send a worker its next plan; return False if it gets no further one now."""
