@@ -461,7 +461,7 @@ def test_heartbeats_carry_the_current_step(staged: tuple[EngineHarness, FakeSche
 def test_waiting_worker_takes_over_at_once() -> None:
     """It is asked, and does not ask again itself: that would be in ten minutes."""
     with EngineHarness(
-        options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002)
+        options=ToyOptions(standby_seconds=600.0, min_step_seconds=0.001, max_step_seconds=0.002), max_workers=1
     ) as harness:
         workers = [harness.start_worker()]
         harness.wait_joined()
@@ -483,7 +483,7 @@ def test_waiting_worker_takes_over_at_once() -> None:
 
 def test_waiting_worker_asks_again_by_itself() -> None:
     """Where the scheduler that refused it has forgotten it."""
-    with EngineHarness(options=ToyOptions(standby_seconds=0.2)) as harness:
+    with EngineHarness(options=ToyOptions(standby_seconds=0.2), max_workers=1) as harness:
         harness.start_worker()
         harness.wait_joined()
         harness.start_worker()
