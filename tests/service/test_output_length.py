@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 from service.serving import read_all, serving, text_request
 
 from lineclear.process.settings_base import ConfigurationError
@@ -102,21 +103,20 @@ class _Custom:
         self.seen.append((shape.tenant, output_tokens))
 
 
-async def test_own_estimator_may_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_own_estimator_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     custom = _Custom()
     module = types.ModuleType("own_estimator")
     module.build = lambda: custom  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_estimator", module)
-    async with serving(tmp_path, output_length_estimator="own_estimator:build") as s:
-        s.engine.answer = lambda request: [5, 6]
-        for _ in range(4):
-            await read_all(s.generate(text_request("a b c")))
-        prompt = len(s.engine.submitted[0].prompt)
-        assert [request.expected_tokens for request in s.engine.submitted] == [2 * prompt, 2 * prompt, 0, 0]
-        assert custom.seen == [("", 2)] * 4
-    assert capsys.readouterr().out.count("estimator_failed") == 1
+    with structlog.testing.capture_logs() as lines:
+        async with serving(tmp_path, output_length_estimator="own_estimator:build") as s:
+            s.engine.answer = lambda request: [5, 6]
+            for _ in range(4):
+                await read_all(s.generate(text_request("a b c")))
+            prompt = len(s.engine.submitted[0].prompt)
+            assert [request.expected_tokens for request in s.engine.submitted] == [2 * prompt, 2 * prompt, 0, 0]
+            assert custom.seen == [("", 2)] * 4
+    assert [line["event"] for line in lines].count("estimator_failed") == 1
 
 
 @pytest.mark.parametrize("name", ["nothing_of_this_name:build", "json:build", "json:loads"])
